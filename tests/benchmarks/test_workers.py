@@ -13,6 +13,7 @@ import pytest
 
 from carrywave.benchmarks import _workers
 from carrywave.errors import RunError, UserError
+from carrywave.measure import profiles
 from carrywave.parallel import worker_pool
 
 # Stands in for `python -m carrywave.parallel.worker_pool MODULE FOLDER`: tells what it was given, or fails as it is told to.
@@ -73,3 +74,12 @@ def test_the_peak_starts_anew_and_sees_what_is_held() -> None:
     held[:] = 1
     del held
     assert _workers.memory_mib("VmHWM") - before == pytest.approx(40, abs=4)  # whatever else moves meanwhile
+
+
+def test_what_a_user_set_reaches_the_workers_and_what_a_launcher_set_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile says over which transport it was measured: the one that was asked for."""
+    for name, value in (("CARRYWAVE_TRANSPORT", "gloo"), ("CARRYWAVE_PLACE", "3"), ("MASTER_ADDR", "elsewhere")):
+        monkeypatch.setenv(name, value)
+    told = worker_pool._environment(tmp_path, 0, 2, 1)
+    assert told["CARRYWAVE_TRANSPORT"] == profiles.versions()["transport"] == "gloo"
+    assert not {"CARRYWAVE_PLACE", "MASTER_ADDR"} & told.keys()

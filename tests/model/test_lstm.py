@@ -14,6 +14,7 @@ from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
 
 DOUBLE = torch.float64
 
@@ -250,8 +251,8 @@ def test_widths_of_their_own() -> None:
         (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))), "one .h, c. each"),
         (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), [(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))]), "expected 2 carries, got 1"),
         (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1, 3]), "lengths range from 1 to 3"),
-        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1]), "2 whole numbers"),
-        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, torch.tensor([1.0, 2.0])), "whole numbers"),
+        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1]), "a whole number for each of the 2 lanes"),
+        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, torch.tensor([1.0, 2.0])), "a whole number for each of the 2 lanes"),
     ],
 )
 def test_mistakes_are_named(make: Any, message: str) -> None:
@@ -262,3 +263,46 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 def test_unknown_kernel_is_refused() -> None:
     with pytest.raises(PlanError, match="kernel=cuda is not a backend"):
         LSTM(3, 4, kernel="cuda")
+
+
+class Steps(nn.Module):
+    """A head of a model that reads the last layer's output as it is."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (y - target).square().sum(), torch.tensor(target.numel())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["LSTM", "Model"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"fresh": torch.tensor([[True], [False], [False], [False]])},
+            r"fresh has shape \[4, 1\] .* pass true or false for each of the 4 lanes",
+        ),
+        ({"fresh": torch.ones(5, 4, dtype=torch.bool)}, r"fresh has shape \[5, 4\]"),  # as many lanes as hidden units
+        ({"fresh": torch.tensor([True])}, r"fresh has shape \[1\]"),
+        ({"fresh": torch.tensor([1, 0, 0, 0])}, "fresh has .* dtype torch.int64; pass true or false"),
+        ({"lanes": torch.tensor([3])}, r"lanes has shape \[1\] .* pass a whole number for each of the 4 lanes"),
+        ({"lengths": torch.tensor([[5], [5], [5], [5]])}, r"lengths has shape \[4, 1\]"),
+        ({"lengths": [5, 5, 5, 6]}, "lengths range from 5 to 6; they must be between 0 and the 5 steps of x"),
+    ],
+)
+def test_what_is_given_for_each_lane_is_not_broadcast(wrapped: bool, arguments: dict[str, Any], said: str) -> None:
+    torch.manual_seed(0)
+    lstm = LSTM(3, 4)
+    call: nn.Module = Model(nn.Identity(), lstm, Steps()) if wrapped else lstm
+    with pytest.raises(UserError, match=said):
+        call(torch.randn(5, 4, 3), **arguments)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["LSTM", "Model"])
+def test_fresh_lanes_may_be_listed(wrapped: bool) -> None:
+    torch.manual_seed(0)
+    lstm = LSTM(3, 4)
+    call: nn.Module = Model(nn.Identity(), lstm, Steps()) if wrapped else lstm
+    x, flags = torch.randn(5, 4, 3), [True, False, False, True]
+    begin, state = call(x)
+    again = call(x, state, fresh=flags)[0]
+    assert torch.equal(again, call(x, state, fresh=torch.tensor(flags))[0])
+    assert [torch.equal(again[:, lane], begin[:, lane]) for lane in range(4)] == flags

@@ -93,7 +93,9 @@ def test_a_run_of_it_is_judged_and_used(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_with_it_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"the module Reader cannot be split into 2 stages; wrap its modules as cw.Model\(encoder, lstm, head\)"):
+    with pytest.raises(
+        PlanError, match=r"the module Reader cannot be split into 2 stages; wrap its modules as cw.Model\(encoder, lstm, head\)"
+    ):
         cw.Trainer(Reader(), mesh=_two_stages())
     with pytest.raises(UserError, match=r"loss of the module Linear must return \(sum over the targets, number of targets\)"):
         cw.Trainer(nn.Linear(3, 2), loss=lambda out, target: out.sum()).step(  # type: ignore[arg-type, return-value]
@@ -217,3 +219,35 @@ def _two_stages() -> Mesh:
     mesh = Mesh.alone(torch.device("cpu"))
     mesh.plan = cw.Plan(stages=2)
     return mesh
+
+
+class Twice(nn.Module):
+    """Reads its inputs twice with one LSTM, whose masks should then differ."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.lstm = cw.LSTM(3, 4, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.lstm(x)[0], self.lstm(x)[0]], dim=-1)
+
+    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        apart = (out[..., 0] - out[..., 1]).square()  # 0 if the masks are equal
+        return (apart.sum(-1) * target).sum(), torch.tensor(target.numel())
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 2, "dropout": 0.5}, {"weight_drop": 0.5}, {"num_layers": 2, "dropout": 0.5, "locked": True}]
+)
+def test_an_lstm_that_is_called_twice_draws_two_masks(options: dict[str, Any]) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x, target = torch.randn(4, 6, 3, generator=draw, dtype=torch.float64), torch.ones(4, 6, dtype=torch.float64)
+    weights = []
+    for plan in ({}, {"micro_batches": 3}):
+        torch.manual_seed(0)
+        net = Twice(**options).double()
+        trainer = cw.Trainer(net, {"optimizer": "sgd", "lr": 10.0, "precision": "fp64"}, plan=plan)
+        assert float(trainer.step(cw.Batch.of(x, target))) > 1e-3
+        trainer.step(cw.Batch.of(x, target))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-12)  # float64; micro-batches are summed in another order

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import carrywave as cw
 from carrywave.errors import PlanError, SpecError
 from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.units import Units
@@ -17,6 +18,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.nonfinite import Seen
+from carrywave.step.sync.averaging import Averaging
 from carrywave.step.sync.clocks import Clocks, most_missed
 from carrywave.step.sync.meeting import joined
 from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
@@ -197,3 +199,25 @@ def test_the_summary_says_what_replicas_exchange() -> None:
     )
     told = _sync(parse({"train": {"sync": "async", "max_staleness": 1}}).train, Plan(replicas=2))
     assert told == "async: 2 replicas push gradients when they are ready, at most 1 step apart; the result depends on timing"
+
+
+def test_targets_of_a_step_that_fp16_skipped_do_not_count() -> None:
+    """An exchange weighs a replica by what it has learned from."""
+    torch.manual_seed(0)
+    trainer = cw.Trainer(
+        torch.nn.Linear(2, 1), {"precision": "fp16"}, loss=lambda out, target: ((out - target).square().sum(), target.numel())
+    )
+    averaging = Averaging(trainer.mesh, trainer.named, (), TrainSpec(sync="local"))
+    batch = cw.Batch.of(torch.ones(3, 4, 2), torch.zeros(3, 4, 1))
+    assert trainer.scaler is not None
+    usual = trainer.scaler.scale.clone()
+    trainer.scaler.scale.fill_(2.0**120)
+    before = [parameter.clone() for _, parameter in trainer.named]
+    result = trainer.update(batch)
+    assert all(torch.equal(one, parameter) for one, (_, parameter) in zip(before, trainer.named, strict=True))
+    assert bool(result.finite)  # the run goes on
+    averaging.add(result)
+    assert averaging.targets.tolist() == [0.0]
+    trainer.scaler.scale.copy_(usual)
+    averaging.add(trainer.update(batch))
+    assert averaging.targets.tolist() == [12.0]

@@ -41,6 +41,7 @@ class Batch:
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
+    numbers: tuple[int, ...] | None = None  # `lanes` of the full batch as the user gave them, on the host; None: 0, 1, …
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
 
     @staticmethod
@@ -59,8 +60,8 @@ class Batch:
 
         Targets are per step [T, B, …] or per lane [B, …]; pass `pooled=True` if both readings fit. Targets beyond a lane's length
         are masked. Without `lengths` every step is real. Every lane starts a new sequence unless `fresh` says otherwise:
-        `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step); if `step` is omitted, the
-        trainer counts.
+        `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step) and by the numbers in `lanes`, by
+        default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
         """
         inputs = torch.as_tensor(inputs)
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
@@ -80,18 +81,20 @@ class Batch:
         if targets is not None:
             targets = _targets(torch.as_tensor(targets, device=device), None if lengths is None else lengths_B, steps, count, pooled)
         numbers_B = torch.arange(count, device=device)
+        lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
         return Batch(
             inputs=inputs,
             targets=targets,
             lengths=lengths_B,
             fresh=_one_a_lane(True if fresh is None else fresh, "fresh", count, torch.bool, device),
-            lanes=numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device),
+            lanes=lanes_B,
             sequence=torch.where(lengths_B > 0, numbers_B, -1),
             offset=torch.zeros_like(numbers_B),
             epoch=epoch,
             step=-1 if step is None else step,
             real=real,
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
+            numbers=None if lanes is None else tuple(lanes_B.tolist()),
             unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
         )
 
@@ -105,6 +108,11 @@ class Batch:
         """(Real steps, steps including padding) of the full batch, even if this is only some of its lanes."""
         real, lanes = self.part_of or (self.real, self.lanes.shape[0])
         return real, lanes * self.steps
+
+    @property
+    def all_lanes(self) -> tuple[int, ...]:
+        """The numbers of all lanes of the full batch, even if this is only some of them, without reading from a device."""
+        return tuple(range(self.cells[1] // self.steps)) if self.numbers is None else self.numbers
 
     @property
     def idle(self) -> bool:

@@ -1,12 +1,26 @@
-"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes.
+"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes. And the check of what a
+user gives for each lane, which would otherwise be broadcast.
 
 Shapes: T time, B lane. Lengths never leave the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from carrywave.errors import UserError
+
+
+def one_a_lane(value: Tensor | Sequence[int] | Sequence[bool], name: str, count: int, dtype: torch.dtype) -> Tensor:
+    """[B]: a flag (torch.bool) or a whole number for each of `count` lanes; anything else is refused."""
+    value_B = torch.as_tensor(value)
+    if value_B.shape != (count,) or value_B.is_floating_point() or (value_B.dtype == torch.bool) != (dtype == torch.bool):
+        kind = "true or false" if dtype == torch.bool else "a whole number"
+        raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; pass {kind} for each of the {count} lanes")
+    return value_B
 
 
 def real_steps(lengths_B: Tensor, steps: int) -> Tensor:

@@ -208,9 +208,17 @@ class Scope:
 
     def site(self, name: str) -> int:
         """The number of a named site; a different one on each call, so that a module used twice draws two masks."""
+        return site(self._numbered(name))
+
+    def key_of(self, name: str) -> Tensor | None:
+        """The key of a module that has several sites of its own; a different one on each call, after the first, which is the batch's."""
+        numbered = self._numbered(name)
+        return self.key if self.key is None or numbered == name else fold(self.key, site(numbered))
+
+    def _numbered(self, name: str) -> str:
         number = self.uses.get(name, 0)
         self.uses[name] = number + 1
-        return site(f"{name}#{number}" if number else name)
+        return f"{name}#{number}" if number else name
 
 
 _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("carrywave_scope", default=None)

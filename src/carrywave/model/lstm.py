@@ -25,6 +25,7 @@ from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.dispatch import begun, check
 from carrywave.kernels.dropout import Coordinates, dropped
+from carrywave.kernels.lengths import one_a_lane
 from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
@@ -161,16 +162,16 @@ class LSTM(nn.Module):
         lengths: Tensor | Sequence[int] | None = None,
         key: Tensor | None = None,
         *,
-        lanes: Tensor | None = None,
+        lanes: Tensor | Sequence[int] | None = None,
         start: int = 0,
         full: bool = False,
-        fresh: Tensor | None = None,
+        fresh: Tensor | Sequence[bool] | None = None,
         input: Tensor | None = None,
         hx: AnyCarry | None = None,
     ) -> tuple[Tensor, Carry | Carries]:
         """Outputs and the carry at each lane's last real step, in nn.LSTM's shapes; if widths differ, one carry per layer.
 
-        x is [T, B, I], [B, T, I] with batch_first, or [T, I] unbatched. `fresh` lanes start from the initial carry instead of
+        x is [T, B, I], [B, T, I] with batch_first, or [T, I] unbatched. `fresh` [B]: lanes that start from the initial carry instead of
         the given one. Without a key, dropout in training uses the scope's, or one drawn from torch's default generator.
         `input` and `hx` are nn.LSTM's names for x and carry.
         """
@@ -181,11 +182,13 @@ class LSTM(nn.Module):
         steps, count = x_TBI.shape[:2]
         if steps == 0:
             raise UserError(f"LSTM got x of shape {list(x.shape)}; x must have at least one step")
-        lengths_B = None if lengths is None else self._lengths(lengths, steps, count, x.device)
+        lengths_B = None if lengths is None else self.checked_lengths(lengths, steps, count, x.device)
+        fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
+        lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
         if carry is not None:
             _check_dtypes(given, x)
-        y_TBO, ends = self.run(x_TBI, given, lengths=lengths_B, fresh=fresh, lanes=lanes, start=start, key=key, full=full)
+        y_TBO, ends = self.run(x_TBI, given, lengths=lengths_B, fresh=fresh_B, lanes=lanes_B, start=start, key=key, full=full)
         y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if self.batch_first else y_TBO
         ends = ends if batched else tuple(Carry(end.h[:, 0], end.c[:, 0]) for end in ends)
         return y, self.join(ends)
@@ -217,7 +220,7 @@ class LSTM(nn.Module):
         if self.training and (self.weight_drop or (self.dropout and sites)):
             scope = random.current_scope()
             if key is None and scope is not None:
-                key, lanes, start = scope.key, scope.lanes if lanes is None else lanes, scope.start
+                key, lanes, start = scope.key_of(self.path), scope.lanes if lanes is None else lanes, scope.start
             key = random.draw().to(x_TBI.device) if key is None else key
         else:
             key = None
@@ -360,12 +363,9 @@ class LSTM(nn.Module):
             raise UserError(f"LSTM got x in {x.dtype}, but its weights are in {own}; {remedy}")
         return x
 
-    def _lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
-        lengths_B = torch.as_tensor(lengths)
-        if lengths_B.shape != (count,) or lengths_B.is_floating_point() or lengths_B.dtype == torch.bool:
-            raise UserError(
-                f"lengths has shape {list(lengths_B.shape)} and dtype {lengths_B.dtype}; pass {count} whole numbers, one for each lane"
-            )
+    def checked_lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
+        """Lengths [B] on a device; those that are on the host are checked against the number of steps."""
+        lengths_B = one_a_lane(lengths, "lengths", count, torch.int64)
         # Lengths on a GPU are not checked: that would synchronise with it. A tracer has no values to check.
         if not lengths_B.is_cuda and not torch.compiler.is_compiling() and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
             raise UserError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import UserError
+from carrywave.kernels.lengths import one_a_lane
 from carrywave.model.dropout import keyed
 from carrywave.model.heads import Pooled
 from carrywave.model.lstm import LSTM
@@ -100,15 +101,21 @@ class Model(nn.Module):
         lengths: Tensor | Sequence[int] | None = None,
         key: Tensor | None = None,
         *,
-        fresh: Tensor | None = None,
-        lanes: Tensor | None = None,
+        fresh: Tensor | Sequence[bool] | None = None,
+        lanes: Tensor | Sequence[int] | None = None,
         start: int = 0,
         full: bool = False,
     ) -> tuple[Tensor, State]:
-        """The head's input for x [T, B, …], and the state after it. `output` returns the head's result."""
-        lengths_B = None if lengths is None else torch.as_tensor(lengths, device=x.device)
-        state = self.start(x.shape[1], x.device) if state is None else state
-        y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh, lanes, start, key, full))
+        """The head's input for x [T, B, …], and the state after it; `output` returns the head's result.
+
+        `lengths`, `fresh` and `lanes` are [B]. `fresh` lanes start from the initial state instead of the given one.
+        """
+        steps, count = x.shape[:2]
+        lengths_B = None if lengths is None else self.lstm.checked_lengths(lengths, steps, count, x.device)
+        fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
+        lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
+        state = self.start(count, x.device) if state is None else state
+        y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full))
         return y, state
 
     def output(self, y: Tensor, state: State) -> Any:

@@ -133,8 +133,10 @@ class Stage(nn.Module):
             return self.head(state.acc if self.pooled else y)
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
-        """Loss sum and count from the head's output. A user's head may have no `score`: then its loss is computed again from y."""
-        if not hasattr(self.head, "score"):
+        """Loss sum and count, from the head's output if the head is ours. What a user's head calls `score` may be anything, such as an
+        accuracy, so its loss is computed again from y.
+        """
+        if not _scores_as_it_learns(self.head):
             return self.loss(y, state, target, chunk)
         scored: Score = self.head.score(out, target)
         return scored
@@ -154,6 +156,11 @@ class Stage(nn.Module):
     def _in_own_dtype(self, x: Tensor) -> Tensor:
         """Cast floats to the parameters' dtype, so that user modules need not; leave tokens and labels unchanged."""
         return x.to(self.dtype) if x.is_floating_point() else x
+
+
+def _scores_as_it_learns(head: nn.Module) -> bool:
+    """True for a head of ours, of which no method was replaced; a subclass may have another loss."""
+    return type(head).__module__.startswith("carrywave.") and not vars(head).keys() & {"loss", "score", "forward"}
 
 
 def _width(model: ModelParts, unit: int) -> int:

@@ -146,12 +146,10 @@ class Mesh:
         return joined
 
     def row_exchange(self) -> RowExchange:
-        """What the replicas of this stage exchange if they share a vocabulary. Collective: every rank must call it."""
-        plan, found = self.plan, dict[int, dist.ProcessGroup]()
-        for stage in range(plan.stages):
-            # Not the group of the gradients' sums: those are in flight while backward goes on with these.
-            found[stage] = process_groups.group(range(stage, self.world.size, plan.stages), "vocabulary")
-        return RowExchange(found[self.stage], self.replica, plan.replicas, self.world.backend)
+        """What replicas exchange if they share a vocabulary; each is then one worker. Collective: every rank must call it."""
+        # Not the group of the gradients' sums: those are in flight while backward goes on with these.
+        group = process_groups.group(self.ranks, "vocabulary")
+        return RowExchange(group, self.replica, self.plan.replicas, self.world.backend)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce in place over all workers; gives the same bits on each."""

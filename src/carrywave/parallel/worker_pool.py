@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 POLL_SECONDS = 0.05
 LAUNCHERS = ("CARRYWAVE_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_")
-KEPT = tuple(f"CARRYWAVE_{name}" for name in ("CACHE", "KERNEL", "CAPTURE", "SHARE_GPU", "START_SECONDS", "TIMEOUT_SECONDS"))
+KEPT = tuple(f"CARRYWAVE_{name}" for name in ("CACHE", "KERNEL", "CAPTURE", "SHARE_GPU", "TRANSPORT", "START_SECONDS", "TIMEOUT_SECONDS"))
 
 
 def start(

@@ -15,7 +15,7 @@ from carrywave.model.modes import mode
 from carrywave.model.state import State
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.step import executor
-from carrywave.step.checks.arguments import check_batches
+from carrywave.step.checks.arguments import Lanes, check_batches, check_continued
 from carrywave.step.job import BatchOutcome, Observer
 from carrywave.step.micro_batches import lanes_of
 from carrywave.step.reproducible.shards import parts_of
@@ -32,9 +32,12 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
     shards = trainer.engine.shards
     sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
     states: dict[int, State] = {}
+    lanes: Lanes | None = None
     with mode(model, training=False):
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
-            check_batches([batch], model, keep_state=trainer.keep_state)
+            check_batches([batch], model, keep_state=trainer.keep_state, gradients=False)
+            if trainer.keep_state:
+                lanes = check_continued(batch, lanes)
             trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
             own = trainer.own_part(batch, scores=trainer.stage.has_head)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any

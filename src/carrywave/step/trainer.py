@@ -6,7 +6,7 @@ all workers, clips, and updates. The state of the lanes is passed from batch to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, UserError, WorkerError
 from carrywave.kernels import random
 from carrywave.model.foreign_parameters import Audit
+from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
@@ -138,7 +139,7 @@ class Trainer:
         free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
         self.guards_weights = free or mesh is None or self.spec.on_nan != "stop"
         self.state: State | None = None
-        self.lanes: int | None = None  # number of lanes whose state is kept, over all workers
+        self.lanes: tuple[int, ...] | None = None  # those whose state is kept, over all workers
         self.uncounted = 0  # batches so far without a step number of their own
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
         # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
@@ -157,6 +158,7 @@ class Trainer:
         self._splits = SplitCheck(self.stage, self.within, precision=self.spec.precision, shards=shards)
         together = self.within is self.mesh
         self.evaluation_splits = self._splits if together else SplitCheck(self.stage, self.mesh, precision=self.spec.precision)
+        self._modes = TrainingModes(self.model.module if isinstance(self.model, Whole) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
@@ -176,8 +178,7 @@ class Trainer:
     @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """Take one optimizer step and return its sums, which are valid until the next one."""
-        if not self.model.training:
-            self.model.train()
+        self._modes.resume()
         if self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         check_batches(batches, self.model, keep_state=self.keep_state)
@@ -185,17 +186,27 @@ class Trainer:
         if self._followed.changed():
             self._follow()
         self.agreement.before(batches, self.optimizer)
-        stood = self.uncounted, self.lanes
+        stood = self.uncounted, self.lanes, self.state
+        try:
+            return self._run(*self._prepared(batches))
+        except BaseException:
+            self.uncounted, self.lanes, self.state = stood  # so that the step can be retried with the same randomness and the same carry
+            raise
+
+    def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
+        """This worker's part of each batch and the batch's key, with a carry for its lanes."""
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
             self.lanes = check_lanes(batches, self.plan, self.lanes)
         own = [self.own_part(batch) for batch in batches]
         self._splits.look(batches if self.within is self.mesh else own, keys, training=True)
         self._padding.look(own, keys)
-        if self.keep_state:
-            lanes = own[0].lanes.shape[0]
-            if self.state is None or lanes_of(self.state, lanes) != lanes:
-                self.state = self.stage.start(lanes, self.device).detach()
+        lanes = own[0].lanes.shape[0]
+        if self.keep_state and (self.state is None or lanes_of(self.state, lanes) != lanes):
+            self.state = self.stage.start(lanes, self.device).detach()
+        return own, keys
+
+    def _run(self, own: Sequence[Batch], keys: Sequence[Tensor]) -> StepResult:
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
             with self._audit(), self.hooks.put_off():
@@ -203,7 +214,6 @@ class Trainer:
                 plainly = (clock is not None and not clock.recordable) or self.hooks.there(self.optimizer)
                 result, left = self.engine.step(own, keys, state, self.votes, None if plainly else self.capture)
         except BaseException as error:
-            self.uncounted, self.lanes = stood  # so that the step can be retried with the same randomness
             self.broke_off(error)
             raise
         if left is not None:
@@ -231,7 +241,10 @@ class Trainer:
         """Reject what would put parts of different steps together. Collective: every rank must call it."""
         self.agreement.unbroken(broken=self.mesh.hung_up)
         if self.mesh.hung_up:  # on every rank
-            raise _halfway()
+            raise WorkerError(
+                "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
+                "load into it what trainer.state_dict() returned before"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Not supported: a trainer is bound to the parameters that it trains."""
@@ -278,10 +291,9 @@ class Trainer:
 
     def _owned(self) -> list[tuple[str, nn.Parameter]]:
         """What the spec's optimizer updates on this worker: the trained parameters, or its pieces of them."""
-        if self.pieces is None:
-            return self.named
-        self.pieces.add(self.named)
-        return self.pieces.named
+        if self.pieces is not None:
+            self.pieces.add(self.named)
+        return self.named if self.pieces is None else self.pieces.named
 
     def _follow(self) -> None:
         """Switch to the new set of trained parameters."""
@@ -388,10 +400,3 @@ class Trainer:
             return weights
         # Copies: what rank 0 holds itself would go on being trained, and what it received would not.
         return trainer_state.under_all_names(self.model, {name: tensor.clone() for name, tensor in weights.items()})
-
-
-def _halfway() -> WorkerError:
-    return WorkerError(
-        "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
-        "load into it what trainer.state_dict() returned before"
-    )

@@ -63,7 +63,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     elif not trainer.own_optimizer:
         state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
-    low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
+    low = trainer.mesh.share().bounds(len(trainer.lanes or ()))[0]
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
     if world.rank:
         return {}
@@ -75,7 +75,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
         "own_optimizer": own,
         "carry": _on_host(_joined(carries)),
         "scaler": {} if trainer.scaler is None else _on_host(trainer.scaler.tensors()),
-        "position": {"batches": trainer.uncounted, "lanes": trainer.lanes},
+        "position": {"batches": trainer.uncounted, "lanes": None if trainer.lanes is None else list(trainer.lanes)},
     }
 
 
@@ -115,10 +115,15 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, tensor in trainer.parameters().items():
                 tensor.copy_(state["weights"][name])
-        trainer.lanes = state["position"]["lanes"]
+        trainer.lanes = _lanes(state["position"]["lanes"])
         trainer.uncounted = int(state["position"]["batches"])
         trainer.state = carry
     trainer.restart_recordings()
+
+
+def _lanes(saved: int | list[int] | None) -> tuple[int, ...] | None:
+    """The lanes of a saved state; earlier versions saved only how many they were."""
+    return None if saved is None else tuple(range(saved)) if isinstance(saved, int) else tuple(saved)
 
 
 def carry_tensors(state: State | None, layers: Sequence[int]) -> dict[str, Tensor]:

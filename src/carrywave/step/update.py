@@ -48,6 +48,11 @@ class StepResult:
     sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
     marks: Tensor  # [workers, columns]: the checksums that `Agreement` compares
 
+    @property
+    def learned(self) -> Tensor:
+        """The targets that the weights were changed by: none if the step was skipped, as one that is not finite or overflowed in fp16."""
+        return torch.where(self.finite & self.norm.isfinite(), self.count, 0.0)  # a step that fp16 skips has no norm
+
     def counted(self) -> Tensor:
         """[5]: loss, targets, norm and 1 for a step, or 1 in the last place for a non-finite one; sums of these describe several steps."""
         one = torch.ones_like(self.loss_sum)

@@ -24,6 +24,7 @@ from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
 OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "shard_optimizer")
+Lanes = tuple[int, ...]  # the numbers of all lanes of a batch, in its order
 STEP_KEYS = {*OPTIMIZER_KEYS, "precision", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
 INSTEAD = {
     "accumulate": "pass several batches to one trainer.step",
@@ -140,8 +141,11 @@ def uncounted() -> UserError:
     return UserError("the loss returned a sum over targets with a count that is not positive; return (sum, number of targets)")
 
 
-def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:
-    """Refuse batches that cannot be intended. Only tensors on the host are inspected, because reading from a GPU would block."""
+def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool, gradients: bool = True) -> None:
+    """Refuse batches that cannot be intended. Only tensors on the host are inspected, because reading from a GPU would block.
+
+    `gradients`: whether the loss will be differentiated.
+    """
     if not batches:
         raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
     for batch in batches:
@@ -149,6 +153,8 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             several = isinstance(batch, list | tuple) and all(isinstance(each, Batch) for each in batch)
             remedy = "pass them one by one: trainer.step(*batches)" if several else "make them with Batch.of(inputs, targets)"
             raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
+        if gradients:
+            _check_detached(batch)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:
@@ -163,10 +169,10 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             raise _no_targets()
 
 
-def check_lanes(batches: Sequence[Batch], plan: Plan, before: int | None) -> int | None:
-    """Refuse a change in the number of lanes unless all are fresh; with several workers, each replica and micro-batch needs a lane.
+def check_lanes(batches: Sequence[Batch], plan: Plan, before: Lanes | None) -> Lanes | None:
+    """Refuse lanes that cannot continue their carry; with several workers, each replica and micro-batch needs a lane.
 
-    `before` is the number of lanes of the previous step; returns that of the last batch.
+    `before` are the lanes of the previous step; returns those of the last batch.
     """
     least = plan.replicas * plan.micro_batches
     for batch in batches:
@@ -176,13 +182,44 @@ def check_lanes(batches: Sequence[Batch], plan: Plan, before: int | None) -> int
                 f"too few lanes to keep the carry with plan.replicas={plan.replicas} x "
                 f"plan.micro_batches={plan.micro_batches}, got {lanes}; use at least {least} lanes"
             )
-        if before is not None and lanes != before and not bool(batch.fresh.all()):
-            raise UserError(
-                f"a batch that continues the carry must have as many lanes as the previous one: expected {before}, got {lanes}; "
-                "keep the number of lanes, or make all of them fresh"
-            )
-        before = lanes
+        before = check_continued(batch, before)
     return before
+
+
+def check_continued(batch: Batch, before: Lanes | None) -> Lanes:
+    """Refuse another number of lanes than in the previous batch unless all are fresh, and a lane that continues at another place.
+
+    The carry is kept by place, and each replica keeps that of its own lanes. Returns the batch's lanes.
+    """
+    lanes = batch.all_lanes
+    if before is None or lanes == before:
+        return lanes
+    fresh = batch.fresh.tolist()
+    if all(fresh):
+        return lanes
+    if len(lanes) != len(before):
+        raise UserError(
+            f"a batch that continues the carry must have as many lanes as the previous one: expected {len(before)}, got {len(lanes)}; "
+            "keep the number of lanes, or make all of them fresh"
+        )
+    for place, starts in enumerate(fresh if batch.part_of is None else ()):
+        if lanes[place] != before[place] and not starts:
+            raise UserError(
+                f"lane {lanes[place]} continues its carry in column {place}, where the previous batch had lane {before[place]}; keep the "
+                "lanes in one order (for example x[:, lanes.argsort()], with the targets), or make those that move fresh"
+            )
+    return lanes
+
+
+def _check_detached(batch: Batch) -> None:
+    """Refuse a batch with an autograd graph: what lies behind it would get each worker's own sum, neither summed over all nor divided."""
+    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets)):
+        if tensor is not None and tensor.requires_grad:
+            owner = "the encoder of cw.Model" if name == "inputs" else "the head of cw.Model"
+            raise UserError(
+                f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
+                f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
+            )
 
 
 def _why_no_carry(model: Model | Whole) -> str:

@@ -64,7 +64,7 @@ class Averaging:
 
     def add(self, result: StepResult) -> None:
         """Count the targets of a step that this replica took; one that was skipped does not count."""
-        self.targets += torch.where(result.finite, result.count, 0.0)
+        self.targets += result.learned
 
     @torch.no_grad()
     def exchange(self, due: Sequence[int], targets: Tensor) -> None:

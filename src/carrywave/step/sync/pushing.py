@@ -60,8 +60,8 @@ class Pushing:
         return (0,) if last or step % self.spec.sync_every == 0 else ()
 
     def add(self, result: StepResult) -> None:
-        """Count the targets of a step."""
-        self.targets += torch.where(result.finite, result.count, 0.0)
+        """Count the targets of a step; one that was skipped does not count."""
+        self.targets += result.learned
 
     @lost_contact.kept
     @torch.no_grad()

@@ -1,0 +1,170 @@
+"""Batches of a user's own loop: those with an autograd graph, and the carry of lanes that change their number, their order or fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
+from carrywave.errors import UserError
+
+T, B, WIDTH = 4, 4, 5
+SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
+PLANS: list[dict[str, Any]] = [{}, {"chunk_steps": 2}, {"micro_batches": 2}]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = self.out(y)
+        return out
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (self(y) - target).square().sum(), torch.tensor(target.numel())
+
+
+def model() -> cw.Model:
+    torch.manual_seed(0)
+    return cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, num_layers=2, dropout=0.5), Head()).double()
+
+
+def tensors(seed: int = 1, lanes: int = B) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(T, lanes, width, generator=draw, dtype=torch.float64) for width in (2, 1))  # type: ignore[return-value]
+
+
+# --- With a graph
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_inputs_and_targets_with_a_graph_are_refused_at_every_step(plan: dict[str, Any]) -> None:
+    outer = nn.Linear(2, 2).double()
+    x, target = tensors()
+    trainer = cw.Trainer(model(), SGD, plan=plan)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"the inputs require grad, .* the encoder of cw\.Model, or pass inputs\.detach\(\)"):
+            trainer.step(cw.Batch.of(outer(x), target))
+        with pytest.raises(UserError, match=r"the targets require grad, .* the head of cw\.Model, or pass targets\.detach\(\)"):
+            trainer.step(cw.Batch.of(x, outer(x)[..., :1]))
+        with pytest.raises(UserError, match="the inputs require grad"):
+            trainer.step(cw.Batch.of(x.clone().requires_grad_(), target))
+        assert outer.weight.grad is None
+        trainer.step(cw.Batch.of(outer(x).detach(), target))  # the check also holds after a step has been taken
+    whole = cw.Trainer(nn.Linear(2, 1).double(), SGD, plan={"micro_batches": 2}, loss=lambda out, t: ((out - t).abs().sum(), t.numel()))
+    with pytest.raises(UserError, match="the inputs require grad"):
+        whole.step(cw.Batch.of(outer(x), target))
+
+
+def test_an_evaluation_takes_inputs_with_a_graph() -> None:
+    """Nothing is differentiated there."""
+    x, target = tensors()
+    trainer = cw.Trainer(model(), SGD)
+    assert trainer.evaluate([cw.Batch.of(x.requires_grad_(), target)]) == trainer.evaluate([cw.Batch.of(x.detach(), target)])
+
+
+# --- Lanes that continue
+
+
+def assert_same_state(one: cw.Trainer, two: cw.Trainer) -> None:
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(one.state_dict()["carry"].values(), two.state_dict()["carry"].values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_lane_that_continues_in_another_column_is_refused(plan: dict[str, Any]) -> None:
+    """The carry is kept by column. It would be another lane's."""
+    (x, target), order = tensors(), [2, 0, 3, 1]
+    trainer, same = cw.Trainer(model(), SGD, plan=plan), cw.Trainer(model(), SGD, plan=plan)
+    for each in (trainer, same):
+        each.step(cw.Batch.of(x, target))
+    moved = cw.Batch.of(x[:, order], target[:, order], lanes=order, fresh=False)
+    with pytest.raises(
+        UserError, match="lane 2 continues its carry in column 0, where the previous batch had lane 0; keep the lanes in one"
+    ):
+        trainer.step(moved)
+    some = [False, True, True, True]
+    with pytest.raises(UserError, match="lane 2 continues its carry in column 0"):
+        trainer.step(cw.Batch.of(x, target, lanes=torch.tensor(order), fresh=some))
+    with pytest.raises(UserError, match="lane 5 continues its carry in column 3, where the previous batch had lane 3"):
+        trainer.step(cw.Batch.of(x, target), cw.Batch.of(x, target, lanes=[0, 1, 2, 5], fresh=False))
+    with pytest.raises(UserError, match="lane 2 continues its carry in column 0"):
+        trainer.evaluate([cw.Batch.of(x, target), moved])
+    for each, numbers in ((trainer, None), (same, [0, 1, 2, 3])):  # a step that was refused has left nothing behind
+        each.step(cw.Batch.of(x, target, lanes=numbers, fresh=False))
+    assert_same_state(trainer, same)
+
+
+def test_lanes_may_change_where_they_are_fresh() -> None:
+    (x, target), order = tensors(), [2, 0, 3, 1]
+    trainer = cw.Trainer(model(), SGD)
+    trainer.step(cw.Batch.of(x, target))
+    trainer.step(cw.Batch.of(x, target, lanes=[7, 1, 2, 8], fresh=[True, False, False, True]))
+    trainer.step(cw.Batch.of(x, target, lanes=order))
+    saved = trainer.state_dict()
+    resumed = cw.Trainer(model(), SGD)
+    resumed.load_state_dict(saved)
+    for each in (trainer, resumed):
+        with pytest.raises(UserError, match="lane 0 continues its carry in column 0, where the previous batch had lane 2"):
+            each.step(cw.Batch.of(x, target, fresh=False))
+        each.step(cw.Batch.of(x, target, lanes=order, fresh=False))
+    assert_same_state(trainer, resumed)
+    saved["position"]["lanes"] = 4  # as earlier versions saved them
+    resumed.load_state_dict(saved)
+    resumed.step(cw.Batch.of(x, target, fresh=False))
+
+
+def test_an_evaluation_does_not_continue_lanes_that_were_not_there() -> None:
+    """Another number of lanes started from zeros without a word."""
+    trainer = cw.Trainer(model(), SGD)
+    four, three = cw.Batch.of(*tensors()), cw.Batch.of(*tensors(lanes=3), fresh=False)
+    with pytest.raises(UserError, match="as many lanes as the previous one: expected 4, got 3"):
+        trainer.evaluate([four, three])
+    trainer.evaluate([four, cw.Batch.of(*tensors(lanes=3))])
+
+
+class Failing(Head):
+    fails = False
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fails:
+            raise ValueError("on purpose")
+        return super().loss(y, target)
+
+
+@pytest.mark.filterwarnings("ignore:.*Failing")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_that_fails_with_other_lanes_leaves_the_carry(plan: dict[str, Any]) -> None:
+    trainers = []
+    for fails in (False, True):
+        net = model()
+        head = Failing().double()
+        head.load_state_dict(net.head.state_dict())
+        trainer = cw.Trainer(cw.Model(net.encoder, net.lstm, head), SGD, plan=plan)
+        trainer.step(cw.Batch.of(*tensors()))
+        if fails:
+            head.fails = True
+            with pytest.raises(ValueError, match="on purpose"):
+                trainer.step(cw.Batch.of(*tensors(lanes=3)))
+            head.fails = False
+        trainer.step(cw.Batch.of(*tensors(seed=2), fresh=False))
+        trainers.append(trainer)
+    assert_same_state(*trainers)
+
+
+def test_a_batch_that_is_refused_does_not_change_the_masks_of_the_next() -> None:
+    tried, untried = cw.Trainer(model(), SGD), cw.Trainer(model(), SGD)
+    for trainer in (tried, untried):
+        trainer.step(cw.Batch.of(*tensors()))
+    with pytest.raises(UserError, match="expected 4, got 3"):
+        tried.step(cw.Batch.of(*tensors(lanes=3), fresh=False))
+    for trainer in (tried, untried):
+        trainer.step(cw.Batch.of(*tensors(seed=2)))
+    assert_same_state(tried, untried)
