@@ -38,6 +38,8 @@ SAME = (
     "freezes what it has kept",
     "one lane",
     "one lane, all counted",
+    "few lanes, goes on",
+    "any module",
 )
 DIFFERENT = {
     "another batch": "rank 1 got a different batch than rank 0",

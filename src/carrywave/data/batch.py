@@ -40,6 +40,7 @@ class Batch:
     step: int = 0  # position in the epoch; (epoch, step) is the cursor and keys the randomness; -1: the trainer counts steps
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
+    pooled: bool | None = None  # whether the targets are one per lane; None: the model knows
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
 
@@ -77,8 +78,12 @@ class Batch:
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
                 raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
+        known = pooled
         if targets is not None:
-            targets = _targets(torch.as_tensor(targets, device=device), None if lengths is None else lengths_B, steps, count, pooled)
+            targets = torch.as_tensor(targets, device=device)
+            each_step, each_lane = _readings(targets, steps, count)
+            known = each_lane if pooled is None and each_step != each_lane else pooled
+            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, pooled)
         numbers_B = torch.arange(count, device=device)
         return Batch(
             inputs=inputs,
@@ -92,6 +97,7 @@ class Batch:
             step=-1 if step is None else step,
             real=real,
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
+            pooled=known,
             unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
         )
 
@@ -186,9 +192,14 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
     return value_B.to(device, dtype)
 
 
+def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:
+    """Whether the shape of targets fits one per step, and one per lane."""
+    return targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
+
+
 def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, pooled: bool | None) -> Tensor:
     """Convert targets to a dtype that losses accept, and mask those of padding and of idle lanes."""
-    each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
+    each_step, each_lane = _readings(targets, steps, count)
     if pooled is None:
         # [lane, time] is more likely a batch that was not transposed than one with as many numbers per lane as there are steps.
         pooled = each_lane and not each_step and targets.shape[1:2] != (steps,)

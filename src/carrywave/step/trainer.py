@@ -184,7 +184,7 @@ class Trainer:
         stood = self.uncounted, self.lanes
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
-            self.lanes = check_lanes(batches, self.plan, self.lanes)
+            self.lanes = check_lanes(batches, self.lanes)
         own = [self.own_part(batch) for batch in batches]
         if not self._probed:
             check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
@@ -205,7 +205,7 @@ class Trainer:
             self.broke_off(error)
             raise
         if left is not None:
-            self.state = unflatten(left)
+            self.state = unflatten(left) if left else None  # of no layers, or of no lanes
         return result
 
     @lost_contact.kept

@@ -62,8 +62,9 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
         state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
     elif not trainer.own_optimizer:
         state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
-    own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
-    low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
+    low, high = trainer.mesh.share().bounds(trainer.lanes or 0)
+    # With fewer lanes than replicas, some have only a placeholder.
+    own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state and low < high else {}
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
     if world.rank:
         return {}

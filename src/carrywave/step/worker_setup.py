@@ -195,7 +195,7 @@ def engine_of(
         early=early,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
-    return Engine(compute, gradients, update, shards=shards, pooled=model.pooled, resets=spec.on_nan == "skip")
+    return Engine(compute, gradients, update, shards=shards, resets=spec.on_nan == "skip")
 
 
 def _all_reduce(

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from carrywave.data.batch import IGNORED, Batch
-from carrywave.errors import PlanError, SpecError, UserError
+from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
-from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.spec.precision import AUTO
 from carrywave.spec.spec import Spec
@@ -149,6 +148,10 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             several = isinstance(batch, list | tuple) and all(isinstance(each, Batch) for each in batch)
             remedy = "pass them one by one: trainer.step(*batches)" if several else "make them with Batch.of(inputs, targets)"
             raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
+        if isinstance(model, Whole):
+            model.expect(batch.pooled)
+        if batch.pooled is not None and batch.pooled != model.pooled:
+            raise _other_targets(model)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:
@@ -163,19 +166,13 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             raise _no_targets()
 
 
-def check_lanes(batches: Sequence[Batch], plan: Plan, before: int | None) -> int | None:
-    """Refuse a change in the number of lanes unless all are fresh; with several workers, each replica and micro-batch needs a lane.
+def check_lanes(batches: Sequence[Batch], before: int | None) -> int | None:
+    """Refuse a change in the number of lanes unless all are fresh.
 
     `before` is the number of lanes of the previous step; returns that of the last batch.
     """
-    least = plan.replicas * plan.micro_batches
     for batch in batches:
         lanes = batch.cells[1] // batch.steps
-        if lanes < least and plan.workers > 1:
-            raise PlanError(
-                f"too few lanes to keep the carry with plan.replicas={plan.replicas} x "
-                f"plan.micro_batches={plan.micro_batches}, got {lanes}; use at least {least} lanes"
-            )
         if before is not None and lanes != before and not bool(batch.fresh.all()):
             raise UserError(
                 f"a batch that continues the carry must have as many lanes as the previous one: expected {before}, got {lanes}; "
@@ -183,6 +180,13 @@ def check_lanes(batches: Sequence[Batch], plan: Plan, before: int | None) -> int
             )
         before = lanes
     return before
+
+
+def _other_targets(model: Model | Whole) -> UserError:
+    name = type(model.head).__name__
+    if model.pooled:
+        return UserError(f"the targets are one per step, but {name} has pooled = True; pass one per lane, [lane, …]")
+    return UserError(f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}")
 
 
 def _why_no_carry(model: Model | Whole) -> str:
