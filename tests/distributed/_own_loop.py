@@ -91,13 +91,19 @@ def adamw(net: cw.Model) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}], lr=0.02, weight_decay=0.1)
 
 
+def optimizer_for(case: str, net: cw.Model) -> torch.optim.Optimizer | None:
+    if case.startswith("Adagrad"):  # has its state from the start
+        return torch.optim.Adagrad(net.parameters(), lr=0.02)
+    return adamw(net) if case.startswith("own") else None
+
+
 def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """The losses and norms of the weights of a loop, as the same on every plan."""
     if case == "any module":
         return train_module({} if "stages" in plan else plan, device)
     net = model()
     encoder = list(net.encoder.parameters())  # as they are before a trainer gives some up
-    own = adamw(net) if case.startswith("own") else None
+    own = optimizer_for(case, net)
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
     trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case.startswith("one lane") else None)
     net.head.counts_all = case == "one lane, all counted"
@@ -144,7 +150,7 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             if rank == 0:
                 torch.save(state, path)
             net = model()
-            trainer = cw.Trainer(net, keys, plan=plan, device=device, optimizer=adamw(net) if own else None)
+            trainer = cw.Trainer(net, keys, plan=plan, device=device, optimizer=optimizer_for(case, net))
             trainer.load_state_dict(torch.load(path, weights_only=True) if rank == 0 else {})
     if case == "one lane, all counted":
         losses.append(trainer.evaluate(batches))

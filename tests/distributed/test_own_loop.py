@@ -35,6 +35,7 @@ SAME = (
     "evaluates",
     "goes on",
     "own goes on",
+    "Adagrad goes on",
     "freezes what it has kept",
     "one lane",
     "one lane, all counted",

@@ -24,7 +24,8 @@ class Whole(nn.Module):
     """A module that maps inputs [T, B, …] to whatever its loss reads; it also receives `lengths` [B] if its forward takes them.
 
     The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module. `pooled`, passed in or an attribute of the
-    module, means one target per lane; if neither says so, the batches do. Every nn.Dropout is replaced with a keyed one. Parameters keep their names in the module.
+    module, means one target per lane; if neither says so, the batches do. Every nn.Dropout is replaced with a keyed one. Parameters keep
+    their names in the module.
     """
 
     reads_whole = True

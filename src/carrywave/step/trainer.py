@@ -128,7 +128,7 @@ class Trainer:
         self.own_optimizer = optimizer is not None
         self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
-            self._optimizer = optimizer_of(self.spec, self._owned(), self.device)
+            self._optimizer = optimizer_of(self.spec, self.owned(self.named), self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
@@ -274,11 +274,11 @@ class Trainer:
             pieces=self.pieces,
         )
 
-    def _owned(self) -> list[tuple[str, nn.Parameter]]:
-        """What the spec's optimizer updates on this worker: the trained parameters, or its pieces of them."""
+    def owned(self, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        """What the spec's optimizer updates on this worker: these parameters, or its pieces of them."""
         if self.pieces is None:
-            return self.named
-        self.pieces.add(self.named)
+            return named
+        self.pieces.add(named)
         return self.pieces.named
 
     def _follow(self) -> None:
@@ -288,7 +288,7 @@ class Trainer:
         kept = self.nonfinite.kept
         self.named = trained(self.held)
         if not self.own_optimizer:
-            optimizers.enlarge(self.optimizer, self._owned())
+            optimizers.enlarge(self.optimizer, self.owned(self.named))
         self.engine = self._engine()
         self.nonfinite.kept.copy_(kept)
         self._audited = False

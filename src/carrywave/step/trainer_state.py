@@ -217,6 +217,9 @@ def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Seque
     held, optimizer = trainer.held.parameters, trainer.optimizer
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
+    # What was trained once and is frozen now keeps its state, for when it is trained again.
+    stated = {key.partition("/")[2] for key in mine}
+    optimizers.enlarge(optimizer, trainer.owned([(name, p) for name, p in held.items() if name in stated]))
     load_optimizer(trainer, mine, list(held.items()), averages=bool(given))
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
