@@ -39,6 +39,7 @@ class Batch:
     epoch: int = 0
     step: int = 0  # position in the epoch; (epoch, step) is the cursor and keys the randomness; -1: the trainer counts steps
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
+    begun: int | None = None  # lanes of the full batch that have a real step; None: all
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
     pooled: bool | None = None  # whether the targets are one per lane; None: the model knows
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
@@ -96,6 +97,7 @@ class Batch:
             epoch=epoch,
             step=-1 if step is None else step,
             real=real,
+            begun=None if lengths is None else int((lengths_B > 0).sum()),
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
             pooled=known,
             unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
@@ -111,6 +113,12 @@ class Batch:
         """(Real steps, steps including padding) of the full batch, even if this is only some of its lanes."""
         real, lanes = self.part_of or (self.real, self.lanes.shape[0])
         return real, lanes * self.steps
+
+    @property
+    def changes(self) -> int:
+        """Number of real steps of the full batch that follow another one of their lane."""
+        real, cells = self.cells
+        return real - (cells // self.steps if self.begun is None else self.begun)
 
     @property
     def idle(self) -> bool:

@@ -63,7 +63,7 @@ class ChunkForward:
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths, job.per_change)
             left = self.with_tail(job, raw, left)
             penalty = extra.detach()
             root = extra if root is None else root + extra

@@ -185,6 +185,7 @@ class Trainer:
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
             self.lanes = check_lanes(batches, self.lanes)
+        self.compute.count_changes(batches)
         own = [self.own_part(batch) for batch in batches]
         if not self._probed:
             check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
