@@ -12,7 +12,7 @@ import typer
 
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
-from carrywave.cli.workers import Elastic, start_workers
+from carrywave.cli.workers import Elastic, fitted, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch import launch_record
 from carrywave.launch.exit_reports import Ended
@@ -302,3 +302,28 @@ def test_a_batch_script_that_forgets_srun(machine: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert start_workers(None, "cpu", PlanSpec()) is None
     assert "has 2 nodes, but this command runs once, on the first node; put srun in front" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "overrides", "devices", "expected"),
+    [
+        ({"replicas": 2}, [], 1, {}),  # as many replicas as there are workers
+        ({"replicas": 2}, [], 2, {"replicas": 2}),
+        ({"replicas": 2}, [], None, {"replicas": 2}),
+        ({"replicas": 2, "chunk_steps": 4}, ["train.epochs=9"], 3, {"chunk_steps": 4}),
+        ({"replicas": 2, "stages": 2, "cuts": [2]}, [], 2, {"stages": 2, "cuts": [2]}),
+        ({"replicas": 1, "stages": 2, "cuts": [2]}, [], 3, {}),
+        ({"replicas": 2}, ["plan.replicas=2"], 1, {"replicas": 2}),  # what is asked for now is refused later
+        ({"replicas": 2, "stages": 2}, ["plan.stages=2"], 2, {"stages": 2}),
+        ({"stages": 2}, ["plan.stages=2"], 3, {"stages": 2}),
+    ],
+)
+def test_a_run_goes_on_with_the_workers_that_there_are(
+    plan: dict[str, Any], overrides: list[str], devices: int | None, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = Spec(plan=PlanSpec(**plan))
+    found = fitted(spec, overrides, devices, Surroundings()).plan_spec
+    assert found.model_dump() == PlanSpec(**expected).model_dump()
+    said = capsys.readouterr().err
+    assert ("the run was started with plan.replicas=" in said) == (found.model_dump() != PlanSpec(**plan).model_dump())
+    assert fitted(Spec(), overrides, devices, Surroundings()) == Spec()

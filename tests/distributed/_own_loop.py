@@ -21,6 +21,7 @@ from carrywave.errors import ContactLost, UserError
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
 STEPS = 5
+LANES, STARTS = (4, 1, 1, 1, 3), (True, True, False, False, True)
 
 
 class Head(nn.Module):
@@ -40,6 +41,27 @@ class Head(nn.Module):
         return total, (target != -100).sum()
 
 
+class Labels(nn.Module):
+    """One label for each lane, from a layer that reads no sequence without steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        _, h = self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False))
+        out: Tensor = self.out(h[0])
+        return out
+
+    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(out, target, reduction="sum"), torch.tensor(target.numel())
+
+
+def module() -> Labels:
+    torch.manual_seed(3)
+    return Labels().double()
+
+
 def model() -> cw.Model:
     torch.manual_seed(3)
     return cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, num_layers=2, dropout=0.2), Head()).double()
@@ -51,17 +73,37 @@ def batch(seed: int, lanes: int = B) -> cw.Batch:
     return cw.Batch.of(x, torch.randint(0, CLASSES, (T, lanes), generator=draw), fresh=seed == 0)
 
 
+def labelled(seed: int, lanes: int) -> cw.Batch:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, lanes, 2, generator=draw, dtype=torch.float64)
+    return cw.Batch.of(x, torch.randint(0, CLASSES, (lanes,), generator=draw), [T, 2, 5, 3][:lanes], pooled=True)
+
+
+def few(seed: int) -> cw.Batch:
+    """Batches of fewer lanes than there are workers, which start anew or go on."""
+    given = batch(seed, LANES[seed])
+    return replace(given, fresh=torch.full((LANES[seed],), STARTS[seed]), goes_on=not STARTS[seed])
+
+
 def adamw(net: cw.Model) -> torch.optim.Optimizer:
     weights = [p for p in net.parameters() if p.dim() > 1]
     biases = [p for p in net.parameters() if p.dim() == 1]
     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}], lr=0.02, weight_decay=0.1)
 
 
+def optimizer_for(case: str, net: cw.Model) -> torch.optim.Optimizer | None:
+    if case.startswith("Adagrad"):  # has its state from the start
+        return torch.optim.Adagrad(net.parameters(), lr=0.02)
+    return adamw(net) if case.startswith("own") else None
+
+
 def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """The losses and norms of the weights of a loop, as the same on every plan."""
+    if case == "any module":
+        return train_module({} if "stages" in plan else plan, device)
     net = model()
     encoder = list(net.encoder.parameters())  # as they are before a trainer gives some up
-    own = adamw(net) if case.startswith("own") else None
+    own = optimizer_for(case, net)
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
     trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case.startswith("one lane") else None)
     net.head.counts_all = case == "one lane, all counted"
@@ -82,6 +124,8 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
         batches = [batch(number)]
         if case.startswith("one lane"):
             batches = [replace(batch(number, 1), fresh=torch.ones(1, dtype=torch.bool), goes_on=False)]
+        if case.startswith("few lanes"):
+            batches = [few(number)]
         if rank == 1 and number == 2:
             with suppress(ValueError):
                 alter(case, trainer, net, batches)
@@ -106,7 +150,7 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             if rank == 0:
                 torch.save(state, path)
             net = model()
-            trainer = cw.Trainer(net, keys, plan=plan, device=device, optimizer=adamw(net) if own else None)
+            trainer = cw.Trainer(net, keys, plan=plan, device=device, optimizer=optimizer_for(case, net))
             trainer.load_state_dict(torch.load(path, weights_only=True) if rank == 0 else {})
     if case == "one lane, all counted":
         losses.append(trainer.evaluate(batches))
@@ -119,6 +163,14 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             cw.Trainer(net, keys, plan=plan, device=device)
     weights = trainer.gathered()
     return {"losses": losses, "weights": {name: tensor.tolist() for name, tensor in weights.items()}}
+
+
+def train_module(plan: dict[str, Any], device: str) -> dict[str, Any]:
+    """A module that is no `cw.Model`, and batches of which some workers have no lane."""
+    trainer = cw.Trainer(module(), {"optimizer": "adamw", "lr": 0.02}, plan=plan, device=device)
+    losses = [float(trainer.step(labelled(number, LANES[number]))) for number in range(STEPS)]
+    losses.append(trainer.evaluate([labelled(8, 1), labelled(9, 4)]))
+    return {"losses": losses, "weights": {name: tensor.tolist() for name, tensor in trainer.gathered().items()}}
 
 
 def said(error: BaseException) -> str:

@@ -35,9 +35,12 @@ SAME = (
     "evaluates",
     "goes on",
     "own goes on",
+    "Adagrad goes on",
     "freezes what it has kept",
     "one lane",
     "one lane, all counted",
+    "few lanes, goes on",
+    "any module",
 )
 DIFFERENT = {
     "another batch": "rank 1 got a different batch than rank 0",

@@ -177,9 +177,23 @@ def recomputed(kind: Kind) -> Any:
     return [x.grad, [each.grad for each in lstm.parameters()]]
 
 
+def outputs_changed_in_place(kind: Kind) -> Any:
+    found = []
+    for options in ({}, {"num_layers": 2}, {"batch_first": True}, {"bidirectional": True}):
+        lstm, x = made(kind, 3, 4, **options), numbers(5, 2, 3).requires_grad_()
+        y, (h, c) = lstm(x)
+        h.mul_(2.0)
+        c.tanh_()
+        y[0].zero_()
+        (y.relu_().square().sum() + h.sum() + c.sum()).backward()
+        found.append([x.grad, [each.grad for each in lstm.parameters()]])
+    return found
+
+
 DONE = [
     gradient_penalty, of_functional, of_func, in_forward_mode, called_with_other_weights, pruned, parametrized, weights_put_in_by_hand,
     an_empty_batch, copies, names, precisions, float64_under_autocast, without_storage, traced, recomputed,
+    outputs_changed_in_place,
 ]  # fmt: skip
 
 
@@ -220,6 +234,23 @@ def test_vmap_goes_where_nn_lstm_does_not() -> None:
     of_each = torch.func.vmap(torch.func.grad(loss), (None, 1))(weights_of(lstms[0]), x)
     whole = torch.func.grad(loss)(weights_of(lstms[0]), x)
     torch.testing.assert_close({name: each.sum(0) for name, each in of_each.items()}, whole, **TOLERANCE)
+
+
+@pytest.mark.parametrize("both_ways", [False, True], ids=["forward", "both ways"])
+def test_vmap_over_lengths(both_ways: bool) -> None:
+    lstm = cw.LSTM(2, 3, bidirectional=both_ways, dtype=DOUBLE)
+    x, lengths = numbers(4, 5, 2, 2), torch.tensor([[5, 0], [1, 4], [3, 3], [2, 5]])
+
+    def loss(x: Tensor, lengths: Tensor) -> Tensor:
+        y, (h, c) = lstm(x, lengths=lengths)
+        return y.square().sum() + h.square().sum() + c.square().sum()
+
+    expected = torch.stack([loss(*each) for each in zip(x, lengths, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(loss)(x, lengths), expected, **TOLERANCE)
+    slopes = torch.stack([torch.func.grad(loss)(*each) for each in zip(x, lengths, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x, lengths), slopes, **TOLERANCE)
+    with pytest.raises(UserError, match=r"lengths range from 1 to 6; they must be between 0 and the 5 steps of x"):
+        torch.func.vmap(loss)(x, lengths + 1)
 
 
 @pytest.mark.parametrize("lengths", [None, [4, 1]])

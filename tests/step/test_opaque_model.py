@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
+from carrywave.model.heads import Softmax
 from carrywave.parallel.mesh import Mesh
 
 DOUBLE = torch.float64
@@ -66,6 +67,25 @@ def test_a_step_is_that_of_a_loop_by_hand() -> None:
     assert list(trainer.parameters()) == [name for name, _ in ours.named_parameters()]  # names as they are in the module
 
 
+def test_a_batch_tells_whether_targets_are_one_per_lane() -> None:
+    """A module that says nothing of it learns from either kind; one that does, and a `cw.Model`, refuse the other kind."""
+    torch.manual_seed(0)
+    told, told_itself = Reader(), pooled(Reader())
+    told.load_state_dict(told_itself.state_dict())
+    short = cw.Batch.of(batch().inputs, torch.tensor([0, 1, 1, 0]))  # by its shape alone
+    for plan in ({}, {"micro_batches": 2}):
+        first, second = (cw.Trainer(each, {"lr": 0.1, "precision": "fp64"}, plan=plan) for each in (told, told_itself))
+        for each in (batch(), short):
+            assert float(first.step(each)) == float(second.step(each))
+            assert first.evaluate([each]) == second.evaluate([each])
+    steps = cw.Batch.of(batch().inputs, torch.zeros(6, 4, dtype=torch.int64))
+    with pytest.raises(UserError, match=r"the targets are one per step, but Reader has pooled = True; pass one per lane"):
+        second.step(steps)
+    model = cw.Model(nn.Linear(3, 2), cw.LSTM(2, 4), Softmax(4, 2))
+    with pytest.raises(UserError, match=r"the targets are one per lane, but Softmax reads one per step; pass \[time, lane, …\]"):
+        cw.Trainer(model, {"lr": 0.1}).step(short)
+
+
 def test_its_dropout_is_keyed() -> None:
     losses = []
     for _ in range(2):
@@ -93,9 +113,7 @@ def test_a_run_of_it_is_judged_and_used(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_with_it_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"the module Reader cannot be split into 2 stages; wrap its modules as cw.Model\(encoder, lstm, head\)"
-    ):
+    with pytest.raises(PlanError, match=r"the module Reader cannot be split into 2 stages; wrap its modules as cw.Model"):
         cw.Trainer(Reader(), mesh=_two_stages())
     with pytest.raises(UserError, match=r"loss of the module Linear must return \(sum over the targets, number of targets\)"):
         cw.Trainer(nn.Linear(3, 2), loss=lambda out, target: out.sum()).step(  # type: ignore[arg-type, return-value]

@@ -14,6 +14,7 @@ from carrywave.errors import Diverged, RunError, SpecError, UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.parameter_placement import Holding, hold
+from carrywave.step.optim.optimizer import NTASGD
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
@@ -87,6 +88,32 @@ def test_what_is_frozen_and_unfrozen_between_steps_is_followed(plan: dict[str, A
         trainer.step(batch(number))
         by_hand(plain, theirs, batch(number), 0.1)
     assert_equal_weights(ours, plain)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "ntasgd"])
+def test_what_was_frozen_is_so_where_a_state_is_loaded(optimizer: str) -> None:
+    """Also trained again, it goes on from its state in the optimizer."""
+    keys = {"optimizer": optimizer, "lr": 0.02} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+
+    def goes_on(net: cw.Model, trainer: cw.Trainer) -> cw.Model:
+        trainer.step(batch(2, fresh=True))
+        net.encoder.requires_grad_(True)
+        trainer.step(batch(3))
+        return net
+
+    first = model()
+    trainer = cw.Trainer(first, keys)
+    trainer.step(batch(0))
+    if isinstance(trainer.optimizer, NTASGD):
+        trainer.optimizer.trigger()
+    first.encoder.requires_grad_(False)
+    trainer.step(batch(1))
+    state = trainer.state_dict()
+    second = model()
+    second.encoder.requires_grad_(False)
+    again = cw.Trainer(second, keys)
+    again.load_state_dict(state)
+    assert_equal_weights(goes_on(first, trainer), goes_on(second, again))
 
 
 def test_a_frozen_parameter_keeps_no_gradient() -> None:

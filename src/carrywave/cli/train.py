@@ -25,6 +25,7 @@ from carrywave.cli.workers import (
     agreed,
     around,
     devices_that_pay,
+    fitted,
     keeps_the_run,
     start_on_ray,
     start_workers,
@@ -73,7 +74,11 @@ def train(
         resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _is_there(run)})["there"]))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
-        resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides) if resume and path is None else load(path, overrides)
+        if resume and path is None:
+            resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides)
+            resolved = fitted(resolved, overrides, devices, where)
+        else:
+            resolved = load(path, overrides)
         output_file.check(json_file)
     if on is not None and not dry_run:
         start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))

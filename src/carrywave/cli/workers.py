@@ -6,7 +6,7 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,6 +27,7 @@ from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
+from carrywave.plan.plan import fewer
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 
@@ -118,6 +119,29 @@ def devices_that_pay(spec: Spec, device: str, before: Path | None, where: Surrou
     with leaving_at_once():
         from carrywave.train.planning import best_number
     return best_number(spec, device, before, note)
+
+
+def fitted(spec: Spec, overrides: Sequence[str], devices: int | None, where: Surroundings) -> Spec:
+    """The spec of a run that goes on, with a plan for the workers that there are now; a plan that these overrides give is left alone."""
+    hosts = 1 if where.hosts is None else len(where.hosts.addresses)
+    size = os.environ.get("WORLD_SIZE", "") if launched() else "" if devices is None else str(devices * hosts)
+    given = {text.partition("=")[0].strip() for text in overrides}
+    if not size.isdecimal() or not int(size) or spec.plan == "auto" or "plan" in given:
+        return spec
+    workers, plan = int(size), spec.plan
+    if "plan.replicas" not in given and plan.replicas is not None and plan.replicas * plan.stages != workers:
+        plan = plan.model_copy(update={"replicas": None})
+    if not given & {"plan.replicas", "plan.stages", "plan.cuts"} and workers % plan.stages:
+        plan = fewer(plan, workers)
+    if plan == spec.plan:
+        return spec
+    if not launched():
+        before, now = (
+            f"plan.replicas={replicas} x plan.stages={stages}"
+            for replicas, stages in ((spec.plan.replicas or "any", spec.plan.stages), (workers // plan.stages, plan.stages))
+        )
+        note(f"the run was started with {before}; it goes on with {now}")
+    return spec.model_copy(update={"plan": plan})
 
 
 @dataclass(frozen=True)

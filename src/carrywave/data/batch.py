@@ -39,7 +39,9 @@ class Batch:
     epoch: int = 0
     step: int = 0  # position in the epoch; (epoch, step) is the cursor and keys the randomness; -1: the trainer counts steps
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
+    begun: int | None = None  # lanes of the full batch that have a real step; None: all
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
+    pooled: bool | None = None  # whether the targets are one per lane; None: the model knows
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
     numbers: tuple[int, ...] | None = None  # `lanes` of the full batch as the user gave them, on the host; None: 0, 1, …
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
@@ -78,8 +80,12 @@ class Batch:
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
                 raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
+        known = pooled
         if targets is not None:
-            targets = _targets(torch.as_tensor(targets, device=device), None if lengths is None else lengths_B, steps, count, pooled)
+            targets = torch.as_tensor(targets, device=device)
+            each_step, each_lane = _readings(targets, steps, count)
+            known = each_lane if pooled is None and each_step != each_lane else pooled
+            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, pooled)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
         return Batch(
@@ -93,8 +99,10 @@ class Batch:
             epoch=epoch,
             step=-1 if step is None else step,
             real=real,
+            begun=None if lengths is None else int((lengths_B > 0).sum()),
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
             numbers=None if lanes is None else tuple(lanes_B.tolist()),
+            pooled=known,
             unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
         )
 
@@ -113,6 +121,11 @@ class Batch:
     def all_lanes(self) -> tuple[int, ...]:
         """The numbers of all lanes of the full batch, even if this is only some of them, without reading from a device."""
         return tuple(range(self.cells[1] // self.steps)) if self.numbers is None else self.numbers
+
+    def changes(self) -> int:
+        """Number of real steps of the full batch that follow another one of their lane."""
+        real, cells = self.cells
+        return real - (cells // self.steps if self.begun is None else self.begun)
 
     @property
     def idle(self) -> bool:
@@ -194,9 +207,14 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
     return value_B.to(device, dtype)
 
 
+def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:
+    """Whether the shape of targets fits one per step, and one per lane."""
+    return targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
+
+
 def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, pooled: bool | None) -> Tensor:
     """Convert targets to a dtype that losses accept, and mask those of padding and of idle lanes."""
-    each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
+    each_step, each_lane = _readings(targets, steps, count)
     if pooled is None:
         # [lane, time] is more likely a batch that was not transposed than one with as many numbers per lane as there are steps.
         pooled = each_lane and not each_step and targets.shape[1:2] != (steps,)

@@ -76,6 +76,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         epoch=cursor.epoch,
         step=cursor.step,
         real=int(length.sum()),
+        begun=int((window.length > 0).sum()),
         # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
         part_of=(int(window.length.sum()), total) if given else None,
     )

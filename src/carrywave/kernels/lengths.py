@@ -28,6 +28,17 @@ def real_steps(lengths_B: Tensor, steps: int) -> Tensor:
     return (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)[..., None]
 
 
+def out_of_range(lengths_B: Tensor, steps: int) -> tuple[int, int] | None:
+    """The least and the greatest length, if one is below 0 or above the number of steps; None if all are within, or cannot be known."""
+    # Lengths on a GPU are not looked at: that would synchronise with it. A tracer has no values to look at.
+    if lengths_B.is_cuda or torch.compiler.is_compiling() or not lengths_B.numel():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(lengths_B):  # by vmap, which allows no decision by its values
+        lengths_B = torch._C._functorch.get_unwrapped(lengths_B)
+    low, high = (int(each) for each in lengths_B.aminmax())
+    return (low, high) if low < 0 or high > steps else None
+
+
 def last_real(y_TBP: Tensor, lengths_B: Tensor, otherwise_BP: Tensor) -> Tensor:
     """[B, P]: each lane's output at its last real step, or `otherwise_BP` for a lane without real steps."""
     index_1BP = (lengths_B - 1).clamp(min=0)[None, :, None].expand(1, *y_TBP.shape[1:])

@@ -105,14 +105,15 @@ class _Sequence(torch.autograd.Function):
             y_TBH.masked_fill_(~real_TB1, 0.0)
             end_BH = last_real(y_TBH, lengths_B, h_BH)
         ctx.weights, ctx.deferred = (w_ih_GI, w_hh_GH), deferred_for(w_ih_GI, w_hh_GH)
-        ctx.save_for_backward(kept_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, bias_G, lengths_B, gates_TBG, y_TBH, c_TBH, tanh_TBH)
+        # Not the outputs: they are the user's, to be changed in place. Backward has them again on the way to its slopes.
+        ctx.save_for_backward(kept_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, bias_G, lengths_B, gates_TBG, c_TBH, tanh_TBH)
         ctx.set_materialize_grads(False)
         return y_TBH, end_BH, c_TBH[-1].clone()
 
     @staticmethod
     @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, grad_c_BH: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, lengths_B, gates_TBG, y_TBH, c_TBH, tanh_TBH = ctx.saved_tensors
+        *given, lengths_B, gates_TBG, c_TBH, tanh_TBH = ctx.saved_tensors
         grads = (grad_y_TBH, grad_h_BH, grad_c_BH)
         if derivatives.beyond_numbers(*grads):
             return *derivatives.through(_plain(lengths_B), given, ctx.needs_input_grad[:6], grads), None, None
@@ -121,7 +122,7 @@ class _Sequence(torch.autograd.Function):
         hidden = w_hh_GH.shape[1]
         grad_y_TBH, grad_past_BH = _into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
         with without_onednn():
-            slopes_TBG, through_TBH = _slopes(gates_TBG, c_BH, c_TBH, tanh_TBH)
+            slopes_TBG, through_TBH, y_TBH = _slopes(gates_TBG, c_BH, c_TBH, tanh_TBH)
             by_gate = slopes_TBG.view(steps, lanes, 4, hidden)
             slopes, from_cell, from_output = (each.unbind() for each in (slopes_TBG, by_gate[:, :, :3], by_gate[:, :, 3]))
             forget, through = gates_TBG[..., hidden : 2 * hidden].unbind(), through_TBH.unbind()
@@ -191,8 +192,10 @@ def _into_outputs(
     return grad, torch.where(some_B1, 0.0, grad_h_BH)
 
 
-def _slopes(gates_TBG: Tensor, first_c_BH: Tensor, c_TBH: Tensor, tanh_TBH: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors that turn dc (input, forget, cell) and dh (output) into gate gradients, and the one that turns dh into its part of dc."""
+def _slopes(gates_TBG: Tensor, first_c_BH: Tensor, c_TBH: Tensor, tanh_TBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors that turn dc (input, forget, cell) and dh (output) into gate gradients, the one that turns dh into its part of dc, and
+    the outputs, which need not be 0 at padded steps here: the gradients there are.
+    """
     steps, lanes, hidden = tanh_TBH.shape
     input_, _, cell, output = gates_TBG.view(steps, lanes, 4, hidden).unbind(2)
     slopes_TBG = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1.0)  # s(1 - s), correct for all gates but the cell
@@ -202,4 +205,5 @@ def _slopes(gates_TBG: Tensor, first_c_BH: Tensor, c_TBH: Tensor, tanh_TBH: Tens
     of_forget[1:].mul_(c_TBH[:-1])
     torch.addcmul(input_, input_ * cell, cell, value=-1.0, out=of_cell)
     of_output.mul_(tanh_TBH)
-    return slopes_TBG, torch.addcmul(output, output * tanh_TBH, tanh_TBH, value=-1.0)
+    y_TBH = output * tanh_TBH
+    return slopes_TBG, torch.addcmul(output, y_TBH, tanh_TBH, value=-1.0), y_TBH

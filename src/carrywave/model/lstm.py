@@ -25,7 +25,7 @@ from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.dispatch import begun, check
 from carrywave.kernels.dropout import Coordinates, dropped
-from carrywave.kernels.lengths import one_a_lane
+from carrywave.kernels.lengths import one_a_lane, out_of_range
 from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
@@ -366,11 +366,8 @@ class LSTM(nn.Module):
     def checked_lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
         """Lengths [B] on a device; those that are on the host are checked against the number of steps."""
         lengths_B = one_a_lane(lengths, "lengths", count, torch.int64)
-        # Lengths on a GPU are not checked: that would synchronise with it. A tracer has no values to check.
-        if not lengths_B.is_cuda and not torch.compiler.is_compiling() and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
-            raise UserError(
-                f"lengths range from {int(lengths_B.min())} to {int(lengths_B.max())}; they must be between 0 and the {steps} steps of x"
-            )
+        if (found := out_of_range(lengths_B, steps)) is not None:
+            raise UserError(f"lengths range from {found[0]} to {found[1]}; they must be between 0 and the {steps} steps of x")
         return lengths_B.to(device=device, dtype=torch.int64)
 
 

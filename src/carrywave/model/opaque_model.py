@@ -24,7 +24,8 @@ class Whole(nn.Module):
     """A module that maps inputs [T, B, …] to whatever its loss reads; it also receives `lengths` [B] if its forward takes them.
 
     The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module. `pooled`, passed in or an attribute of the
-    module, means one target per lane. Every nn.Dropout is replaced with a keyed one. Parameters keep their names in the module.
+    module, means one target per lane; if neither says so, the batches do. Every nn.Dropout is replaced with a keyed one. Parameters keep
+    their names in the module.
     """
 
     reads_whole = True
@@ -43,11 +44,17 @@ class Whole(nn.Module):
                 f"the module {type(module).__name__} has no loss; pass loss=..., a function (out, target) -> (sum, count), "
                 "or wrap your modules: cw.Model(encoder, lstm, head)"
             )
-        self.pooled = bool(getattr(module, "pooled", False)) if pooled is None else pooled
+        self._said_pooled = getattr(module, "pooled", None) if pooled is None else pooled
+        self.pooled = bool(self._said_pooled)
         self.module = keyed(module, "module")
         self._loss: Any = loss or own
         self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
         self.takes_lengths = "lengths" in inspect.signature(module.forward).parameters
+
+    def expect(self, pooled: bool | None) -> None:
+        """Take it from a batch whether targets are one per lane, unless the module or whoever made this has said so."""
+        if self._said_pooled is None and pooled is not None:
+            self.pooled = pooled
 
     @property
     def has_output(self) -> bool:

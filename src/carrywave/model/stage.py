@@ -202,11 +202,13 @@ def regularize(
     alpha: float,
     beta: float,
     lengths_B: Tensor | None,
+    per_change: Tensor | None = None,
 ) -> Tensor:
     """Activation penalty, summed over real steps, to be divided by the number of real targets together with the loss.
 
     alpha scales the mean square of each step's outputs after dropout, beta that of their change from the previous step, without
     dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it).
+    `per_change`: real steps for each change in all batches of the step. There are fewer changes than steps, and their mean is over them.
     """
     y_raw_TBW, y_dropped_TBW = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (y_raw_TBW, y_dropped_TBW))
     real_TB1 = None if lengths_B is None else real_steps(lengths_B, y_raw_TBW.shape[0])
@@ -220,5 +222,6 @@ def regularize(
         result = result + alpha * total(y_dropped_TBW, 0)
     if beta:
         joined = y_raw_TBW if previous_BW is None else torch.cat((previous_BW.to(y_raw_TBW.dtype)[None], y_raw_TBW))
-        result = result + beta * total(joined[1:] - joined[:-1], 1 if previous_BW is None else 0)
+        changed = beta * total(joined[1:] - joined[:-1], 1 if previous_BW is None else 0)
+        result = result + (changed if per_change is None else per_change.to(changed.dtype) * changed)
     return result

@@ -49,8 +49,12 @@ class TrainSpec(Section):
     patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without improvement that are tolerated")
     every: Positive = Field(10, description="step: epochs between reductions")
     min_lr: Annotated[float, Field(ge=0.0)] = Field(0.0, description="no schedule lowers the learning rate below this")
-    alpha: Annotated[float, Field(ge=0.0)] = Field(0.0, description="activation regularisation")
-    beta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="temporal activation regularisation")
+    alpha: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="activation regularisation: times the mean square of the last layer's outputs"
+    )
+    beta: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="temporal activation regularisation: times the mean square of their changes from step to step"
+    )
     evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
     best: BestMetric = Field(
         "loss",

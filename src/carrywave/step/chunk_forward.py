@@ -40,6 +40,9 @@ class ChunkForward:
         self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, span: tuple[int, int], *, last: bool
     ) -> ChunkOutcome:
         """Run the chunk that covers the steps `span` of a micro-batch; `last`: it is the last of them."""
+        if batch.idle and isinstance(self.stage, Whole):
+            # Nothing depends on a placeholder, and a user's module need not be able to read a sequence of no steps.
+            return ChunkOutcome(x, entered, sums=torch.zeros(3, dtype=torch.float64, device=batch.lengths.device))
         y, raw, left = self.stage(x, entered, chunk)
         if not self.stage.has_head:
             # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
@@ -60,7 +63,7 @@ class ChunkForward:
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths, job.per_change)
             left = self.with_tail(job, raw, left)
             penalty = extra.detach()
             root = extra if root is None else root + extra

@@ -38,6 +38,8 @@ class Compute:
         self.slots = pass_slots(len(stage.layers))
         self.keep_state = keep_state  # True: lanes keep their carry from batch to batch
         self.whole = whole  # True: time is not cut, because layers read both ways
+        # Real steps for each change from one step to the next; None if changes are not penalised.
+        self.per_change = torch.ones((), dtype=torch.float64, device=mesh.device) if spec.beta else None
         self.scheduler: Scheduler = wavefront
         self.clock: TaskClock | None = None  # if set, times the tasks
 
@@ -60,6 +62,11 @@ class Compute:
             )
         return self._stats(outcomes, encoded), flatten(outcomes[-1].state) if self.keep_state else None
 
+    def count_changes(self, batches: Sequence[Batch]) -> None:
+        """Before a step over these batches: what the penalty on changes is a mean over."""
+        if self.per_change is not None:
+            self.per_change.fill_(sum(batch.cells[0] for batch in batches) / max(1, sum(batch.changes for batch in batches)))
+
     def start(self, lanes: int) -> list[Tensor]:
         """The initial carry of this many lanes."""
         return flatten(self.stage.start(lanes, self.mesh.device).detach())
@@ -74,7 +81,18 @@ class Compute:
                 entered = self.stage.start(lanes, self.mesh.device)
             elif before is None:
                 entered = unflatten(carry or [])
-            jobs.append(Job(batch, entered, key.to(self.mesh.device), self.scale, self.spec.alpha, self.spec.beta, self.spec.precision))
+            jobs.append(
+                Job(
+                    batch,
+                    entered,
+                    key.to(self.mesh.device),
+                    self.scale,
+                    self.spec.alpha,
+                    self.spec.beta,
+                    self.per_change,
+                    self.spec.precision,
+                )
+            )
         return jobs
 
     def _stats(self, outcomes: Sequence[BatchOutcome], encoded: Sequence[Tensor]) -> Tensor:

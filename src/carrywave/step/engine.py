@@ -40,7 +40,6 @@ class Engine:
     gradients: Gradients
     update: Update
     shards: Sequence[int] | None = None  # this worker's shards of the lanes, in a reproducible run
-    pooled: bool = False  # True if the head reads whole sequences
     resets: bool = False  # True if lanes whose carry is not finite start over
     _missed: set[object] = field(default_factory=set, init=False)  # batches of which a step has left summed gradients unreached, by `_kind`
 
@@ -86,7 +85,7 @@ class Engine:
             found, carry = self._shard(batches, keys, carry, graphs)
             return {0: found}, carry
         assert isinstance(self.gradients, FixedTree)
-        cuts = [Cut(self.mesh, batch, pooled=self.pooled) for batch in batches]
+        cuts = [Cut(self.mesh, batch, pooled=self.compute.stage.pooled) for batch in batches]
         passes: Passes = {}
         lefts: list[list[Tensor]] = []
         for shard in self.shards:

@@ -23,6 +23,7 @@ class Job:
     scale: Tensor | None = None  # multiplies the loss before backward (fp16)
     alpha: float = 0.0
     beta: float = 0.0
+    per_change: Tensor | None = None  # as in `regularize`
     precision: str = "fp32"  # of the forward pass; backward follows automatically
     observe: Observer | None = None  # called with every output of the head, in evaluation
 

@@ -129,7 +129,7 @@ class Trainer:
         self.own_optimizer = optimizer is not None
         self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
-            self._optimizer = optimizer_of(self.spec, self._owned(), self.device)
+            self._optimizer = optimizer_of(self.spec, self.owned(self.named), self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
@@ -197,7 +197,8 @@ class Trainer:
         """This worker's part of each batch and the batch's key, with a carry for its lanes."""
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
-            self.lanes = check_lanes(batches, self.plan, self.lanes)
+            self.lanes = check_lanes(batches, self.lanes)
+        self.compute.count_changes(batches)
         own = [self.own_part(batch) for batch in batches]
         self._splits.look(batches if self.within is self.mesh else own, keys, training=True)
         self._padding.look(own, keys)
@@ -217,7 +218,7 @@ class Trainer:
             self.broke_off(error)
             raise
         if left is not None:
-            self.state = unflatten(left)
+            self.state = unflatten(left) if left else None  # of no layers, or of no lanes
         return result
 
     @lost_contact.kept
@@ -289,11 +290,12 @@ class Trainer:
             pieces=self.pieces,
         )
 
-    def _owned(self) -> list[tuple[str, nn.Parameter]]:
-        """What the spec's optimizer updates on this worker: the trained parameters, or its pieces of them."""
-        if self.pieces is not None:
-            self.pieces.add(self.named)
-        return self.named if self.pieces is None else self.pieces.named
+    def owned(self, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        """What the spec's optimizer updates on this worker: these parameters, or its pieces of them."""
+        if self.pieces is None:
+            return named
+        self.pieces.add(named)
+        return self.pieces.named
 
     def _follow(self) -> None:
         """Switch to the new set of trained parameters."""
@@ -302,7 +304,7 @@ class Trainer:
         kept = self.nonfinite.kept
         self.named = trained(self.held)
         if not self.own_optimizer:
-            optimizers.enlarge(self.optimizer, self._owned())
+            optimizers.enlarge(self.optimizer, self.owned(self.named))
         self.engine = self._engine()
         self.nonfinite.kept.copy_(kept)
         self._audited = False

@@ -62,8 +62,9 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
         state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
     elif not trainer.own_optimizer:
         state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
-    own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
-    low = trainer.mesh.share().bounds(len(trainer.lanes or ()))[0]
+    low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
+    # With fewer lanes than replicas, some have only a placeholder.
+    own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state and low < high else {}
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
     if world.rank:
         return {}
@@ -221,6 +222,9 @@ def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Seque
     held, optimizer = trainer.held.parameters, trainer.optimizer
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
+    # What was trained once and is frozen now keeps its state, for when it is trained again.
+    stated = {key.partition("/")[2] for key in mine}
+    optimizers.enlarge(optimizer, trainer.owned([(name, p) for name, p in held.items() if name in stated]))
     load_optimizer(trainer, mine, list(held.items()), averages=bool(given))
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():

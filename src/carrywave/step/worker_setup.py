@@ -195,7 +195,7 @@ def engine_of(
         early=early,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
-    return Engine(compute, gradients, update, shards=shards, pooled=model.pooled, resets=spec.on_nan == "skip")
+    return Engine(compute, gradients, update, shards=shards, resets=spec.on_nan == "skip")
 
 
 def _all_reduce(
@@ -275,6 +275,9 @@ def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.op
     kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
+    # Some classes (Adagrad) give every parameter its state when they are made.
+    for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and id(each) not in kept]:
+        del optimizer.state[parameter]
     return optimizer
 
 

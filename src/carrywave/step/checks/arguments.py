@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from carrywave.data.batch import IGNORED, Batch
-from carrywave.errors import PlanError, SpecError, UserError
+from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
-from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.spec.precision import AUTO
 from carrywave.spec.spec import Spec
@@ -155,6 +154,10 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
         if gradients:
             _check_detached(batch)
+        if isinstance(model, Whole):
+            model.expect(batch.pooled)
+        if batch.pooled is not None and batch.pooled != model.pooled:
+            raise _other_targets(model)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:
@@ -169,19 +172,13 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             raise _no_targets()
 
 
-def check_lanes(batches: Sequence[Batch], plan: Plan, before: Lanes | None) -> Lanes | None:
-    """Refuse lanes that cannot continue their carry; with several workers, each replica and micro-batch needs a lane.
+def check_lanes(batches: Sequence[Batch], before: Lanes | None) -> Lanes | None:
+    """Refuse lanes that cannot continue their carry.
+
 
     `before` are the lanes of the previous step; returns those of the last batch.
     """
-    least = plan.replicas * plan.micro_batches
     for batch in batches:
-        lanes = batch.cells[1] // batch.steps
-        if lanes < least and plan.workers > 1:
-            raise PlanError(
-                f"too few lanes to keep the carry with plan.replicas={plan.replicas} x "
-                f"plan.micro_batches={plan.micro_batches}, got {lanes}; use at least {least} lanes"
-            )
         before = check_continued(batch, before)
     return before
 
@@ -220,6 +217,13 @@ def _check_detached(batch: Batch) -> None:
                 f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
                 f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
             )
+
+
+def _other_targets(model: Model | Whole) -> UserError:
+    name = type(model.head).__name__
+    if model.pooled:
+        return UserError(f"the targets are one per step, but {name} has pooled = True; pass one per lane, [lane, …]")
+    return UserError(f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}")
 
 
 def _why_no_carry(model: Model | Whole) -> str:
