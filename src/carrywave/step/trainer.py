@@ -7,7 +7,7 @@ all workers, clips, and updates. The state of the lanes is passed from batch to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +48,7 @@ from carrywave.step.checks.splitting import check_splits
 from carrywave.step.checks.trainable import Followed
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
+from carrywave.step.evaluated_weights import evaluation_weights
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
 from carrywave.step.micro_batches import flatten, lanes_of, unflatten
@@ -357,19 +358,12 @@ class Trainer:
         """Set the learning rate for the next step."""
         optimizers.set_lr(self.optimizer, lr)
 
-    @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
-        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, those that replicas which train on their
-        own agree on, otherwise the parameters themselves.
+    def evaluation_weights(self, of: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Use the weights to be evaluated inside this context: the average that `train.ema` or NT-ASGD keeps, those that replicas which
+        train on their own agree on, otherwise the parameters themselves. `of`: those of this copy of the model, such as torch's
+        `AveragedModel(trainer.model)`. Collective: every rank must enter it.
         """
-        if self.sync is not None:
-            with self.sync.swapped():
-                yield
-        elif isinstance(self.optimizer, optimizers.NTASGD):
-            with self.optimizer.swapped() if self.pieces is None else self.pieces.averaged(self.optimizer):
-                yield
-        else:
-            yield
+        return evaluation_weights(self, of)
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter and saved buffer that this worker holds, by name."""

@@ -1,5 +1,5 @@
 """The update: from summed gradients and the stats of the backward passes to new weights, in one pass over the gradients for each of:
-unscale (fp16), norm, divide and clip, optimizer.
+unscale (fp16), norm, divide and clip, optimizer, average of the weights.
 
 Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). Where all workers are replicas, each knows
 the norm by itself, and the all-reduce runs beside those of the gradients. The host waits for the device only in rare
@@ -24,6 +24,7 @@ from carrywave.step.checks.reached import Reach
 from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import factor, norm_of_mean, norms, scale_
+from carrywave.step.optim import weight_average
 from carrywave.step.optim.loss_scaler import Scaler, step_unless
 from carrywave.step.optim.pieces import Pieces
 from carrywave.step.stats import Slots, StepStats, step_slots, total
@@ -83,6 +84,7 @@ class Update:
     guards_weights: bool  # True if a non-finite step leaves the weights unchanged
     reproducible: bool
     pieces: Pieces | None = None  # of the optimizer state, if the replicas divide it
+    ema: float | None = None  # decay of an average of the weights, which each step moves
     early: bool = False  # True if every worker has the whole summed gradient, so that nothing has to be exchanged after it
 
     def __post_init__(self) -> None:
@@ -205,10 +207,15 @@ class Update:
 
     def _optimize(self, finite: Tensor, overflowed: Tensor) -> None:
         """Step the optimizer; a step that is not finite, or overflowed, leaves the weights unchanged."""
+        skip: Tensor | None = None
         if self.scaler is not None:
-            self.scaler.found_inf.copy_(overflowed | ~finite)
+            skip = self.scaler.found_inf
+            skip.copy_(overflowed | ~finite)
             self.scaler.step(self.optimizer)
         elif self.guards_weights:
-            step_unless((~finite).to(torch.float32), self.optimizer)
+            skip = (~finite).to(torch.float32)
+            step_unless(skip, self.optimizer)
         else:
             self.optimizer.step()
+        if self.ema is not None:
+            weight_average.move(self.optimizer, self.ema, skip)

@@ -192,6 +192,7 @@ def engine_of(
         guards_weights=guards_weights,
         reproducible=spec.reproducible,
         pieces=pieces,
+        ema=spec.ema,
         early=early,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
