@@ -69,14 +69,31 @@ class Engine:
     def _step(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
+        passes, carry, ahead = self._summed(batches, keys, carry, told, graphs)
+        if self.gradients.unreached:
+            self._missed.add(_kind(batches))
+        return self._update(passes, told, graphs, ahead), self._reset(carry)
+
+    def backward(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
+    ) -> tuple[StepResult, FlatCarry]:
+        """A step that ends before the update: the gradient of the mean loss over all workers is left in `.grad`. It is not captured."""
+        told = self.update.told(votes)
+        passes, carry, ahead = self._summed(batches, keys, carry, told, None)
+        result = self.update.divide(passes, told, ahead)
+        self.update.heard(result)
+        return result, self._reset(carry)
+
+    def _summed(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None
+    ) -> tuple[Passes, FlatCarry, StatsAhead | None]:
+        """Run all passes, and sum their gradients over the workers."""
         self.gradients.begin()
         passes, carry = self.forward_backward(batches, keys, carry, graphs)
         self.gradients.start()
         ahead = self.update.ahead(passes, told)
         self.gradients.reduce()
-        if self.gradients.unreached:
-            self._missed.add(_kind(batches))
-        return self._update(passes, told, graphs, ahead), self._reset(carry)
+        return passes, carry, ahead
 
     def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None

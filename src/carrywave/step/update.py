@@ -48,6 +48,7 @@ class StepResult:
     votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
     sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
     marks: Tensor  # [workers, columns]: the checksums that `Agreement` compares
+    codes: Tensor  # [workers]: each worker's code for non-finite numbers
 
     def counted(self) -> Tensor:
         """[5]: loss, targets, norm and 1 for a step, or 1 in the last place for a non-finite one; sums of these describe several steps."""
@@ -116,6 +117,44 @@ class Update:
 
     def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard. `ahead`: from the method."""
+        result, overflowed = self._divide(passes, told, ahead, self.clip)
+        self._take_step(result.finite, overflowed)
+        if self.gradients.scattered:
+            for _, parameter in self.named:
+                parameter.grad = None  # most of it is not summed, so nobody should take it for the gradient
+        self.nonfinite.note(result.finite, result.codes)
+        return result
+
+    def divide(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+        """Leave in `.grad` the gradient of the mean loss over all workers, and the weights as they are."""
+        return self._divide(passes, told, ahead, None)[0]
+
+    def norm(self) -> Tensor:
+        """The norm of what is in `.grad` on all workers. Collective."""
+        squared_S = self._zeros(self.mesh.plan.stages)
+        squared_S[self.mesh.stage] = self._norms()[1].square().sum()
+        if not self.early:
+            self.mesh.sum_(squared_S)
+        return squared_S.sum().sqrt()
+
+    def apply(self, sound: Tensor, codes: Tensor) -> StepResult:
+        """Clip what is in `.grad` and take the optimizer step, unless it is not finite. `sound` and `codes`: of the passes. Collective."""
+        norm = self.norm()
+        one = torch.ones_like(norm)
+        grads = [p.grad for _, p in self.named if p.grad is not None]
+        scale_(grads, factor(norm, one, self.clip))
+        # fp16: a number that is not finite counts as an overflow, as in any step.
+        overflowed = ~torch.isfinite(norm) if self.scaler is not None else torch.zeros_like(norm, dtype=torch.bool)
+        finite = (torch.isfinite(norm) | overflowed) & sound[0]
+        self._take_step(finite, overflowed)
+        self.nonfinite.note(finite, codes)
+        none = self._zeros(0)
+        return StepResult(one, one, norm, finite, none, torch.stack([finite, sound[1]]), none, codes)
+
+    def _divide(
+        self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None, clip: float | None
+    ) -> tuple[StepResult, Tensor]:
+        """Divide the summed gradients by the number of targets, and clip them; returns the numbers, and whether any worker overflowed."""
         if self.pieces is not None and self.gradients.scattered:
             self.pieces.take()
         grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
@@ -126,22 +165,21 @@ class Update:
         self.reach.forget(stats["reached"])
         loss_sum, count = stats.score
         norm = norm_of_mean(stats.squared, count)
-        scale_(grads, factor(norm, count, self.clip))
+        scale_(grads, factor(norm, count, clip))
         # If any worker overflowed, all skip the step.
         overflowed = stats["overflow"] > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
+        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
+        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound, stats["marks"], stats["codes"]), overflowed
+
+    def _take_step(self, finite: Tensor, overflowed: Tensor) -> None:
+        """From final gradients to new weights."""
         self.hooks.call()
         if self.pieces is not None:
             self.pieces.take()
         self._optimize(finite, overflowed)
         if self.pieces is not None:
             self.pieces.exchange()
-        if self.gradients.scattered:
-            for _, parameter in self.named:
-                parameter.grad = None  # most of it is not summed, so nobody should take it for the gradient
-        self.nonfinite.note(finite, stats["codes"])
-        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
-        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound, stats["marks"])
 
     def _own(self, passes: Mapping[int, Tensor], told: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""

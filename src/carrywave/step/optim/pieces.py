@@ -143,8 +143,8 @@ class Pieces:
 
     @contextmanager
     def averaged(self, optimizer: Optimizer) -> Iterator[None]:
-        """Replace the parameters by their averages inside this context, if there are any. `optimizer`: over pieces. Entering it is collective;
-        leaving it is not, so that a worker that fails inside waits for nobody.
+        """Replace the parameters by the averages of the optimizer over these pieces inside this context, if there are any. Entering it is
+        collective; leaving it is not, so that a worker that fails inside waits for nobody.
         """
         if not weight_average.averaged(optimizer):
             yield
