@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _train import main
@@ -17,6 +18,7 @@ import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
+from carrywave.step.profiler_ranges import PREFIX
 
 T, B, WIDTH, VOCABULARY = 6, 4, 16, 30
 STEPS = 3
@@ -77,6 +79,12 @@ def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "
         for number in range(STEPS):
             losses.append(float(sam(trainer, batch(number), 0.1)))
         found = trainer.gathered()
+    elif case == "profiled":
+        trainer.step(batch(0))
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            losses.append(float(trainer.step(batch(1))))
+        names = sorted(event.name.removeprefix(PREFIX) for event in recorded.events() if event.name.startswith(PREFIX))
+        return {"losses": losses, "tensors": {}, "ranges": names}
     else:
         raise AssertionError(case)
     return {"losses": losses, "tensors": {name: tensor.tolist() for name, tensor in found.items()}}

@@ -18,7 +18,11 @@ from _loop_parts import train
 WORKER = Path(__file__).with_name("_loop_parts.py")
 SPLIT = {"replicas": 2, "split_vocabulary": True}
 PIECES = {"shard_optimizer": True}
-CASES = ("ema", "ema, tied", "averaged", "gradients", "sam")
+CASES = ("ema", "ema, tied", "averaged", "gradients", "sam", "profiled")
+RANGES = {  # of the stages of "2 stages, micro-batches", besides those of every step
+    0: "F0a F1a F0b F1b B1a B0a B1b B0b Wa Wb send-F0a send-F1a send-F0b send-F1b wait-B1a wait-B0a wait-B1b wait-B0b",
+    1: "F0a F1a F0b F1b B1a B0a B1b B0b Wa Wb wait-F0a wait-F1a wait-F0b wait-F1b send-B1a send-B0a send-B1b send-B0b",
+}
 JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2 replicas, divided optimizer": (2, {}, PIECES),
     "2 replicas, split vocabulary": (2, SPLIT, {}),
@@ -58,6 +62,9 @@ def test_parts_of_a_loop_compute_what_one_device_does(workers: int, tmp_path: Pa
                 torch.testing.assert_close(
                     own, whole, rtol=1e-9, atol=1e-13, msg=lambda text, where=where, name=name: f"{where}: {name}: {text}"
                 )
+            if job["case"] == "profiled" and job["name"] == "2 stages, micro-batches":
+                tasks = [name.replace("-", " ") for name in RANGES[rank].split()]
+                assert found["ranges"] == sorted(["step", "sum of gradients", "update", *tasks])
         assert told[0][number]["tensors"].keys() == wanted["tensors"].keys()
         for name, values in wanted["tensors"].items():
             # float64, summed in another order; Adam divides by the root of small squares.

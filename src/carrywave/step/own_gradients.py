@@ -21,6 +21,7 @@ from carrywave.errors import UserError
 from carrywave.model.state import State
 from carrywave.parallel.world import raise_on_all
 from carrywave.step.engine import Engine
+from carrywave.step.profiler_ranges import span
 from carrywave.step.update import StepResult
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class OwnGradients:
         if trainer.follow():
             for _, parameter in trainer.named:
                 parameter.grad = kept[id(parameter)]
-        with trainer.hooks.put_off():
+        with span("update"), trainer.hooks.put_off():
             return self.engine(trainer).update.apply(pending.sound, pending.codes)
 
     def drop(self, trainer: Trainer) -> None:
