@@ -188,6 +188,24 @@ def test_averaging(monkeypatch: pytest.MonkeyPatch, several: int, precision: str
         assert torch.equal(ours["ax"], theirs["ax"]), name
 
 
+@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_exponential_average(monkeypatch: pytest.MonkeyPatch, several: int, precision: str) -> None:
+    plain, recorded = pair(language, monkeypatch, keep_state=True, precision=precision, on_nan="skip", ema=0.9)
+    for trainer in (plain, recorded):
+        batches = windows([12] * 8 * several)
+        for number in range(8):
+            if number == 4 and trainer.scaler is not None:
+                trainer.scaler.scale.fill_(2.0**40)
+            trainer.step(*batches[number * several : (number + 1) * several])
+    check(plain, recorded, {"step" if several == 1 else "update": 7})
+    for (name, own), (_, other) in zip(plain.named, recorded.named, strict=True):
+        ours, theirs = plain.optimizer.state[own], recorded.optimizer.state[other]
+        assert ours["count"].item() == theirs["count"].item()
+        assert (ours["count"].item() == 8) == (precision == "fp32")  # overflows are skipped
+        assert torch.equal(ours["ax"], theirs["ax"]), name
+
+
 def evaluated(model: Model, task: str, batch: dict[str, int], view: View, capture: Capture | None, **how: Any) -> list[Tensor]:
     spec = parse({"task": task, "batch": batch, "train": {"precision": how["precision"]}})
     mesh = Mesh.alone(CUDA, Plan(chunk_steps=how["chunk_steps"]))

@@ -343,8 +343,9 @@ def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
     lstm, x = cw.LSTM(3, 4, dtype=DOUBLE), numbers(5, 2, 3)
     assert "dtype torch.bool; pass 2 whole numbers" in refused(lambda: lstm(x, lengths=torch.tensor([True, True])))
     packed: Any = pack_padded_sequence(x, [5, 3])
-    assert refused(lambda: lstm(packed)).endswith("use x, lengths = pad_packed_sequence(packed), then lstm(x, lengths=lengths)")
-    assert refused(lambda: lstm(input=packed)).startswith("LSTM got a PackedSequence")
+    assert refused(lambda: lstm(packed, lengths=[5, 3])) == "LSTM got a PackedSequence, which has its own lengths; remove lengths"
+    tokens = pack_padded_sequence(torch.zeros(5, 2, 3, dtype=torch.int64), [5, 3])
+    assert refused(lambda: lstm(input=tokens)).endswith("pass tokens through an embedding first")
     assert refused(lambda: lstm(x, input=x)) == "LSTM got both x and input, two names of one argument; pass one of them"
     assert refused(lambda: lstm(x, (x, x), hx=(x, x))) == "LSTM got both carry and hx, two names of one argument; pass one of them"
     assert refused(lambda: lstm(x.numpy())) == "LSTM got x as a ndarray; pass a tensor [time, lane, 3]"

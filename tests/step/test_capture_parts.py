@@ -320,6 +320,20 @@ def test_a_recording_that_fails_once_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("several", [1, 2])
+def test_an_exponential_average_is_part_of_what_is_recorded(several: int) -> None:
+    recorded, plain = pair(language, keep_state=True, ema=0.9)
+    for trainer in (recorded, plain):
+        for number in range(4):
+            trainer.step(*(words(4, 2, number * several + at) for at in range(several)))
+    same(recorded, plain)
+    assert counted(recorded, "step" if several == 1 else "update") == 3
+    ours, theirs = (trainer.optimizer.state for trainer in (recorded, plain))
+    for (name, own), (_, other) in zip(recorded.named, plain.named, strict=True):
+        assert ours[own]["count"].item() == theirs[other]["count"].item() == 4
+        assert torch.equal(ours[own]["ax"], theirs[other]["ax"]), name
+
+
+@pytest.mark.parametrize("several", [1, 2])
 def test_averaging_begins_between_recorded_steps(several: int) -> None:
     recorded, plain = pair(language, keep_state=True, optimizer="ntasgd", lr=1.0, weight_decay=0.01)
     kind = "step" if several == 1 else "update"

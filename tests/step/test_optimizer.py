@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from carrywave.errors import RunError
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.optim import weight_average
 from carrywave.step.optim.optimizer import NTASGD, load_state, nonmonotone, state_tensors
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_ntasgd_by_hand() -> None:
     assert optimizer.average_active
     assert_close(values(named), weights, rtol=1e-13, atol=1e-15)  # float64
     raw = values(named)
-    with optimizer.swapped():
+    with weight_average.swapped(optimizer):
         means = [torch.stack(column).mean(0) for column in zip(*seen, strict=True)]
         assert_close(values(named), means, rtol=1e-13, atol=1e-14)  # a running mean rounds at each step
     assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
@@ -105,11 +106,11 @@ def test_ntasgd_before_and_at_the_trigger() -> None:
     named = parameters()
     optimizer = NTASGD([p for _, p in named], 0.1)
     raw = values(named)
-    with optimizer.swapped():
+    with weight_average.swapped(optimizer):
         assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
     assert not optimizer.average_active
     optimizer.trigger()
-    with optimizer.swapped():  # no step yet: the average is the weights themselves
+    with weight_average.swapped(optimizer):  # no step yet: the average is the weights themselves
         assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
     give_gradients(named, 0)
     optimizer.step()
@@ -131,7 +132,7 @@ def test_ntasgd_averages_what_has_no_gradient_and_gives_raw_weights_back_after_a
     assert state["count/a.weight"].item() == 2
 
     def fail() -> None:
-        with optimizer.swapped():
+        with weight_average.swapped(optimizer):
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -119,7 +119,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(text: Path, tmp
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": 2}, {"optimizer": "sgd", "lr": 1.0, "schedule": "plateau"}, {"precision": "bf16"}, {"precision": "fp16"}, NTASGD],
+    [
+        {},
+        {"accumulate": 2},
+        {"optimizer": "sgd", "lr": 1.0, "schedule": "plateau"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        NTASGD,
+        {"ema": 0.8, "evaluate_every": 4},
+    ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     spec = language(text, **options)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from carrywave.errors import UserError
 
@@ -48,8 +49,8 @@ class Batch:
 
     @staticmethod
     def of(
-        inputs: Tensor,
-        targets: Tensor | None = None,
+        inputs: Tensor | PackedSequence,
+        targets: Tensor | PackedSequence | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         fresh: Tensor | Sequence[bool] | bool | None = None,
         *,
@@ -64,7 +65,10 @@ class Batch:
         are masked. Without `lengths` every step is real. Every lane starts a new sequence unless `fresh` says otherwise:
         `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step) and by the numbers in `lanes`, by
         default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
+        A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed.
         """
+        if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
+            inputs, targets, lengths = _unpacked(inputs, targets, lengths)
         inputs = torch.as_tensor(inputs)
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
             raise UserError(f"batch inputs have shape {list(inputs.shape)}; pass [time, lane, …] with at least one step and one lane")
@@ -194,6 +198,20 @@ class Batch:
             if getattr(self, name) is not None
         }
         return replace(self, **moved)
+
+
+def _unpacked(inputs: Any, targets: Any, lengths: Any) -> tuple[Any, Any, Any]:
+    """Padded inputs and targets, and their lengths."""
+    if not isinstance(inputs, PackedSequence):
+        raise UserError("the targets are a PackedSequence, but the inputs are not; pack both, or pass padded ones and lengths")
+    if lengths is not None:
+        raise UserError("a PackedSequence has its own lengths; remove lengths")
+    inputs, lengths = pad_packed_sequence(inputs)
+    if isinstance(targets, PackedSequence):
+        targets, theirs = pad_packed_sequence(targets)
+        if not torch.equal(lengths, theirs):
+            raise UserError(f"the targets are packed with lengths {theirs.tolist()}, the inputs with {lengths.tolist()}; pack both alike")
+    return inputs, targets, lengths
 
 
 def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,5 +1,5 @@
-"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes. And the check of what a
-user gives for each lane, which would otherwise be broadcast.
+"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes. Also torch's packed
+sequences, to padded ones and back, and the check of what a user gives for each lane, which would otherwise be broadcast.
 
 Shapes: T time, B lane. Lengths never leave the device.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from carrywave.errors import UserError
 
@@ -52,3 +53,20 @@ def reversed_steps(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
     step_T1 = torch.arange(x_TBI.shape[0], device=x_TBI.device)[:, None]
     index_TB = torch.where(step_T1 < lengths_B, lengths_B - 1 - step_T1, step_T1)
     return x_TBI.gather(0, index_TB[..., None].expand(x_TBI.shape))
+
+
+def padded(packed: PackedSequence, given: object = None) -> tuple[Tensor, Tensor]:
+    """[T, B, …] and lengths, in the order in which the lanes were before they were packed. `given`: lengths from elsewhere, refused."""
+    if given is not None:
+        raise UserError("LSTM got a PackedSequence, which has its own lengths; remove lengths")
+    x_TBI, lengths_B = pad_packed_sequence(packed)
+    return x_TBI, lengths_B
+
+
+def packed_like(y_TBP: Tensor, lengths_B: Tensor, packed: PackedSequence) -> PackedSequence:
+    """The real steps of padded outputs, in the places of the inputs that they belong to."""
+    order_B, lengths_B = packed.sorted_indices, lengths_B.cpu()
+    if order_B is not None:
+        y_TBP, lengths_B = y_TBP.index_select(1, order_B), lengths_B[order_B.cpu()]
+    data = pack_padded_sequence(y_TBP, lengths_B).data
+    return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)

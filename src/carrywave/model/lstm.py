@@ -25,7 +25,7 @@ from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.dispatch import begun, check
 from carrywave.kernels.dropout import Coordinates, dropped
-from carrywave.kernels.lengths import one_a_lane, out_of_range
+from carrywave.kernels.lengths import one_a_lane, out_of_range, packed_like, padded
 from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
@@ -157,7 +157,7 @@ class LSTM(nn.Module):
 
     def forward(
         self,
-        x: Tensor | None = None,
+        x: Tensor | PackedSequence | None = None,
         carry: AnyCarry | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         key: Tensor | None = None,
@@ -166,19 +166,22 @@ class LSTM(nn.Module):
         start: int = 0,
         full: bool = False,
         fresh: Tensor | Sequence[bool] | None = None,
-        input: Tensor | None = None,
+        input: Tensor | PackedSequence | None = None,
         hx: AnyCarry | None = None,
     ) -> tuple[Tensor, Carry | Carries]:
         """Outputs and the carry at each lane's last real step, in nn.LSTM's shapes; if widths differ, one carry per layer.
 
         x is [T, B, I], [B, T, I] with batch_first, or [T, I] unbatched. `fresh` [B]: lanes that start from the initial carry instead of
         the given one. Without a key, dropout in training uses the scope's, or one drawn from torch's default generator.
-        `input` and `hx` are nn.LSTM's names for x and carry.
+        `input` and `hx` are nn.LSTM's names for x and carry. Outputs of a PackedSequence are packed like it.
         """
-        x = self._checked(_either("x", x, "input", input))
-        carry = _either("carry", carry, "hx", hx)
+        given_x, carry = _either("x", x, "input", input), _either("carry", carry, "hx", hx)
+        packed = given_x if isinstance(given_x, PackedSequence) else None
+        if packed is not None:
+            given_x, lengths = padded(packed, lengths)
+        x, lanes_first = self._checked(given_x), self.batch_first and packed is None
         batched = x.dim() == 3
-        x_TBI = x[:, None] if not batched else x.transpose(0, 1) if self.batch_first else x
+        x_TBI = x[:, None] if not batched else x.transpose(0, 1) if lanes_first else x
         steps, count = x_TBI.shape[:2]
         if steps == 0:
             raise UserError(f"LSTM got x of shape {list(x.shape)}; x must have at least one step")
@@ -189,7 +192,9 @@ class LSTM(nn.Module):
         if carry is not None:
             _check_dtypes(given, x)
         y_TBO, ends = self.run(x_TBI, given, lengths=lengths_B, fresh=fresh_B, lanes=lanes_B, start=start, key=key, full=full)
-        y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if self.batch_first else y_TBO
+        if packed is not None:
+            return cast(Tensor, packed_like(y_TBO, torch.as_tensor(lengths), packed)), self.join(ends)
+        y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if lanes_first else y_TBO
         ends = ends if batched else tuple(Carry(end.h[:, 0], end.c[:, 0]) for end in ends)
         return y, self.join(ends)
 
@@ -345,11 +350,6 @@ class LSTM(nn.Module):
 
     def _checked(self, x: Tensor | None) -> Tensor:
         """Return x after checking its type, shape and dtype."""
-        if isinstance(x, PackedSequence):
-            raise UserError(
-                "LSTM got a PackedSequence, but takes padded x and lengths; use x, lengths = pad_packed_sequence(packed), "
-                "then lstm(x, lengths=lengths)"
-            )
         if not isinstance(x, Tensor):
             raise UserError(f"LSTM got x as a {type(x).__name__}; pass a tensor [time, lane, {self.input_size}]")
         if x.is_nested:

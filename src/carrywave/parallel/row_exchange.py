@@ -17,6 +17,10 @@ class RowExchange:
         self.group, self.index, self.of = group, index, of
         self._on_host = backend == "gloo"
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RowExchange:
+        """A copy of a model, such as torch's AveragedModel, has the same connections."""
+        return self
+
     def gather(self, own: Tensor) -> Tensor:
         """[workers, …]: the tensors of all workers, which have one shape."""
         sent = self._there(own.contiguous())

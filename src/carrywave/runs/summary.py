@@ -126,7 +126,7 @@ def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, ways: 
     if units is None:
         size = 8 if spec.train.precision == "fp64" else 4
         weights = parameters * size
-        optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0))
+        optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + bool(spec.train.momentum) + (spec.train.ema is not None))
         optimizer //= plan.replicas if spec.train.shard_optimizer else 1
         return (
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "

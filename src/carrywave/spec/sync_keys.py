@@ -33,6 +33,8 @@ def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         raise ValueError(f"shard_optimizer divides what replicas have in common, but with train.sync={sync} each has its own; remove one")
     if train["optimizer"] == "ntasgd":
         raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={sync} does not exchange; use sgd")
+    if train["ema"] is not None:
+        raise ValueError(f"ema averages the weights of every step, which train.sync={sync} does not exchange; remove one of them")
     if train["block_nesterov"] and not train["block_momentum"]:
         raise ValueError("block_nesterov needs block_momentum above 0; set it, or remove block_nesterov")
     if every % fragments:

@@ -24,6 +24,11 @@ class TrainSpec(Section):
         0.0, description="pulls weights towards zero; adamw applies it apart from the gradient, the others through it"
     )
     nonmono: Positive = Field(5, description="ntasgd: evaluations without improvement before averaging starts")
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None,
+        description="keep an exponential moving average of the weights after each step, with this decay, such as 0.999; it is what is "
+        "evaluated, written as weights and exported. Any optimizer but ntasgd, which averages by itself",
+    )
     clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="clip gradients to this norm, taken over all of them together")
     epochs: Positive = Field(5, description="passes over train")
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
@@ -109,5 +114,7 @@ class TrainSpec(Section):
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
         if self.hold and self.schedule not in ("cosine", "linear"):
             raise ValueError(f"hold is for schedule=cosine or linear, not for schedule={self.schedule}; remove it")
+        if self.ema is not None and self.optimizer == "ntasgd":
+            raise ValueError("optimizer=ntasgd averages weights by itself; remove ema, or use another optimizer")
         check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})
         return self

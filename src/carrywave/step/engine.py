@@ -24,6 +24,7 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.nonfinite import mended
 from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.profiler_ranges import span
 from carrywave.step.reproducible.fixed_tree import FixedTree
 from carrywave.step.reproducible.shards import Cut
 from carrywave.step.stats import total
@@ -57,25 +58,45 @@ class Engine:
         def step(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self._step(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
 
-        if graphs is not None and self._is_one_piece(batches):
-            tensors = keys if told is None else [*keys, told]
-            result, carry = graphs("step", step, batches, tensors, carry, under=self._restarts())
-        else:
-            result, carry = self._step(batches, keys, carry, told, graphs)
-        self.update.heard(result)
+        with span("step"):
+            if graphs is not None and self._is_one_piece(batches):
+                tensors = keys if told is None else [*keys, told]
+                result, carry = graphs("step", step, batches, tensors, carry, under=self._restarts())
+            else:
+                result, carry = self._step(batches, keys, carry, told, graphs)
+            self.update.heard(result)
         return result, carry
 
     def _step(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
-        self.gradients.begin()
-        passes, carry = self.forward_backward(batches, keys, carry, graphs)
-        self.gradients.start()
-        ahead = self.update.ahead(passes, told)
-        self.gradients.reduce()
+        passes, carry, ahead = self._summed(batches, keys, carry, told, graphs)
         if self.gradients.unreached:
             self._missed.add(_kind(batches))
         return self._update(passes, told, graphs, ahead), self._reset(carry)
+
+    def backward(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
+    ) -> tuple[StepResult, FlatCarry]:
+        """A step that ends before the update: the gradient of the mean loss over all workers is left in `.grad`. It is not captured."""
+        with span("backward"):
+            told = self.update.told(votes)
+            passes, carry, ahead = self._summed(batches, keys, carry, told, None)
+            result = self.update.divide(passes, told, ahead)
+            self.update.heard(result)
+        return result, self._reset(carry)
+
+    def _summed(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None
+    ) -> tuple[Passes, FlatCarry, StatsAhead | None]:
+        """Run all passes, and sum their gradients over the workers."""
+        self.gradients.begin()
+        passes, carry = self.forward_backward(batches, keys, carry, graphs)
+        with span("sum of gradients"):
+            self.gradients.start()
+            ahead = self.update.ahead(passes, told)
+            self.gradients.reduce()
+        return passes, carry, ahead
 
     def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
@@ -137,7 +158,8 @@ class Engine:
 
     def _update(self, passes: Passes, told: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
         if graphs is None or not self._is_alone:
-            return self.update(passes, told, ahead)
+            with span("update"):
+                return self.update(passes, told, ahead)
 
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self.update({0: tensors[0]}, None), None

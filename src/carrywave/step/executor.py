@@ -38,13 +38,14 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing
-from carrywave.plan.schedule.schedule import Phase, StageTask
+from carrywave.plan.schedule.schedule import Phase, StageTask, name
 from carrywave.step.chunk_forward import ChunkForward, ChunkOutcome
 from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
 from carrywave.step.job import BatchOutcome, Job, Observer
 from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
+from carrywave.step.profiler_ranges import profiled, span
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
@@ -172,7 +173,7 @@ class _Run:
                         self.links.flush()
                     # After the send, because another stage is waiting for it.
                     self._flush_head(done)
-                    if self.clock is not None and step.task in self.arriving:
+                    if (self.clock is not None or profiled()) and step.task in self.arriving:
                         with self._timed("wait", step.task):
                             self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
                     with self._timed(step.task.phase, step.task), deferring(self.deferred.get(step.task.micro_batch)):
@@ -195,8 +196,14 @@ class _Run:
             outcomes.append(BatchOutcome(loss_sum, count, penalty, join_states(states)))
         return outcomes
 
-    def _timed(self, label: str, task: StageTask) -> AbstractContextManager[None]:
-        return nullcontext() if self.clock is None else self.clock.lap(label, task)
+    def _timed(self, label: str, task: StageTask) -> AbstractContextManager[object]:
+        """Times a part of a task, if there is a clock, or shows it to a profiler."""
+        if self.clock is not None:
+            return self.clock.lap(label, task)
+        if not profiled():
+            return nullcontext()
+        what = name(task, self.program.schedule)
+        return span(what if label == task.phase else f"{label} {what}")
 
     def _flush_head(self, done: StageTask | None) -> None:
         """Compute the head's weight gradients after scoring, on all stages but the last."""

@@ -7,14 +7,14 @@ all workers, clips, and updates. The state of the lanes is passed from batch to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import Diverged, UserError, WorkerError
+from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.modes import TrainingModes
@@ -23,7 +23,6 @@ from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import check_agreement
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.spec.plan_spec import PlanSpec
@@ -40,8 +39,8 @@ from carrywave.step.checks.arguments import (
     check_surroundings,
     in_model_dtype,
     train_spec,
-    uncounted,
 )
+from carrywave.step.checks.finite import look
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
@@ -49,12 +48,14 @@ from carrywave.step.checks.splitting import SplitCheck
 from carrywave.step.checks.trainable import Followed
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
+from carrywave.step.evaluated_weights import evaluation_weights
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
 from carrywave.step.micro_batches import flatten, lanes_of, unflatten
-from carrywave.step.nonfinite import NonfiniteRecord, mended
+from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
+from carrywave.step.own_gradients import OwnGradients
 from carrywave.step.precision import configure, with_settled_precision
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
@@ -147,7 +148,8 @@ class Trainer:
         self.compute = Compute(self.stage, self.within, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
         self.agreement = Agreement(self.within, self.held.replicated, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
-        self.engine = self._engine()
+        self.engine = self.new_engine()
+        self.own_gradients = OwnGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
@@ -172,23 +174,30 @@ class Trainer:
         result = self.update(*batches)
         if self.spec.on_nan == "stop":
             self._look(result)
+        return self._mean(result)
+
+    def _mean(self, result: StepResult) -> Tensor:
         mean = result.loss_sum / result.count.clamp(min=1e-30)
         return mean if self.spec.precision == "fp64" else mean.to(torch.float32)
 
     @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """Take one optimizer step and return its sums, which are valid until the next one."""
+        self.own_gradients.end(self)
+        return self.run(batches, applies=True)
+
+    def run(self, batches: Sequence[Batch], *, applies: bool) -> StepResult:
+        """Run forward and backward of these batches; `applies`: then update the weights, otherwise leave the gradient in `.grad`."""
         self._modes.resume()
         if self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         check_batches(batches, self.model, keep_state=self.keep_state)
         check_surroundings(self.spec, self.device)
-        if self._followed.changed():
-            self._follow()
+        self.follow()
         self.agreement.before(batches, self.optimizer)
         stood = self.uncounted, self.lanes, self.state
         try:
-            return self._run(*self._prepared(batches))
+            return self._run(*self._prepared(batches), applies=applies)
         except BaseException:
             self.uncounted, self.lanes, self.state = stood  # so that the step can be retried with the same randomness and the same carry
             raise
@@ -207,19 +216,47 @@ class Trainer:
             self.state = self.stage.start(lanes, self.device).detach()
         return own, keys
 
-    def _run(self, own: Sequence[Batch], keys: Sequence[Tensor]) -> StepResult:
+    def _run(self, own: Sequence[Batch], keys: Sequence[Tensor], *, applies: bool) -> StepResult:
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
             with self._audit(), self.hooks.put_off():
                 clock = self.compute.clock
                 plainly = (clock is not None and not clock.recordable) or self.hooks.there(self.optimizer)
-                result, left = self.engine.step(own, keys, state, self.votes, None if plainly else self.capture)
+                take = self.engine.step if applies else self.own_gradients.engine(self).backward
+                result, left = take(own, keys, state, self.votes, None if plainly else self.capture)
         except BaseException as error:
             self.broke_off(error)
             raise
         if left is not None:
             self.state = unflatten(left) if left else None  # of no layers, or of no lanes
         return result
+
+    @lost_contact.kept
+    def backward(self, *batches: Batch, weight: float = 1.0, again: bool = False) -> Tensor:
+        """Add `weight` times the gradient of the mean loss over these batches to `.grad`, and return that mean loss; no weight changes.
+
+        The first backward after an update starts from zero. `again`: as the last one, from the same carry and with the same dropout.
+        """
+        result = self.own_gradients.backward(self, batches, weight, again=again)
+        return self._mean(result)
+
+    @lost_contact.kept
+    def apply(self) -> Tensor:
+        """Clip what is in `.grad`, update the weights, and return the norm before clipping. Non-finite numbers are treated as in `step`."""
+        self.check_unbroken()
+        result = self.own_gradients.apply(self)
+        if self.spec.on_nan == "stop":
+            self._look(result)
+        return result.norm
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of `backward`; its carry stays as it is."""
+        self.own_gradients.drop(self)
+
+    @lost_contact.kept
+    def gradient_norm(self) -> Tensor:
+        """The norm of what is in `.grad`, over the parameters on all workers. Collective: every rank must call it."""
+        return self.own_gradients.engine(self).update.norm()
 
     @lost_contact.kept
     def evaluate(self, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None = None) -> float:
@@ -241,11 +278,6 @@ class Trainer:
     def check_unbroken(self) -> None:
         """Reject what would put parts of different steps together. Collective: every rank must call it."""
         self.agreement.unbroken(broken=self.mesh.hung_up)
-        if self.mesh.hung_up:  # on every rank
-            raise WorkerError(
-                "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
-                "load into it what trainer.state_dict() returned before"
-            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Not supported: a trainer is bound to the parameters that it trains."""
@@ -255,11 +287,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
+        self.own_gradients.check_applied()
         return trainer_state.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
         trainer_state.load_state_dict(self, state)
+        self.own_gradients = OwnGradients()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -275,8 +309,8 @@ class Trainer:
         """The record of non-finite steps."""
         return self.engine.update.nonfinite
 
-    def _engine(self) -> Engine:
-        """The engine for the parameters that are trained now. Collective: every rank must call it."""
+    def new_engine(self, *, scatters: bool = True) -> Engine:
+        """An engine for the parameters that are trained now; `scatters` as in `engine_of`. Collective: every rank must call it."""
         return engine_of(
             self.model,
             self.held,
@@ -288,6 +322,7 @@ class Trainer:
             hooks=self.hooks,
             guards_weights=self.guards_weights,
             pieces=self.pieces,
+            scatters=scatters,
         )
 
     def owned(self, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
@@ -297,18 +332,21 @@ class Trainer:
         self.pieces.add(named)
         return self.pieces.named
 
-    def _follow(self) -> None:
-        """Switch to the new set of trained parameters."""
+    def follow(self) -> bool:
+        """If other parameters are trained than before, switch to these, without gradients; returns whether. Collective."""
+        if not self._followed.changed():
+            return False
         for parameter in self.held.parameters.values():
             parameter.grad = None  # otherwise the optimizer would keep using the last one
         kept = self.nonfinite.kept
         self.named = trained(self.held)
         if not self.own_optimizer:
             optimizers.enlarge(self.optimizer, self.owned(self.named))
-        self.engine = self._engine()
+        self.engine = self.new_engine()
         self.nonfinite.kept.copy_(kept)
         self._audited = False
         self.restart_recordings()
+        return True
 
     @contextmanager
     def _audit(self) -> Iterator[None]:
@@ -330,28 +368,9 @@ class Trainer:
             self.capture.forget()
 
     def _look(self, result: StepResult) -> None:
-        """Raise if a step had non-finite numbers: this step, or with a GPU the previous one. All workers check the same step."""
-        if self.agreement.at_once:
-            finite, counted = result.sound.tolist()
-        else:
-            before, self._sound = self._sound, Later(result.sound)
-            finite, counted = (True, True) if before is None else before.read()
-        if not counted:
-            raise on_every_rank(uncounted())
-        if finite:
-            return
-        self._sound = None
-        seen = self.nonfinite.look()
-        cause = self.nonfinite.cause(seen, weights=self.guards_weights)
-        if self.state is not None and self.state.carries:
-            left = flatten(self.state)
-            self.state = unflatten(mended(left, self.compute.start(left[0].shape[1])))
-        raise on_every_rank(
-            Diverged(
-                f"{cause} is no longer finite; lower the learning rate, or set train.clip; the weights are as they were before that step "
-                "(to continue without it, set train.on_nan=skip)"
-            )
-        )
+        """Raise if a step had non-finite numbers: this step, or with a GPU the previous one."""
+        before, self._sound = self._sound, None
+        self._sound = look(self, result, before)
 
     def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
@@ -373,19 +392,12 @@ class Trainer:
         """Set the learning rate for the next step."""
         optimizers.set_lr(self.optimizer, lr)
 
-    @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
-        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, those that replicas which train on their
-        own agree on, otherwise the parameters themselves.
+    def evaluation_weights(self, of: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Use the weights to be evaluated inside this context: the average that `train.ema` or NT-ASGD keeps, those that replicas which
+        train on their own agree on, otherwise the parameters themselves. `of`: those of this copy of the model, such as torch's
+        `AveragedModel(trainer.model)`. Collective: every rank must enter it.
         """
-        if self.sync is not None:
-            with self.sync.swapped():
-                yield
-        elif isinstance(self.optimizer, optimizers.NTASGD):
-            with self.optimizer.swapped() if self.pieces is None else self.pieces.averaged(self.optimizer):
-                yield
-        else:
-            yield
+        return evaluation_weights(self, of)
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter and saved buffer that this worker holds, by name."""
@@ -398,7 +410,4 @@ class Trainer:
         """
         self.check_unbroken()
         weights = trainer_state.whole_weights(self)
-        if each_once:
-            return weights
-        # Copies: what rank 0 holds itself would go on being trained, and what it received would not.
-        return trainer_state.under_all_names(self.model, {name: tensor.clone() for name, tensor in weights.items()})
+        return weights if each_once else trainer_state.under_all_names(self.model, weights)

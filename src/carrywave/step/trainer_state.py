@@ -43,11 +43,14 @@ def _own_part(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights with a tied tensor under each of its names, as `load_state_dict` needs them."""
+    """Copies of the weights, with a tied tensor under each of its names, as `load_state_dict` needs them. What a worker holds itself would
+    go on being trained otherwise, and what it received would not.
+    """
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-    return {name: weights[of] for name, of in names.items() if of in weights}
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+    return {name: copies[of] for name, of in names.items() if of in copies}
 
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The update: from summed gradients and the stats of the backward passes to new weights, in one pass over the gradients for each of:
-unscale (fp16), norm, divide and clip, optimizer.
+unscale (fp16), norm, divide and clip, optimizer, average of the weights.
 
 Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). Where all workers are replicas, each knows
 the norm by itself, and the all-reduce runs beside those of the gradients. The host waits for the device only in rare
@@ -24,6 +24,7 @@ from carrywave.step.checks.reached import Reach
 from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import factor, norm_of_mean, norms, scale_
+from carrywave.step.optim import weight_average
 from carrywave.step.optim.loss_scaler import Scaler, step_unless
 from carrywave.step.optim.pieces import Pieces
 from carrywave.step.stats import Slots, StepStats, step_slots, total
@@ -47,6 +48,7 @@ class StepResult:
     votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
     sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
     marks: Tensor  # [workers, columns]: the checksums that `Agreement` compares
+    codes: Tensor  # [workers]: each worker's code for non-finite numbers
 
     @property
     def learned(self) -> Tensor:
@@ -88,6 +90,7 @@ class Update:
     guards_weights: bool  # True if a non-finite step leaves the weights unchanged
     reproducible: bool
     pieces: Pieces | None = None  # of the optimizer state, if the replicas divide it
+    ema: float | None = None  # decay of an average of the weights, which each step moves
     early: bool = False  # True if every worker has the whole summed gradient, so that nothing has to be exchanged after it
 
     def __post_init__(self) -> None:
@@ -119,6 +122,44 @@ class Update:
 
     def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard. `ahead`: from the method."""
+        result, overflowed = self._divide(passes, told, ahead, self.clip)
+        self._take_step(result.finite, overflowed)
+        if self.gradients.scattered:
+            for _, parameter in self.named:
+                parameter.grad = None  # most of it is not summed, so nobody should take it for the gradient
+        self.nonfinite.note(result.finite, result.codes)
+        return result
+
+    def divide(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+        """Leave in `.grad` the gradient of the mean loss over all workers, and the weights as they are."""
+        return self._divide(passes, told, ahead, None)[0]
+
+    def norm(self) -> Tensor:
+        """The norm of what is in `.grad` on all workers. Collective."""
+        squared_S = self._zeros(self.mesh.plan.stages)
+        squared_S[self.mesh.stage] = self._norms()[1].square().sum()
+        if not self.early:
+            self.mesh.sum_(squared_S)
+        return squared_S.sum().sqrt()
+
+    def apply(self, sound: Tensor, codes: Tensor) -> StepResult:
+        """Clip what is in `.grad` and take the optimizer step, unless it is not finite. `sound` and `codes`: of the passes. Collective."""
+        norm = self.norm()
+        one = torch.ones_like(norm)
+        grads = [p.grad for _, p in self.named if p.grad is not None]
+        scale_(grads, factor(norm, one, self.clip))
+        # fp16: a number that is not finite counts as an overflow, as in any step.
+        overflowed = ~torch.isfinite(norm) if self.scaler is not None else torch.zeros_like(norm, dtype=torch.bool)
+        finite = (torch.isfinite(norm) | overflowed) & sound[0]
+        self._take_step(finite, overflowed)
+        self.nonfinite.note(finite, codes)
+        none = self._zeros(0)
+        return StepResult(one, one, norm, finite, none, torch.stack([finite, sound[1]]), none, codes)
+
+    def _divide(
+        self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None, clip: float | None
+    ) -> tuple[StepResult, Tensor]:
+        """Divide the summed gradients by the number of targets, and clip them; returns the numbers, and whether any worker overflowed."""
         if self.pieces is not None and self.gradients.scattered:
             self.pieces.take()
         grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
@@ -129,22 +170,21 @@ class Update:
         self.reach.forget(stats["reached"])
         loss_sum, count = stats.score
         norm = norm_of_mean(stats.squared, count)
-        scale_(grads, factor(norm, count, self.clip))
+        scale_(grads, factor(norm, count, clip))
         # If any worker overflowed, all skip the step.
         overflowed = stats["overflow"] > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
+        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
+        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound, stats["marks"], stats["codes"]), overflowed
+
+    def _take_step(self, finite: Tensor, overflowed: Tensor) -> None:
+        """From final gradients to new weights."""
         self.hooks.call()
         if self.pieces is not None:
             self.pieces.take()
         self._optimize(finite, overflowed)
         if self.pieces is not None:
             self.pieces.exchange()
-        if self.gradients.scattered:
-            for _, parameter in self.named:
-                parameter.grad = None  # most of it is not summed, so nobody should take it for the gradient
-        self.nonfinite.note(finite, stats["codes"])
-        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
-        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound, stats["marks"])
 
     def _own(self, passes: Mapping[int, Tensor], told: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
@@ -210,10 +250,15 @@ class Update:
 
     def _optimize(self, finite: Tensor, overflowed: Tensor) -> None:
         """Step the optimizer; a step that is not finite, or overflowed, leaves the weights unchanged."""
+        skip: Tensor | None = None
         if self.scaler is not None:
-            self.scaler.found_inf.copy_(overflowed | ~finite)
+            skip = self.scaler.found_inf
+            skip.copy_(overflowed | ~finite)
             self.scaler.step(self.optimizer)
         elif self.guards_weights:
-            step_unless((~finite).to(torch.float32), self.optimizer)
+            skip = (~finite).to(torch.float32)
+            step_unless(skip, self.optimizer)
         else:
             self.optimizer.step()
+        if self.ema is not None:
+            weight_average.move(self.optimizer, self.ema, skip)

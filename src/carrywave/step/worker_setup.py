@@ -157,8 +157,11 @@ def engine_of(
     hooks: Hooks,
     guards_weights: bool,
     pieces: Pieces | None,
+    scatters: bool = True,
 ) -> Engine:
-    """The engine that trains these parameters. Collective: every rank must call it."""
+    """The engine that trains these parameters. `scatters`: with pieces, a worker may get the sums of its own pieces alone. Collective:
+    every rank must call it.
+    """
     mesh, spec = compute.mesh, compute.spec
     tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
@@ -167,7 +170,7 @@ def engine_of(
     if spec.reproducible:
         gradients = _fixed_tree(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
     else:
-        gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces)
+        gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces if scatters else None)
     # If all workers are replicas and add up all gradients through the host, each knows their norm without asking the others.
     through_host = mesh.plan.stages == 1 and not (mesh.in_stream or spec.reproducible)
     early = through_host and bool(named) and all(gradients.reduces(p) for _, p in named)
@@ -192,6 +195,7 @@ def engine_of(
         guards_weights=guards_weights,
         reproducible=spec.reproducible,
         pieces=pieces,
+        ema=spec.ema,
         early=early,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None

@@ -246,7 +246,7 @@ class Units:
             _shapes(spec, facts),
             spec.train.precision,
             spec.train.optimizer,
-            1 if spec.train.optimizer == "sgd" and spec.train.momentum else _STATES[spec.train.optimizer],
+            _states(spec.train),
             tied,
             spec.train.accumulate,
             pooled,
@@ -257,6 +257,11 @@ class Units:
             _outer_copies(spec.train),
             picks_rows=model.softmax == "adaptive",
         )
+
+
+def _states(train: TrainSpec) -> int:
+    """Elements of optimizer state for each parameter, an average of the weights among them."""
+    return (1 if train.optimizer == "sgd" and train.momentum else _STATES[train.optimizer]) + (train.ema is not None)
 
 
 def _outer_copies(train: TrainSpec) -> int:

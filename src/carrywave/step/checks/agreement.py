@@ -96,6 +96,11 @@ class Agreement:
         """In a pipeline: raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
         if self.mesh.plan.stages > 1:
             self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
+        if broken:  # on every rank
+            raise WorkerError(
+                "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
+                "load into it what trainer.state_dict() returned before"
+            )
 
     def _gather(self, given: StepInputs) -> None:
         """Compare a row of every rank. All calls that begin with a comparison send rows of one form, so that any two of them can meet."""

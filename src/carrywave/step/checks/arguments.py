@@ -22,7 +22,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
-OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "shard_optimizer")
+OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "ema", "shard_optimizer")
 Lanes = tuple[int, ...]  # the numbers of all lanes of a batch, in its order
 STEP_KEYS = {*OPTIMIZER_KEYS, "precision", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
 INSTEAD = {
@@ -74,7 +74,8 @@ def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
     usual = TrainSpec()
     for key in sorted(spec.model_fields_set):
         if own_optimizer and key in OPTIMIZER_KEYS:
-            raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; remove train.{key}")
+            remedy = "average with torch.optim.swa_utils.AveragedModel" if key == "ema" else f"remove train.{key}"
+            raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; {remedy}")
         if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
             raise SpecError(
                 f"train.{key} does not apply to a Trainer, which takes single steps; {INSTEAD.get(key, 'remove it')}, or use cw.fit"

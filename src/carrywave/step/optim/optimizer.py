@@ -6,8 +6,7 @@ built here honours `found_inf`, so a step can be skipped without a read on the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from carrywave.errors import RunError
 from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.optim import weight_average
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -40,6 +40,8 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
         case "ntasgd":
             optimizer = NTASGD(parameters, lr, weight_decay=spec.weight_decay)
     _begin(optimizer, parameters)
+    if spec.ema is not None:
+        weight_average.begin(optimizer, parameters, 0)
     return optimizer
 
 
@@ -48,8 +50,11 @@ def enlarge(optimizer: Optimizer, named: Named) -> None:
     [group] = optimizer.param_groups
     known = {id(parameter) for parameter in group["params"]}
     new = [parameter for _, parameter in named if id(parameter) not in known]
+    averaged = weight_average.averaged(optimizer)
     group["params"] += new
     _begin(optimizer, new)
+    if averaged:
+        weight_average.begin(optimizer, new, optimizer.state[averaged[0]][weight_average.COUNT])
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -75,9 +80,6 @@ def _begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
             # Zeros instead of torch's lazily created buffer: the first step gives the same result, and skipping it leaves no uninitialised
             # memory behind.
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        elif isinstance(optimizer, NTASGD) and optimizer.average_active:
-            counts = next(optimizer.state[p]["count"] for p in group["params"] if "ax" in optimizer.state.get(p, {}))
-            optimizer.state[parameter] = {"ax": parameter.detach().clone(), "count": counts.clone()}
 
 
 def nonmonotone(history: Sequence[float], nonmono: int) -> bool:
@@ -89,8 +91,8 @@ def nonmonotone(history: Sequence[float], nonmono: int) -> bool:
 class NTASGD(Optimizer):
     """Non-monotonically triggered averaged SGD (Merity, Keskar, Socher 2018).
 
-    Plain SGD until `trigger`. From then on it also maintains `ax`, the mean of the weights at the trigger and after each later step, and
-    `count`, the number of weights in that mean. Training continues on the raw weights.
+    Plain SGD until `trigger`. From then on it also maintains the mean of the weights at the trigger and after each later step
+    (`weight_average`). Training continues on the raw weights.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor, weight_decay: float = 0.0) -> None:
@@ -102,7 +104,7 @@ class NTASGD(Optimizer):
     @property
     def average_active(self) -> bool:
         """True once averaging has started."""
-        return any("ax" in self.state[parameter] for parameter in self._parameters() if parameter in self.state)
+        return bool(weight_average.averaged(self))
 
     @torch.no_grad()
     def trigger(self) -> None:
@@ -110,11 +112,7 @@ class NTASGD(Optimizer):
         if self.average_active:
             return
         self.restarts += 1
-        for parameter in self._parameters():
-            self.state[parameter] = {
-                "ax": parameter.detach().clone(),
-                "count": torch.ones((), dtype=torch.int64, device=parameter.device),
-            }
+        weight_average.begin(self, self._parameters(), 1)
 
     def give_up(self) -> None:
         """Abandon the average and return to plain SGD, as before the trigger."""
@@ -142,31 +140,12 @@ class NTASGD(Optimizer):
         before = [tensor.clone() for tensor in changing] if found_inf is not None else []
         for group in self.param_groups:
             self._descend(group)
-        if self.average_active:
-            self._average()
+        weight_average.move(self)
         if found_inf is not None:
             skip = found_inf > 0
             for tensor, old in zip(changing, before, strict=True):
                 tensor.copy_(torch.where(skip, old, tensor))
         return loss
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Replace the parameters by their averages inside this context; the raw weights are restored bit for bit."""
-        if not self.average_active:
-            yield
-            return
-        parameters = self._parameters()
-        with torch.no_grad():
-            raw = [parameter.clone() for parameter in parameters]
-            for parameter in parameters:
-                parameter.copy_(self.state[parameter]["ax"])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, kept in zip(parameters, raw, strict=True):
-                    parameter.copy_(kept)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -183,16 +162,6 @@ class NTASGD(Optimizer):
             torch._foreach_sub_(moved, torch._foreach_mul(grads, group["lr"]))
         else:
             torch._foreach_add_(moved, grads, alpha=-group["lr"])
-
-    def _average(self) -> None:
-        parameters: list[Tensor] = list(self._parameters())
-        averages: list[Tensor] = [self.state[parameter]["ax"] for parameter in parameters]
-        counts = [self.state[parameter]["count"] for parameter in parameters]
-        torch._foreach_add_(counts, 1)
-        # All counts are equal: every step averages all parameters, including those without a gradient.
-        weight = counts[0].to(torch.float64).reciprocal().to(averages[0].dtype)
-        gaps = torch._foreach_sub(parameters, averages)
-        torch._foreach_add_(averages, list(torch._foreach_mul(gaps, weight)))
 
 
 def state_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from carrywave.errors import UserError
 from carrywave.parallel.group_sums import Summing
 from carrywave.step.norms import by_dtype
-from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.optim import weight_average
 
 # Ranges begin at multiples of this: two of the widest vectors that a CPU has. Kernels treat what is left of a tensor after whole pairs of
 # vectors by other instructions, which may round differently, so it must be the same elements with and without pieces.
@@ -141,18 +142,18 @@ class Pieces:
             torch._foreach_copy_(*theirs)
 
     @contextmanager
-    def averaged(self, optimizer: NTASGD) -> Iterator[None]:
-        """Replace the parameters by NT-ASGD's averages inside this context. Entering it is collective; leaving it is not, so that a worker
-        that fails inside waits for nobody.
+    def averaged(self, optimizer: Optimizer) -> Iterator[None]:
+        """Replace the parameters by the averages of the optimizer over these pieces inside this context, if there are any. Entering it is
+        collective; leaving it is not, so that a worker that fails inside waits for nobody.
         """
-        if not optimizer.average_active:
+        if not weight_average.averaged(optimizer):
             yield
             return
         wholes = list(self._wholes.values())
         with torch.no_grad():
             raw = [whole.clone() for whole in wholes]
         try:
-            with optimizer.swapped():
+            with weight_average.swapped(optimizer):
                 self.exchange()
                 yield
         finally:
