@@ -126,6 +126,7 @@ class Batch:
         """The numbers of all lanes of the full batch, even if this is only some of them, without reading from a device."""
         return tuple(range(self.cells[1] // self.steps)) if self.numbers is None else self.numbers
 
+    @property
     def changes(self) -> int:
         """Number of real steps of the full batch that follow another one of their lane."""
         real, cells = self.cells

@@ -41,7 +41,7 @@ class Position:
     """Where a trainer stood before a pass: what decides its carry and its random keys."""
 
     state: State | None
-    lanes: int | None
+    lanes: tuple[int, ...] | None
     uncounted: int
 
 
