@@ -95,7 +95,12 @@ class _Probe:
             if not training:  # a step leaves modules in the mode that their owner chose
                 self.root.eval()
             with torch.set_grad_enabled(training):
-                whole = self._run(self.sample.whole)
+                try:
+                    whole = self._run(self.sample.whole)
+                except Exception:
+                    if not training and True in how.modes:
+                        continue  # it may take no gradients to evaluate, and may never be evaluated; if it is, that is checked then
+                    raise
                 thorough = training and how.thorough
                 if thorough and (found := self._draws() + self._leaves()):
                     return found  # this alone makes two runs differ, so comparing them would be pointless

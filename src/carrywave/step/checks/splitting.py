@@ -75,10 +75,7 @@ class SplitCheck:
             if not self._concerned or (size[0] <= before[0] and size[1] <= before[1]):
                 continue
             self._check(batch, key, training=training)
-            modes = (True, False) if training and not any(before) else (training,)
-            for each in modes:
-                known = self._largest.get(each, (0, 0))
-                self._largest[each] = max(size[0], known[0]), max(size[1], known[1])
+            self._largest[training] = max(size[0], before[0]), max(size[1], before[1])
 
     def _check(self, batch: Batch, key: Tensor, *, training: bool) -> None:
         first = training and training not in self._largest
