@@ -53,9 +53,9 @@ def weights_file(cells: dict[str, tuple[Any, ...]]) -> bytes:
     return file.getvalue()
 
 
-def keras_file(path: Path, weights: bytes, layer: dict[str, Any]) -> Path:
+def keras_file(path: Path, weights: bytes, *layers: dict[str, Any]) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("config.json", json.dumps({"class_name": "Sequential", "config": {"layers": [layer]}}))
+        archive.writestr("config.json", json.dumps({"class_name": "Sequential", "config": {"layers": layers}}))
         archive.writestr("model.weights.h5", weights)
     return path
 
@@ -86,6 +86,44 @@ def test_both_directions_and_no_bias(tmp_path: Path) -> None:
     expected = np.concatenate([by_keras(x, (*forth[:2], none)), by_keras(x[:, ::-1], (*back[:2], none))[:, ::-1]], axis=-1)
     found = ours(torch.tensor(x).transpose(0, 1))[0].transpose(0, 1)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def weights_under(root: str, cells: dict[str, Cell]) -> bytes:
+    """As `weights_file`, of a model class: a layer is under the name of the attribute that holds it."""
+    file = io.BytesIO()
+    with h5py.File(file, "w") as made:
+        for name, parts in cells.items():
+            for number, part in enumerate(parts):
+                made[f"{root}{name}/cell/vars/{number}"] = part
+    return file.getvalue()
+
+
+def test_names_that_do_not_tell_the_order_of_layers_are_refused(tmp_path: Path) -> None:
+    """A file lists `decoder` before `encoder`. Both have the same shapes, so nothing else would tell."""
+    draw = np.random.default_rng(3)
+    cells = {"encoder": cell(draw, 3, 3), "decoder": cell(draw, 3, 3)}
+    (tmp_path / "m.weights.h5").write_bytes(weights_under("", cells))
+    said = r"the names decoder and encoder do not tell the order of these layers; save a keras\.Sequential of them, in their order, as NAME"
+    with pytest.raises(DataError, match=said):
+        read_lstm(tmp_path / "m.weights.h5")
+    with pytest.raises(DataError, match=said):
+        read_lstm(keras_file(tmp_path / "m.keras", weights_under("", cells)))  # of a class: its configuration lists no layers
+    for first, second in (("lstm1", "lstm2"), ("lstm_9", "lstm_10"), ("stack", "stack_1")):
+        (tmp_path / "m.weights.h5").write_bytes(weights_under("", {first: cells["encoder"], second: cells["decoder"]}))
+        found = read_lstm(tmp_path / "m.weights.h5")
+        np.testing.assert_array_equal(found["weight_ih_l0"].numpy(), cells["encoder"][0].T)
+
+
+def test_a_list_of_layers_tells_their_order(tmp_path: Path) -> None:
+    """Of different kinds, which Keras numbers each by itself, and inside each other."""
+    draw = np.random.default_rng(4)
+    cells = {name: cell(draw, 3, 3) for name in ("rnn", "lstm", "sequential/layers/lstm", "lstm_1")}
+    inside = {"class_name": "Sequential", "config": {"layers": [{"class_name": "InputLayer", "config": {}}, {"class_name": "LSTM"}]}}
+    layers = [{"class_name": kind, "config": {}} for kind in ("InputLayer", "RNN", "LSTM")]
+    file = keras_file(tmp_path / "m.keras", weights_under("layers/", cells), *layers, inside, {"class_name": "LSTM", "config": {}})
+    found = read_lstm(file)
+    for number, weights in enumerate(cells.values()):
+        np.testing.assert_array_equal(found[f"weight_ih_l{number}"].numpy(), weights[0].T)
 
 
 @pytest.mark.parametrize(

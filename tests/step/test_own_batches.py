@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import carrywave as cw
 from carrywave.errors import UserError
@@ -168,3 +169,32 @@ def test_a_batch_that_is_refused_does_not_change_the_masks_of_the_next() -> None
     for trainer in (tried, untried):
         trainer.step(cw.Batch.of(*tensors(seed=2)))
     assert_same_state(tried, untried)
+
+
+# --- Checkpointing of one's own
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 3), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:encoder")  # plans that split are refused by the check of modules, and here it warns of them
+def test_checkpointing_of_dropout_is_refused_and_of_anything_else_is_not() -> None:
+    """It computes a module again in backward, where the key of the batch is not known: other masks, and a wrong gradient."""
+    nets = [model(), model(), model()]
+    nets[1] = cw.Model(Checkpointed(0.5).double(), nets[1].lstm, nets[1].head)
+    nets[2] = cw.Model(Checkpointed(0.0).double(), nets[2].lstm, nets[2].head)
+    nets[2].encoder.inner[0].load_state_dict(nets[0].encoder.state_dict())
+    plain, refused, allowed = (cw.Trainer(net, SGD) for net in nets)
+    with pytest.raises(UserError, match=r"a module with dropout is computed again in backward, .* set plan\.recompute=true instead"):
+        refused.step(cw.Batch.of(*tensors()))
+    for trainer in (plain, allowed):
+        trainer.step(cw.Batch.of(*tensors()))
+    for a, b in zip(nets[0].parameters(), nets[2].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

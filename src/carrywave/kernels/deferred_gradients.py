@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from carrywave.kernels import derivatives
+from carrywave.kernels import derivatives, random
 from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.cuda import aligned
 
@@ -133,14 +133,15 @@ def deferring(deferred: Deferred | None) -> Iterator[None]:
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Like torch.autograd.backward, but leaves the weight gradients of layers that ran inside `deferring` pending."""
     current = _CURRENT.get()
-    if current is None:
-        torch.autograd.backward(roots, gradients)
-        return
-    current.open = True
-    try:
-        torch.autograd.backward(roots, gradients)
-    finally:
-        current.open = False
+    with random.without_draws():
+        if current is None:
+            torch.autograd.backward(roots, gradients)
+            return
+        current.open = True
+        try:
+            torch.autograd.backward(roots, gradients)
+        finally:
+            current.open = False
 
 
 def deferred_for(*weights: Tensor) -> Deferred | None:

@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from carrywave.errors import UserError
 from carrywave.kernels.cuda.fused_random import fused, fused_fold
 
 _WORD = 1 << 32
@@ -69,7 +70,26 @@ def key(seed: int, *path: int) -> Tensor:
 
 def draw() -> Tensor:
     """Draw a key from torch's default generator, reproducible with torch.manual_seed. Only for use outside a trainer."""
+    if _Draws.refused:
+        raise UserError(
+            "a module with dropout is computed again in backward, as torch.utils.checkpoint does, where its masks would not be those of "
+            "the forward pass; set plan.recompute=true instead, or keep dropout out of what is checkpointed"
+        )
     return torch.randint(-(1 << 31), (1 << 31) - 1, (2,), dtype=torch.int64).to(torch.int32)
+
+
+class _Draws:
+    refused = False  # for all threads: autograd computes on threads of its own
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Inside this context, `draw` raises: in the backward pass of a trainer nothing has a scope, and nothing should need a key."""
+    _Draws.refused = True
+    try:
+        yield
+    finally:
+        _Draws.refused = False
 
 
 def fold(key: Tensor, site: int) -> Tensor:

@@ -4,6 +4,10 @@ Keras and torch order the gates alike: input, forget, cell, output. Keras' matri
 the second becomes zero. A .keras file also says how its layers compute, and those that compute something else are refused; a .weights.h5
 file does not say it.
 
+In a file, layers have no order but that of their names: Keras numbers those of one kind in a list (lstm, lstm_1, …), whatever the user
+calls them. Attributes of a model class have the user's names (encoder, decoder), and then only a list of layers in a .keras file tells the
+order; without one, they are refused.
+
 Shapes: I input, H hidden, G = 4H.
 """
 
@@ -14,6 +18,7 @@ import io
 import json
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +37,7 @@ _USUAL = {"activation": "tanh", "recurrent_activation": "sigmoid"}
 def read(path: Path) -> dict[str, Tensor]:
     """The LSTM layers of a file, in their order, under the names of one torch.nn.LSTM."""
     h5py = _h5py()
-    data = path.read_bytes()
+    data, config = path.read_bytes(), None
     if path.suffix.lower() == ".keras":
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -45,7 +50,7 @@ def read(path: Path) -> dict[str, Tensor]:
             cells = {name: [np.asarray(group[key]) for key in sorted(group, key=int)] for name, group in _cells(h5py, file, "")}
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a weights file of Keras 3 ({error}); save it with model.save_weights('NAME.weights.h5')") from error
-    return _stack(cells, str(path))
+    return _stack({name: cells[name] for name in _in_order(list(cells), config, str(path))}, str(path))
 
 
 def _h5py() -> Any:
@@ -71,8 +76,7 @@ def _cells(h5py: Any, group: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _stack(cells: dict[str, list[Any]], where: str) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     layers: dict[str, int] = {}
-    for path in sorted(cells, key=_place):
-        values = cells[path]
+    for path, values in cells.items():
         name = path.rpartition("/")[2] or path
         hidden = values[1].shape[0] if len(values) > 1 else 0
         shapes = [value.shape for value in values]
@@ -94,15 +98,44 @@ def _stack(cells: dict[str, list[Any]], where: str) -> dict[str, Tensor]:
         state[f"bias_ih{suffix}"], state[f"bias_hh{suffix}"] = bias_G, torch.zeros_like(bias_G)
     if not state:
         raise DataError(f"{where} holds no LSTM layers; save a Keras 3 model that has some")
-    reverse = sum(name.endswith("_reverse") for name in state)
-    if reverse and reverse * 2 != len(state):
-        raise DataError(f"{where} mixes layers of one direction and of both, and a carrywave model has one kind; use layers of one kind")
     return state
 
 
+def _in_order(paths: list[str], config: Any, where: str) -> list[str]:
+    """The cells of a file as data passes through them."""
+    layers = {path: re.sub("/(forward|backward)_layer$", "", path) for path in paths}
+    if 0 < sum(path != layer for path, layer in layers.items()) < len(paths):
+        raise DataError(f"{where} mixes layers of one direction and of both, and a carrywave model has one kind; use layers of one kind")
+    listed = list(_listed(config, ""))
+    numbers = {path: number for number, layer in enumerate(listed) for path in paths if f"{path}/".startswith(f"{layer}/")}
+    kinds = {tuple(stem for stem, _ in _place(layer)) for layer in layers.values()}
+    if len(numbers) < len(paths) and len(kinds) > 1:
+        names = " and ".join(sorted({layer.strip("/") for layer in layers.values()})[:3])
+        raise DataError(
+            f"{where}: the names {names} do not tell the order of these layers; save a keras.Sequential of them, in their order, as "
+            "NAME.keras"
+        )
+    return sorted(paths, key=lambda path: (numbers[path] if len(numbers) == len(paths) else 0, _place(path)))
+
+
+def _listed(config: Any, path: str) -> Iterator[str]:
+    """The paths of the layers that a configuration lists, in its order; those inside a layer that lists its own come in its place."""
+    own = config.get("config") if isinstance(config, dict) else None
+    layers = own.get("layers") if isinstance(own, dict) else None
+    if not isinstance(layers, list):
+        yield from [path] if path else []
+        return
+    used: Counter[str] = Counter()
+    for layer in layers:
+        # As Keras names them: by their class, and a number from the second on.
+        kind = re.sub("(?<=[a-z])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", str(layer.get("class_name"))).lower()
+        yield from _listed(layer, f"{path}/layers/{kind}_{used[kind]}" if used[kind] else f"{path}/layers/{kind}")
+        used[kind] += 1
+
+
 def _place(path: str) -> list[tuple[str, int]]:
-    """Where a layer stands: Keras names those of a kind lstm, lstm_1, lstm_2, … in their order."""
-    parts = (re.fullmatch(r"(.*?)(?:_(\d+))?", part) for part in path.split("/"))
+    """Where a layer stands among those that are numbered alike: the name and the number of each part of its path."""
+    parts = (re.fullmatch(r"(.*?)_?(\d+)?", part) for part in path.split("/"))
     return [(found[1], int(found[2] or 0)) for found in parts if found is not None]
 
 
