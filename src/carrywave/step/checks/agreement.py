@@ -93,8 +93,8 @@ class Agreement:
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:
-        """In a pipeline: raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
-        if self.mesh.plan.stages > 1:
+        """Raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
+        if self.mesh.world.size > 1:
             self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
 
     def _gather(self, given: StepInputs) -> None:
