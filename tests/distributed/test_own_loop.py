@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -54,10 +55,14 @@ DIFFERENT = {
 }
 
 
+FAILED = r"ContactLost: contact with rank {} on \S+ was lost at [\d:]+ \(its step failed with ValueError: mine\)"
 ALIKE_IN_STAGES = ("other weights", "another buffer")  # rank 1 holds other ones there
 
 
-HALFWAY = ("raises", "raises in an evaluation", "own hook raises", "raises beside others", "plain")
+HALFWAY = {
+    "2 stages": ("raises", "raises in an evaluation", "own hook raises", "raises beside others", "raises in backward", "plain"),
+    "2 replicas": ("raises in backward", "raises", "raises in an evaluation", "plain"),
+}
 
 
 def told_by_workers(plan: str, cases: list[str], folder: Path, device: str = "cpu") -> list[list[dict[str, Any]]]:
@@ -79,7 +84,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
     @cache
     def all_of(plan: str) -> dict[tuple[str, ...], list[list[dict[str, Any]]]]:
-        groups = [SAME, tuple(different_in(plan)), *([HALFWAY] if plan == "2 stages" else [])]
+        groups = [SAME, tuple(different_in(plan)), *([HALFWAY[plan]] if plan in HALFWAY else [])]
         answers = told_by_workers(plan, [case for group in groups for case in group], tmp_path_factory.mktemp("own-loop"))
         ends = list(accumulate(map(len, groups)))
         return {group: [of_rank[end - len(group) : end] for of_rank in answers] for group, end in zip(groups, ends, strict=True)}
@@ -115,18 +120,33 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, told: Told) -> No
 
 def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_path: Path) -> None:
     """The others lose contact at once; trainers over the same connections are refused, and new ones of all workers go on."""
-    first, second = told("2 stages", HALFWAY)
+    first, second = told("2 stages", HALFWAY["2 stages"])
     assert second[0]["error"].startswith("ValueError: mine")
-    assert first[0]["error"].startswith("ContactLost: contact with rank 1")
+    assert re.match(FAILED.format(1), first[0]["error"])
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
     for each in (first, second):
         assert each[1]["error"].startswith(f"{halfway} a batch of 6 steps x 4 lanes to evaluate")
         assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
-    refused = "WorkerError: an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers"
+    refused = "WorkerError: an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers"
     for each in (first, second):
         assert len(each[3]["others"]) == 2  # of the same mesh, and of one that shares its process groups
         assert all(said.startswith(refused) for said in each[3]["others"]), each[3]
-    assert first[4]["losses"] == second[4]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
+    # Stage 1 has sent all that it had to, and waits for a sum.
+    assert first[4]["error"] == "ValueError: mine"
+    assert re.match(FAILED.format(0), second[4]["error"])
+    assert first[5]["losses"] == second[5]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
+
+
+def test_a_replica_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_path: Path) -> None:
+    first, second = told("2 replicas", HALFWAY["2 replicas"])
+    assert first[0]["error"] == second[1]["error"] == "ValueError: mine"
+    assert re.match(FAILED.format(0), second[0]["error"])
+    assert re.match(FAILED.format(1), first[1]["error"])
+    for each in (first, second):
+        assert each[2]["error"].startswith(
+            "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got a batch of 6 steps"
+        )
+    assert first[3]["losses"] == second[3]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
 
 
 @pytest.mark.slow

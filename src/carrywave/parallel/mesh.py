@@ -149,7 +149,9 @@ class Mesh:
         """What replicas exchange if they share a vocabulary; each is then one worker. Collective: every rank must call it."""
         # Not the group of the gradients' sums: those are in flight while backward goes on with these.
         group = process_groups.group(self.ranks, "vocabulary")
-        return RowExchange(group, self.replica, self.plan.replicas, self.world.backend)
+        exchange = RowExchange(group, self.replica, self.plan.replicas, self.world.backend)
+        process_groups.use(group, exchange.close)
+        return exchange
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce in place over all workers; gives the same bits on each."""
@@ -164,13 +166,17 @@ class Mesh:
 
     @property
     def hung_up(self) -> bool:
-        """True if the connections between stages were closed here: no trainer can take another step over them."""
-        return self.links is not None and self.links.closed
+        """True if the connections to other workers were closed here: no trainer can take another step over them."""
+        return (self.links is not None and self.links.closed) or (isinstance(self._all, GroupSum) and self._all.closed)
 
     def hang_up(self) -> None:
-        """Close the connections between stages because this worker's step failed midway; otherwise others would wait for its messages."""
+        """Close the connections to other workers because this worker's step failed midway; otherwise they would wait for its messages and
+        sums. Where the device carries those, a sum is waited for until its time is over.
+        """
         if self.links is not None:
             self.links.close()
+        if self._closes:
+            process_groups.drop_all()
 
     @lost_contact.kept
     def _connect(self) -> None:
@@ -227,14 +233,21 @@ class Mesh:
             self.world.backend == "gloo" and self.device.type == "cpu" and all(not one.gpu and one.host == group[0].host for one in group)
         )
 
+    @property
+    def _closes(self) -> bool:
+        """True if groups close at once when a worker drops them, as gloo's do."""
+        return self.world.backend == "gloo" and not self._in_device_memory(range(self.world.size))
+
     def _summing(self, ranks: Sequence[int], use: str) -> Summing:
         """What sums over these workers. Collective: every rank must call it."""
-        # The world's group serves nothing else: it is not created again after a failure, and messages of a sum that was broken off would
-        # meet those of the next.
-        group = cast(dist.ProcessGroup, dist.group.WORLD) if use == ALL else process_groups.group(ranks, use)
+        # The world's own group is not created again after a failure, so it must not be closed: where groups can be, a step has another.
+        world = use == ALL and not self._closes
+        group = cast(dist.ProcessGroup, dist.group.WORLD) if world else process_groups.group(ranks, use)
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
-            return HostSum(group) if self._in_host_memory(ranks) else GroupSum(group)
+            summing = HostSum(group) if self._in_host_memory(ranks) else GroupSum(group)
+            process_groups.use(group, summing.close)
+            return summing
         lost_contact.use_device_memory()
         return DeviceSum(len(ranks), lambda size: symmetric_memory(group, size, self.device))
 

@@ -71,9 +71,17 @@ def drop(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
+def drop_all() -> None:
+    """Destroy every group on this worker alone."""
+    for group in list(_Made.groups.values()):
+        if isinstance(group, dist.ProcessGroup):  # torch has a number for one of others
+            drop(group)
+
+
 def use(group: dist.ProcessGroup, close: Callable[[], None]) -> None:
-    """Have a method called when the group is dropped, which may be on behalf of others that share it."""
-    _Made.users.setdefault(group, []).append(WeakMethod(close))
+    """Have a method called when the group is dropped, which may be on behalf of others that share it; one of others never is."""
+    if isinstance(group, dist.ProcessGroup):
+        _Made.users.setdefault(group, []).append(WeakMethod(close))
 
 
 def group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.ProcessGroup:

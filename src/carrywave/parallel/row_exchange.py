@@ -9,17 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from carrywave.parallel.group_sums import GroupSum
+
 
 class RowExchange:
     """The collectives of one group of workers, of which this one has the number `index`."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, of: int, backend: str) -> None:
-        self.group, self.index, self.of = group, index, of
+        self._sums, self.index, self.of = GroupSum(group), index, of
         self._on_host = backend == "gloo"
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowExchange:
         """A copy of a model, such as torch's AveragedModel, has the same connections."""
         return self
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._sums.group
+
+    def close(self) -> None:
+        """Let go of the group, as `GroupSum` does."""
+        self._sums.close()
 
     def gather(self, own: Tensor) -> Tensor:
         """[workers, …]: the tensors of all workers, which have one shape."""

@@ -143,6 +143,10 @@ class AllReduce(Gradients):
                 bucket.work.wait()
                 bucket.work = None
 
+    def abandon(self) -> None:
+        for bucket in self.buckets:
+            bucket.work = None  # it would keep the connections open
+
     def reduces(self, parameter: Tensor) -> bool:
         return id(parameter) in self._of
 

@@ -78,7 +78,12 @@ def run(
 
     `gradients` are told which become final, in the last backward of a step and in the weight gradients after it. `clock` times each task.
     """
-    return _Run(stage, plan, program, jobs, links, place, gradients, clock).execute()
+    begun = _Run(stage, plan, program, jobs, links, place, gradients, clock)
+    try:
+        return begun.execute()
+    except BaseException:
+        begun.arriving.clear()  # receives would keep the connections open for as long as somebody keeps the error
+        raise
 
 
 @torch.no_grad()

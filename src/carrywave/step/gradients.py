@@ -137,6 +137,9 @@ class Gradients:
             if not given:
                 parameter.grad = None
 
+    def abandon(self) -> None:
+        """The step has failed: let go of sums that have begun."""
+
     def reduces(self, parameter: Tensor) -> bool:
         """True if this gradient is summed over workers."""
         return False

@@ -271,8 +271,10 @@ class Trainer:
             return mean_loss(self, batches, observe)
 
     def broke_off(self, error: BaseException) -> None:
-        """Note that a step or an evaluation ended halfway on this worker: other stages are not left waiting for its messages."""
-        if self.mesh.links is not None and getattr(error, "told_by", None) is None:
+        """Note that a step or an evaluation ended halfway on this worker: others are not left waiting for it, and learn why."""
+        if self.mesh.world.size > 1 and getattr(error, "told_by", None) is None:
+            lost_contact.tell(error)
+            self.engine.gradients.abandon()
             self.mesh.hang_up()
 
     def check_unbroken(self) -> None:

@@ -63,7 +63,7 @@ class StepResult:
         return torch.where(self.finite, numbers, _one_bad(numbers.device))
 
 
-@dataclass(frozen=True)
+@dataclass
 class StatsAhead:
     """Stats on their way to the sum over all workers, still without what the summed gradient adds."""
 
@@ -203,6 +203,7 @@ class Update:
         stats = ahead.stats
         if ahead.work is not None:
             ahead.work.wait()
+            ahead.work = None  # it would keep the connections open if the rest of the step failed
         counted, of_grads = self._norms()
         stats["squared"].copy_(of_grads.square().sum())
         if overflow is not None:

@@ -10,6 +10,7 @@ host is gone, or if a signal was awaited for as long as a message may take; any 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -60,6 +61,7 @@ class _Known:
     there: Sequence[Mapping[str, Any]] = ()
 
 
+_BROKEN = "carrywave/broken"  # in the rendezvous store: why workers ended a step halfway, in order
 _JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that it stands for, or None; looking again would take as long
 
 
@@ -115,11 +117,46 @@ def of(error: BaseException) -> ContactLost:
     if (behind := getattr(error, _JUDGED, None)) is not None:
         assert isinstance(behind, ContactLost)
         return behind
+    if (broken := _first_broken()) is not None and broken[0] != dist.get_rank():
+        return _contact_lost(broken[0], "", f"its step failed with {broken[1]}")
     rank = _who()
     address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
     at = f" at {address[1]}" if rank is None and address is not None else ""
     waited = re.search(r"(\d+) ?ms", str(error))
     return _contact_lost(rank, at, f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed")
+
+
+def tell(error: BaseException) -> None:
+    """Say in the rendezvous store why this worker ends a step halfway, for those who will lose contact with it."""
+    if not dist.is_initialized() or (isinstance(error, Exception) and lost(error)):
+        return
+    with suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        number = store.add(f"{_BROKEN}/{process_groups.agreed()}", 1)
+        store.set(_place(number), json.dumps([dist.get_rank(), f"{type(error).__name__}: {reason(error)}"]))
+
+
+def _place(number: int) -> str:
+    return f"{_BROKEN}/{process_groups.agreed()}/{number}"
+
+
+def _first_broken() -> tuple[int, str] | None:
+    """The first worker that has ended a step halfway since all set up the connections that were lost, and why."""
+    found: list[tuple[int, str]] = []
+
+    def look() -> None:
+        with suppress(RuntimeError, ValueError):
+            store = dist.distributed_c10d._get_default_store()
+            if store.check([_place(1)]):
+                rank, why = json.loads(store.get(_place(1)))
+                found.append((rank, why))
+
+    if dist.is_initialized():
+        # In a thread, because the store blocks too if the link is down.
+        thread = threading.Thread(target=look, name="carrywave-broken", daemon=True)
+        thread.start()
+        thread.join(LOOK_SECONDS)
+    return found[0] if found else None
 
 
 def use_device_memory() -> None:

@@ -93,12 +93,12 @@ class Agreement:
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:
-        """In a pipeline: raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
-        if self.mesh.plan.stages > 1:
+        """Raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
+        if self.mesh.world.size > 1:
             self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
         if broken:  # on every rank
             raise WorkerError(
-                "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
+                "an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers, and "
                 "load into it what trainer.state_dict() returned before"
             )
 

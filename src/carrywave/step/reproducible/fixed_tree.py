@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.parallel import process_groups
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import partners
 from carrywave.step.gradients import FlatBuffers, Gradients
@@ -31,11 +32,11 @@ class Branch:
     """Parameters whose gradients are summed over the same workers."""
 
     parameters: Sequence[nn.Parameter]
-    pairs: Sequence[dist.ProcessGroup]  # pairs of replicas, nearest first
-    stages: dist.ProcessGroup | None = None  # the stages within a replica that hold these parameters
+    pairs: Sequence[GroupSum]  # pairs of replicas, nearest first
+    stages: GroupSum | None = None  # the stages within a replica that hold these parameters
 
 
-def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
+def pairs_of(mesh: Mesh) -> list[GroupSum]:
     """The groups in which this worker meets other replicas of its stage. Collective: every rank creates every group, in the same order."""
     plan, own = mesh.plan, {}
     for level in range(len(partners(0, plan.replicas))):
@@ -46,18 +47,24 @@ def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
                     ranks = sorted(mesh.rank_at(at, stage) for at in (replica, partner))
                     group = process_groups.group(ranks, "pairs")
                     if mesh.world.rank in ranks:
-                        own[level] = group
+                        own[level] = _used(group)
     return list(own.values())
 
 
-def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
+def group_of(mesh: Mesh, stages: Sequence[int]) -> GroupSum | None:
     """The group of these stages in this worker's replica; None if it is not among them. Collective: all ranks call it in the same order."""
-    own: dist.ProcessGroup | None = None
+    own: GroupSum | None = None
     for replica in range(mesh.plan.replicas):
         ranks = [mesh.rank_at(replica, stage) for stage in stages]
         group = process_groups.group(ranks, "stages")
-        own = group if mesh.world.rank in ranks else own
+        own = _used(group) if mesh.world.rank in ranks else own
     return own
+
+
+def _used(group: dist.ProcessGroup) -> GroupSum:
+    summing = GroupSum(group)
+    process_groups.use(group, summing.close)
+    return summing
 
 
 class _Sum(FlatBuffers):
@@ -163,9 +170,9 @@ class FixedTree(Gradients):
         self.local = dict(zip(map(id, self._watched), found.unbind(), strict=True))
         for (branch, _), flat in zip(self._parts, root.flats, strict=True):
             for pair in branch.pairs:
-                dist.all_reduce(flat, group=pair)
+                dist.all_reduce(flat, group=pair.group)
             if branch.stages is not None:
-                _sum_in_order(flat, branch.stages)
+                _sum_in_order(flat, branch.stages.group)
 
     def _buffer(self) -> _Sum:
         return self._free.pop() if self._free else _Sum([part for _, part in self._parts], aligned=ALIGNED)
