@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -22,6 +23,7 @@ from carrywave.step.profiler_ranges import PREFIX
 
 T, B, WIDTH, VOCABULARY = 6, 4, 16, 30
 STEPS = 3
+SYNCED = 5
 
 
 def model(tie: bool) -> cw.Model:
@@ -79,6 +81,16 @@ def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "
         for number in range(STEPS):
             losses.append(float(sam(trainer, batch(number), 0.1)))
         found = trainer.gathered()
+    elif case.startswith("sync"):
+        for number in range(SYNCED):
+            losses.append(float(trainer.step(batch(number))))
+        for refused in (lambda: trainer.evaluate([batch(0)]), trainer.gathered, trainer.state_dict, lambda: trainer.backward(batch(0))):
+            with pytest.raises(UserError, match=r"trainer\.exchange\(\)|train\.sync="):
+                refused()
+        trainer.exchange()
+        losses = [trainer.evaluate([batch(0)])]
+        with trainer.evaluation_weights():
+            found = trainer.gathered()
     elif case == "profiled":
         trainer.step(batch(0))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

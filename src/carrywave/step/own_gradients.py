@@ -66,9 +66,11 @@ class OwnGradients:
 
     def backward(self, trainer: Trainer, batches: Sequence[Batch], weight: float, *, again: bool) -> StepResult:
         """One pass over these batches; its gradient is added to what earlier ones left in `.grad`."""
+        if trainer.sync is not None:
+            raise UserError(f"train.sync={trainer.spec.sync} exchanges weights after whole steps; use trainer.step, or train.sync=step")
         if again and self.last is None:
             raise UserError("again=True repeats the last trainer.backward, but there was none since the last update; remove again")
-        if again and self.last is not None:
+        if self.last is not None and again:
             trainer.state, trainer.lanes, trainer.uncounted = self.last.state, self.last.lanes, self.last.uncounted
         before = Position(trainer.state, trainer.lanes, trainer.uncounted)
         held = list(trainer.held.parameters.values())
