@@ -1,4 +1,4 @@
-"""`train.sync` in a Trainer: when replicas agree, and what is refused. What it computes is tested in tests/distributed/test_loop_parts.py."""
+"""`train.sync` in a Trainer: when replicas agree, and what is refused. What it computes: tests/distributed/test_loop_parts.py."""
 
 from __future__ import annotations
 
