@@ -121,10 +121,10 @@ class OwnGradients:
         """Before a step that is no backward: captured steps find their gradients where they left them."""
         self.check_applied()
         self.last = None
-        for parameter in trainer.held.parameters.values():
-            if id(parameter) in self._captured:
-                parameter.grad = self._captured[id(parameter)]
-        self._captured = {}
+        if self._captured:
+            for parameter in trainer.held.parameters.values():
+                parameter.grad = self._captured.get(id(parameter))
+            self._captured = {}
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from carrywave.errors import Diverged, UserError
+from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.nonfinite import MOST_IN_A_ROW
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
@@ -46,6 +47,7 @@ class OwnExchanges:
         if self.met != self.steps:
             raise UserError("replicas have trained on their own since their last exchange; call trainer.exchange() on all workers first")
 
+    @lost_contact.kept
     def _meet(self, trainer: Trainer, due: Sequence[int]) -> None:
         met = self.meetings.meet()
         seen = met.seen
