@@ -6,22 +6,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _mapped import MappedMemory
 from _train import main
 
 import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
+from carrywave.parallel import mesh as mesh_module
 from carrywave.step.profiler_ranges import PREFIX
 
 T, B, WIDTH, VOCABULARY = 6, 4, 16, 30
 STEPS = 3
+SYNCED = 5
 
 
 def model(tie: bool) -> cw.Model:
@@ -39,13 +43,14 @@ def batch(number: int, lanes: int = B) -> cw.Batch:
     return cw.Batch.of(x, target, fresh=number == 0)
 
 
-def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "cpu", *, scattered: bool = False) -> dict[str, Any]:
     """Losses, weights and gradients of a loop, the same on every plan."""
     net = model(tie=case == "ema, tied")
     keys = {"lr": 0.02, "clip": 0.3, "optimizer": "adamw", **keys}
     if case.startswith("ema"):
         keys["ema"] = 0.7
     trainer = cw.Trainer(net, keys, plan=plan, device=device)
+    assert trainer.engine.gradients.scattered == scattered
     losses: list[float] = []
     found: dict[str, Tensor] = {}
     if case.startswith("ema"):
@@ -79,6 +84,16 @@ def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "
         for number in range(STEPS):
             losses.append(float(sam(trainer, batch(number), 0.1)))
         found = trainer.gathered()
+    elif case.startswith("sync"):
+        for number in range(SYNCED):
+            losses.append(float(trainer.step(batch(number))))
+        for refused in (lambda: trainer.evaluate([batch(0)]), trainer.gathered, trainer.state_dict, lambda: trainer.backward(batch(0))):
+            with pytest.raises(UserError, match=r"trainer\.exchange\(\)|train\.sync="):
+                refused()
+        trainer.exchange()
+        losses = [trainer.evaluate([batch(0)])]
+        with trainer.evaluation_weights():
+            found = trainer.gathered()
     elif case == "profiled":
         trainer.step(batch(0))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -108,8 +123,12 @@ def sam(trainer: cw.Trainer, given: cw.Batch, radius: float) -> Tensor:
 
 
 def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+    if job.get("mapped"):  # as in device memory
+        MappedMemory.meeting = folder / "mapped"
+        mesh_module.symmetric_memory = MappedMemory
+        mesh_module.peer_access.in_reach = lambda there, ranks: True
     try:
-        return train(job["case"], job["plan"], job["keys"], job["device"])
+        return train(job["case"], job["plan"], job["keys"], job["device"], scattered=job.get("mapped", False))
     except (UserError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -206,6 +206,23 @@ def test_an_exponential_average(monkeypatch: pytest.MonkeyPatch, several: int, p
         assert torch.equal(ours["ax"], theirs["ax"]), name
 
 
+def test_gradients_apart_from_updates_between_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, recorded = pair(language, monkeypatch, keep_state=True, precision="fp32")
+    for trainer in (plain, recorded):
+        for number, batch in enumerate(windows([12] * 8)):
+            if number % 3 == 2:
+                trainer.backward(batch)
+                trainer.backward(batch, weight=0.5, again=True)
+                trainer.apply()
+            else:
+                trainer.step(batch)
+    check(plain, recorded, {"step": 5})
+    for (name, own), (_, other) in zip(plain.named, recorded.named, strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert torch.equal(own.grad, other.grad), name  # of the last step, replayed
+
+
 def evaluated(model: Model, task: str, batch: dict[str, int], view: View, capture: Capture | None, **how: Any) -> list[Tensor]:
     spec = parse({"task": task, "batch": batch, "train": {"precision": how["precision"]}})
     mesh = Mesh.alone(CUDA, Plan(chunk_steps=how["chunk_steps"]))

@@ -66,9 +66,11 @@ class OwnGradients:
 
     def backward(self, trainer: Trainer, batches: Sequence[Batch], weight: float, *, again: bool) -> StepResult:
         """One pass over these batches; its gradient is added to what earlier ones left in `.grad`."""
+        if trainer.sync is not None:
+            raise UserError(f"train.sync={trainer.spec.sync} exchanges weights after whole steps; use trainer.step, or train.sync=step")
         if again and self.last is None:
             raise UserError("again=True repeats the last trainer.backward, but there was none since the last update; remove again")
-        if again and self.last is not None:
+        if self.last is not None and again:
             trainer.state, trainer.lanes, trainer.uncounted = self.last.state, self.last.lanes, self.last.uncounted
         before = Position(trainer.state, trainer.lanes, trainer.uncounted)
         held = list(trainer.held.parameters.values())
@@ -119,10 +121,10 @@ class OwnGradients:
         """Before a step that is no backward: captured steps find their gradients where they left them."""
         self.check_applied()
         self.last = None
-        for parameter in trainer.held.parameters.values():
-            if id(parameter) in self._captured:
-                parameter.grad = self._captured[id(parameter)]
-        self._captured = {}
+        if self._captured:
+            for parameter in trainer.held.parameters.values():
+                parameter.grad = self._captured.get(id(parameter))
+            self._captured = {}
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ all workers, clips, and updates. The state of the lanes is passed from batch to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.kernels import random
-from carrywave.model.foreign_parameters import Audit
 from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.state import State
@@ -40,6 +39,7 @@ from carrywave.step.checks.arguments import (
     in_model_dtype,
     train_spec,
 )
+from carrywave.step.checks.audit import audited
 from carrywave.step.checks.finite import look
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.padding import PaddingCheck
@@ -59,6 +59,7 @@ from carrywave.step.own_gradients import OwnGradients
 from carrywave.step.precision import configure, with_settled_precision
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
+from carrywave.step.sync.own_loop import OwnExchanges
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, pieces_of, take_hold, tensors_of, trained
 
@@ -151,6 +152,7 @@ class Trainer:
         self.engine = self.new_engine()
         self.own_gradients = OwnGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
+        self.exchanges = OwnExchanges(self) if mesh is None and self.sync is not None else None
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
@@ -172,7 +174,9 @@ class Trainer:
         Weights and optimizer are then as they were before the bad step, and lanes with a non-finite carry are reset.
         """
         result = self.update(*batches)
-        if self.spec.on_nan == "stop":
+        if self.exchanges is not None:
+            self.exchanges.after(self, result)
+        elif self.spec.on_nan == "stop":
             self._look(result)
         return self._mean(result)
 
@@ -219,7 +223,7 @@ class Trainer:
     def _run(self, own: Sequence[Batch], keys: Sequence[Tensor], *, applies: bool) -> StepResult:
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
-            with self._audit(), self.hooks.put_off():
+            with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off():
                 clock = self.compute.clock
                 plainly = (clock is not None and not clock.recordable) or self.hooks.there(self.optimizer)
                 take = self.engine.step if applies else self.own_gradients.engine(self).backward
@@ -227,6 +231,7 @@ class Trainer:
         except BaseException as error:
             self.broke_off(error)
             raise
+        self._audited = True
         if left is not None:
             self.state = unflatten(left) if left else None  # of no layers, or of no lanes
         return result
@@ -252,6 +257,11 @@ class Trainer:
     def zero_grad(self) -> None:
         """Drop the gradients of `backward`; its carry stays as it is."""
         self.own_gradients.drop(self)
+
+    def exchange(self) -> None:
+        """With `train.sync` local or diloco, have all replicas exchange their weights now. Collective: every rank must call it."""
+        if self.exchanges is not None:
+            self.exchanges.everything(self)
 
     @lost_contact.kept
     def gradient_norm(self) -> Tensor:
@@ -280,6 +290,8 @@ class Trainer:
     def check_unbroken(self) -> None:
         """Reject what would put parts of different steps together. Collective: every rank must call it."""
         self.agreement.unbroken(broken=self.mesh.hung_up)
+        if self.exchanges is not None:
+            self.exchanges.check_met()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Not supported: a trainer is bound to the parameters that it trains."""
@@ -338,6 +350,8 @@ class Trainer:
         """If other parameters are trained than before, switch to these, without gradients; returns whether. Collective."""
         if not self._followed.changed():
             return False
+        if self.sync is not None:
+            raise UserError(f"with train.sync={self.spec.sync} the trained parameters are fixed; set requires_grad before the Trainer")
         for parameter in self.held.parameters.values():
             parameter.grad = None  # otherwise the optimizer would keep using the last one
         kept = self.nonfinite.kept
@@ -349,20 +363,6 @@ class Trainer:
         self._audited = False
         self.restart_recordings()
         return True
-
-    @contextmanager
-    def _audit(self) -> Iterator[None]:
-        """In the first step, and after a change in what is trained, check that the loss depends on no parameters outside the model."""
-        if self._audited:
-            yield
-            return
-        loss: Any = self.model._loss if isinstance(self.model, Whole) else getattr(self.model.head, "loss", None)
-        self.stage.audit = Audit(self.model, lambda: loss)
-        try:
-            yield
-            self._audited = True
-        finally:
-            self.stage.audit = None
 
     def restart_recordings(self) -> None:
         """Discard captured graphs, because tensors that they read have been replaced."""

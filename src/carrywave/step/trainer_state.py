@@ -22,6 +22,7 @@ from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state, piece_state
 from carrywave.step.optim.piece_state import Wanted
+from carrywave.step.sync.own_loop import check_unsaved
 from carrywave.step.worker_setup import tensors_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:
     """On rank 0, the state in host memory; empty on other ranks. Collective: every rank must call it."""
+    check_unsaved(trainer)
     trainer.check_unbroken()
     trainer.agreement.settle()
     world = trainer.mesh.world
@@ -85,6 +87,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
 
 def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
     """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's argument is used, the others' is ignored."""
+    check_unsaved(trainer)
     world = trainer.mesh.world
     told, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, for_all_of_us=True):

@@ -18,13 +18,14 @@ from carrywave.model.opaque_model import Loss, Whole
 from carrywave.spec.load import parse
 from carrywave.spec.precision import AUTO
 from carrywave.spec.spec import Spec
+from carrywave.spec.sync_keys import READ_BY
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
 OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "ema", "shard_optimizer")
 Lanes = tuple[int, ...]  # the numbers of all lanes of a batch, in its order
-STEP_KEYS = {*OPTIMIZER_KEYS, "precision", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
+STEP_KEYS = {*OPTIMIZER_KEYS, *READ_BY, "precision", "clip", "seed", "alpha", "beta", "on_nan", "reproducible", "sync"}
 INSTEAD = {
     "accumulate": "pass several batches to one trainer.step",
     "epochs": "write the loop over epochs yourself",
@@ -80,6 +81,8 @@ def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
             raise SpecError(
                 f"train.{key} does not apply to a Trainer, which takes single steps; {INSTEAD.get(key, 'remove it')}, or use cw.fit"
             )
+    if spec.sync == "async":
+        raise SpecError("train.sync=async needs the training loop, which ends its meetings; use local or diloco, or use cw.fit")
     if spec.on_nan == "back":
         raise SpecError("train.on_nan=back needs snapshots, which a Trainer does not write; use stop or skip, or use cw.fit")
 
