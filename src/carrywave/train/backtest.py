@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.prepare import table_of_file
+from carrywave.data.prepare import digests_of, table_of_file
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
@@ -18,7 +18,7 @@ from carrywave.runs.backtest.rolled import Rolled, forecast
 from carrywave.runs.backtest.scores import Score, scores
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
-from carrywave.runs.trained_run import Saved, codec_of, open_run
+from carrywave.runs.trained_run import Saved, codec_of, files_of, open_run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
@@ -74,7 +74,7 @@ def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: C
         rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
         whole = series_of(given, codec, spec)
         table, left_out = long_enough(whole, rolling, before=1)
-        seen = _seen(whole, table, rolling, spec) if data is None else ()
+        seen = (*_changed(saved), *_seen(whole, table, rolling, spec)) if data is None else ()
     if world.rank == 0:
         unseen = (*series.unseen_series(table.name, table.names, codec), *series.unseen_values(table.name, table, codec))
         for line in (*whole.notes[1:], *left_out, *seen, *unseen):
@@ -184,6 +184,14 @@ def _folder(run: Path | None, resume: bool) -> Path:
     while (folder := Path("runs") / f"backtest-{number}").exists():
         number += 1
     return folder
+
+
+def _changed(saved: Saved) -> tuple[str, ...]:
+    """A line if the training file is no longer that of training."""
+    name, digest = digests_of(saved.spec)["data.train"]
+    if files_of(saved.run).get("train", digest) == digest:
+        return ()
+    return (f"{name} has changed since {saved.run.path} was trained, so which of its rows were trained on is a guess",)
 
 
 def _seen(whole: Table, table: Table, rolling: Rolling, spec: Spec) -> tuple[str, ...]:

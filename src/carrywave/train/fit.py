@@ -299,7 +299,7 @@ def _train(
                 folder.write_json("plan.json", asdict(plan) | told)
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
-                folder.write_json("facts.json", asdict(prepared.facts) | origin)
+                folder.write_json("facts.json", asdict(prepared.facts) | origin | {"files": dict(files)})
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
                 folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended
