@@ -65,7 +65,9 @@ def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path, o
         (run / "facts.json").write_text(json.dumps(facts))
     before = cw.evaluate(run, device="cpu")
     series("a", 75).iloc[15:].to_csv(path, index=False)
-    with pytest.raises(DataError, match=r"load\.csv has changed since .* was trained, and test is cut from it, so rows that were trained on"):
+    with pytest.raises(
+        DataError, match=r"load\.csv has changed since .* was trained, and test is cut from it, so rows that were trained on"
+    ):
         cw.evaluate(run, device="cpu")
     told: list[str] = []
     backtest_run(run, None, Asked(origins=2), "cpu", told.append)

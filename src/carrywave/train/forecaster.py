@@ -176,8 +176,9 @@ class Forecaster:
     def backtest(self, frame: Any, *, origins: int = ORIGINS, stride: int | None = None) -> Any:
         """Forecast from several origins within a frame, as if nothing after them were known: a frame of forecasts beside what came.
 
-        The last origin lies a horizon before the end of each series, the one before it a `stride` earlier (by default a horizon), and so
-        on. Forecasts from origins within the rows that were trained on look better than they are: fit on the rows before, as here.
+        The last origin lies a horizon before the last time in the frame, the one before it a `stride` earlier (by default a horizon), and
+        so on; they are the same for all series. Forecasts from origins within the rows that were trained on look better than they are: fit
+        on the rows before, as here.
 
         >>> import carrywave as cw
         >>> import pandas as pd
