@@ -77,7 +77,7 @@ class Spec(Section):
             raise ValueError(f"data.missing is for forecasting, not for {self.task}; remove it")
         if self.data.quantiles is not None and self.task != "forecasting":
             raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; remove it")
-        check_best(self.train.best, self.task, self.data.quantiles)
+        check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self

@@ -55,7 +55,7 @@ class TrainSpec(Section):
     best: BestMetric = Field(
         "loss",
         description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies and macro_f1 better "
-        "if higher, the others if lower",
+        "if higher, the others if lower; with class_weights, loss is the weighted one, and unweighted_loss the one without them",
     )
     early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
