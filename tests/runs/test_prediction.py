@@ -176,6 +176,8 @@ def test_forecasts_go_on_from_the_last_row(tmp_path: Path, quantiles: list[float
     assert [row[column] for row in rows] == pytest.approx(truth, abs=0.8)
     if quantiles:
         assert all(row["load-q0.1"] <= row["load-q0.5"] <= row["load-q0.9"] for row in rows)
+    with pytest.warns(UserWarning, match=r"the forecast has less than a season \(24 rows\) before the first step, so the last value"):
+        cw.predict(run, table(tmp_path / "short.csv", 20), device="cpu")
     judged = evaluate_run(run, device="cpu")
     assert judged["naive_mae"] == pytest.approx(0.0, abs=1e-4)
     assert {"mae", "rmse", "naive_rmse"} <= judged.keys()

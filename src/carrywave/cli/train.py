@@ -73,7 +73,8 @@ def train(
         resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _is_there(run)})["there"]))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
-        resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides) if resume and path is None else load(path, overrides)
+        own = resume and path is None  # the spec is that of the run
+        resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides, own=True) if own else load(path, overrides)
         output_file.check(json_file)
     if on is not None and not dry_run:
         start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
@@ -93,7 +94,7 @@ def _with_precision(spec: Spec, before: str | None, device: str, where: Surround
     if spec.train.precision != AUTO:
         return spec
     if before is not None:
-        return with_precision(spec, parse(_spec_of(before, where)).train.precision)
+        return with_precision(spec, parse(_spec_of(before, where), own=True).train.precision)
     with leaving_at_once():
         from carrywave.parallel.world import pick_device
         from carrywave.step.precision import made_for_bf16

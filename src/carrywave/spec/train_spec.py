@@ -103,7 +103,5 @@ class TrainSpec(Section):
     def _check(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
-        if self.hold and self.schedule not in ("cosine", "linear"):
-            raise ValueError(f"hold is for schedule=cosine or linear, not for schedule={self.schedule}; remove it")
         check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})
         return self

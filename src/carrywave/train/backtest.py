@@ -24,6 +24,7 @@ from carrywave.runs.trained_run import Saved, codec_of, files_of, open_run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import short_of_season
 from carrywave.train.fit import fit
 from carrywave.train.loop_state import ASKED, Ending
 
@@ -79,7 +80,8 @@ def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: C
         seen = (*_changed(saved), *_seen(whole, table, placed, spec)) if data is None else ()
     if world.rank == 0:
         unseen = (*series.unseen_series(table.name, table.names, codec), *series.unseen_values(table.name, table, codec))
-        for line in (*whole.notes[1:], *left_out, *seen, *unseen):
+        short = short_of_season(spec.data, placed.known_SO[placed.made_SO])
+        for line in (*whole.notes[1:], *left_out, *seen, *unseen, *([] if short is None else [short])):
             note(line)
     made = forecast(saved, table, placed, range(rolling.origins))
     leave(world)
