@@ -29,8 +29,8 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
     [
         (
             {"train": {"patience": 3}},
-            "train.patience is for train.schedule=plateau, not for constant; remove it; to stop training when valid no longer improves, "
-            "set train.early_stop",
+            "train.patience is for train.schedule=plateau, which lowers the learning rate, not for constant; remove it, or to stop after 3 "
+            "evaluations without improvement, set train.early_stop=3 instead",
         ),
         ({"train": {"factor": 0.5}}, "train.factor is for train.schedule=plateau or step, not for constant; remove it"),
         ({"train": {"schedule": "cosine", "every": 3}}, "train.every is for train.schedule=step, not for cosine; remove it"),
@@ -52,6 +52,9 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
         ),
         ({"task": "forecasting", "model": {"embedding": 8}}, "model.embedding is for text and tokens, not for forecasting; remove it"),
         ({"task": "tagging", "data": {"horizon": 3}}, "data.horizon is for forecasting, not for tagging; remove it"),
+        ({"data": {"split": [0.8, 0.2]}}, "data.split is for forecasting, not for language; set data.valid and data.test to files, or use"),
+        ({"task": "classification", "data": {"columns": ["a"]}}, "data.columns is for forecasting, not for classification; remove it"),
+        ({"data": {"label": "x"}}, "data.label is for classification, regression and tagging, not for language; remove it"),
         ({"data": {"frequency": "D"}}, "data.frequency is for forecasting, not for language; remove it"),
         ({"data": {"standardize": False}}, "data.standardize is for classification, tagging, forecasting and regression, not for language"),
         (
@@ -80,6 +83,7 @@ def test_a_key_that_acts_on_nothing_is_refused(spec: dict[str, Any], message: st
     "spec",
     [
         {"train": {"schedule": "plateau", "patience": 3, "factor": 0.5, "min_lr": 1e-4}},
+        {"data": {"valid": "valid.txt", "share": 0.0}},
         {"train": {"warmup": 10, "min_lr": 1e-4}},
         {"task": "regression", "model": {"pool": "mean"}, "train": {"loss": "mae"}},
         {"task": "forecasting", "data": {"split": [0.8, 0.2], "context": 9, "horizon": 3, "frequency": "D"}, "train": {"loss": "mae"}},

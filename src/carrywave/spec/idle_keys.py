@@ -13,7 +13,6 @@ from carrywave.spec.spec import Spec
 
 Rule = Callable[[Spec], str | None]  # why the key acts on nothing, and what to do instead; None if it acts
 LABELS, POOLED = ("classification", "tagging"), ("classification", "regression")
-EARLY = "to stop training when valid no longer improves, set train.early_stop"
 
 
 def _and(names: Sequence[str], word: str = "and") -> str:
@@ -33,9 +32,17 @@ def _optimizers(*names: str) -> Rule:
     return lambda spec: None if spec.train.optimizer in names else f"is for {known}, not for {spec.train.optimizer}; {use}"
 
 
-def _schedules(*names: str, instead: str = "remove it") -> Rule:
+def _schedules(*names: str) -> Rule:
     known = _and(names, "or")
-    return lambda spec: None if spec.train.schedule in names else f"is for train.schedule={known}, not for {spec.train.schedule}; {instead}"
+    return lambda spec: None if spec.train.schedule in names else f"is for train.schedule={known}, not for {spec.train.schedule}; remove it"
+
+
+def _patience(spec: Spec) -> str | None:
+    train = spec.train
+    if train.schedule == "plateau":
+        return None
+    early = f"to stop after {train.patience} evaluations without improvement, set train.early_stop={train.patience} instead"
+    return f"is for train.schedule=plateau, which lowers the learning rate, not for {train.schedule}; remove it, or {early}"
 
 
 def _min_lr(spec: Spec) -> str | None:
@@ -53,7 +60,9 @@ def _loss(spec: Spec) -> str | None:
 
 def _share(spec: Spec) -> str | None:
     other = "data.split" if spec.data.split is not None else "data.valid" if spec.data.valid is not None else None
-    return None if other is None else f"is held out only without {other}, which says what valid is; remove one of them"
+    if other is None or not spec.data.share:  # to hold nothing out is what happens then
+        return None
+    return f"is held out only without {other}, which says what valid is; remove one of them"
 
 
 def _context(spec: Spec) -> str | None:
@@ -100,7 +109,7 @@ ACTS: Mapping[str, Rule] = {
     "train.nonmono": _optimizers("ntasgd"),
     "train.hold": _schedules("cosine", "linear"),
     "train.factor": _schedules("plateau", "step"),
-    "train.patience": _schedules("plateau", instead=f"remove it; {EARLY}"),
+    "train.patience": _patience,
     "train.every": _schedules("step"),
     "train.min_lr": _min_lr,
     "train.class_weights": _tasks(*LABELS),
