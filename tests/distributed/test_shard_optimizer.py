@@ -133,7 +133,8 @@ CONTINUED = [
 def test_a_run_continues_on_any_plan_with_pieces_or_without(optimizer: str, tmp_path: Path) -> None:
     """As the run that never divides its state: bit for bit on the plan that began it, up to the order of summation on any other."""
 
-    train = {"optimizer": optimizer, "precision": "fp64", "nonmono": 1, "evaluate_every": 4, "lr": 1e-3 if optimizer == "adam" else 30.0}
+    own: dict[str, Any] = {"lr": 1e-3} if optimizer == "adam" else {"lr": 30.0, "nonmono": 1}
+    train = {"optimizer": optimizer, "precision": "fp64", "evaluate_every": 4, **own}
 
     def job(run: str, plan: str, steps: int, *, pieces: bool, resume: bool = False) -> Job:
         made = spec(tmp_path, plan=RUNS[plan], max_steps=steps, shard_optimizer=pieces, **train)

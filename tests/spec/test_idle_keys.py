@@ -115,7 +115,11 @@ TEXTS = [({"text": "abc"[: number % 3 + 1], "label": number % 2}) for number in 
             {"data": {"share": 0.0}, "train": {"schedule": "plateau"}},
             "train.schedule=plateau goes by validation data, but there is none; set data.valid to a file, or data.share above 0",
         ),
-        (NUMBERS, {"data": {"share": 0.0}, "train": {"best": "accuracy"}}, "train.best=accuracy is a metric of validation data, but there"),
+        (
+            NUMBERS,
+            {"data": {"share": 0.0}, "train": {"best": "accuracy"}},
+            "train.best=accuracy goes by validation data, but there is none",
+        ),
     ],
 )
 def test_a_key_that_acts_on_nothing_with_the_data_is_refused(

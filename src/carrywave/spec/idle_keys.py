@@ -156,22 +156,19 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
         yield "data.standardize is for numbers, but the data is tokens; remove it"
     if valid:
         return
-    remedy = "set data.valid to a file, or data.share above 0"
-    if spec.train.early_stop is not None or spec.train.schedule == "plateau" or spec.train.optimizer == "ntasgd":
-        key = (
-            "early_stop"
-            if spec.train.early_stop is not None
-            else "schedule=plateau"
-            if spec.train.schedule == "plateau"
-            else "optimizer=ntasgd"
-        )
-        yield f"train.{key} goes by validation data, but there is none; {remedy}"
-    if is_set(spec, "train.best"):
-        yield f"train.best={spec.train.best} is a metric of validation data, but there is none; {remedy}"
+    train = spec.train
+    for setting, asked in (
+        ("early_stop", train.early_stop is not None),
+        ("schedule=plateau", train.schedule == "plateau"),
+        ("optimizer=ntasgd", train.optimizer == "ntasgd"),
+        (f"best={train.best}", is_set(spec, "train.best")),
+    ):
+        if asked:
+            yield f"train.{setting} goes by validation data, but there is none; set data.valid to a file, or data.share above 0"
 
 
 def idle_beside_own(spec: Spec) -> Iterator[str]:
-    """Lines for keys that describe the built-in model, if the user passes one of his own."""
+    """Lines for keys that describe the built-in model, if the user passes one of their own."""
     keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights")
     for key in keys:
         if is_set(spec, key):
