@@ -302,7 +302,10 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
     [
         (["run", "train.lr=1"], "train.lr=1 changes a spec, but run is a trained run; pass its SPEC.yaml instead"),
         (["run", "--resume"], "a trained run is not trained again, so there is nothing for --run and --resume; add --retrain, or remove"),
-        (["spec.yaml", "task=language"], "a backtest is for forecasts, but the spec has task language; use carrywave evaluate"),
+        (
+            ["spec.yaml", "task=language", "data.horizon=24"],
+            "a backtest is for forecasts, but the spec has task language; use carrywave evaluate",
+        ),
         (["spec.yaml", "--resume"], "--resume needs the folder of the backtest; pass --run"),
         (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another folder, or --resume"),
         (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),
