@@ -22,7 +22,14 @@ GERMAN = "Datum;Straße;Wert\n2024-01-01;Köln;1,5\n2024-01-02;Köln;-22,25\n202
 
 
 def spec(folder: Path, file: str, task: str = "forecasting", **data: Any) -> Spec:
-    values = {"horizon": 1, "cache": str(folder / "cache"), "train": str(folder / file), "standardize": False, "share": 0, **data}
+    values = {
+        **({"horizon": 1} if task == "forecasting" else {}),
+        "cache": str(folder / "cache"),
+        "train": str(folder / file),
+        "standardize": False,
+        "share": 0,
+        **data,
+    }
     return parse({"task": task, "data": values})
 
 

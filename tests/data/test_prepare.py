@@ -243,8 +243,6 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
         ("language", {"train": "no.txt"}, DataError, r"data\.train=.*no\.txt: file not found; use the path"),
         ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: file not found"),
         ("language", {"train": None}, SpecError, "data.train is not set; set it to a file"),
-        ("language", {"split": [0.8, 0.2]}, SpecError, "data.split is for forecasting, not for language"),
-        ("classification", {"columns": ["a"]}, SpecError, "data.columns is for forecasting, not for classification"),
         ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, "do not apply to numeric tokens"),
         ("classification", {}, DataError, "builtin:python-topics is read as plain text, which has no labels"),
         ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),

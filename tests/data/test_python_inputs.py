@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import from_python
+from carrywave.data.python_inputs import from_python, read_python
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -277,3 +277,27 @@ def test_whole_numbers_that_would_be_rounded_are_refused_wherever_they_come_from
             from_python(data, Spec.model_validate({"task": "forecasting", "data": {"share": 0, "horizon": 1}}))
     with pytest.raises(DataError, match=fact):
         from_python([{"steps": [1.0], "label": number}], Spec.model_validate({"task": "regression", "data": {"share": 0}}))
+
+
+@pytest.mark.parametrize("wrap", [lambda x, y: (x, y), lambda x, y: list(zip(x, y, strict=True)), lambda x, y: (pd.DataFrame(x), y)])
+def test_whole_numbers_are_told_to_be_tokens_unless_they_are_called_so(wrap: Any) -> None:
+    counts, labels = np.arange(24).reshape(6, 4) % 5, ["a", "b"] * 3
+    told = (
+        "train: whole numbers are read as tokens, 5 different ones at most; to read them as numbers, pass floats, as in x.astype(float)",
+    )
+    assert from_python(wrap(counts, labels), spec("classification")).notes == told
+    assert from_python(wrap(counts.astype(float) + np.arange(6)[:, None], labels), spec("classification")).notes == ()
+    named = [{"tokens": row, "label": label} for row, label in zip(counts + np.arange(6)[:, None], labels, strict=True)]
+    assert from_python(named, spec("classification")).notes == ()
+    assert from_python(counts, spec("language", lines=True)).notes == ()
+
+
+def test_a_model_of_numbers_reads_whole_numbers() -> None:
+    values = np.random.default_rng(1).integers(0, 9, size=(6, 4))
+    codec = from_python((values + 0.5, ["a", "b"] * 3), spec("classification")).codec
+    whole, fractions = (read_python(each, codec, spec("classification"), labelled=False) for each in (values, values.astype(float)))
+    np.testing.assert_array_equal(whole.inputs, fractions.inputs)
+    one = read_python([values[0].tolist()], codec, spec("classification"), labelled=False)
+    np.testing.assert_array_equal(one.inputs, fractions.inputs[:4])
+    with pytest.raises(DataError, match="steps"):  # what a file calls tokens is none
+        read_python([{"tokens": [1, 2]}], codec, spec("classification"), labelled=False)

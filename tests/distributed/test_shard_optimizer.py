@@ -134,8 +134,8 @@ CONTINUED = [
 def test_a_run_continues_on_any_plan_with_pieces_or_without(optimizer: str, tmp_path: Path) -> None:
     """As the run that never divides its state: bit for bit on the plan that began it, up to the order of summation on any other."""
 
-    train: dict[str, Any] = {"optimizer": optimizer.split()[-1], "precision": "fp64", "nonmono": 1, "evaluate_every": 4}
-    train |= {"lr": 30.0} if optimizer == "ntasgd" else {"lr": 1e-3}
+    train: dict[str, Any] = {"optimizer": optimizer.split()[-1], "precision": "fp64", "evaluate_every": 4}
+    train |= {"lr": 30.0, "nonmono": 1} if optimizer == "ntasgd" else {"lr": 1e-3}
     train |= {"ema": 0.9} if optimizer == "averaged adam" else {}
 
     def job(run: str, plan: str, steps: int, *, pieces: bool, resume: bool = False) -> Job:

@@ -35,13 +35,16 @@ def language(folder: Path, plan: dict[str, Any] | None = None, **train: Any) -> 
     }
 
 
+WEIGHTED = {"class_weights": "balanced"}  # with which the loss without weights is a metric
+
+
 def classification(folder: Path, plan: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     return {
         "task": "classification",
         "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")},
         "model": {"hidden": 5, "layers": 3, "dropout": 0.2, "pool": "mean", **model},
         "batch": {"tokens": 24},
-        "train": {"precision": "fp64", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "epochs": 2, "log_every": 4},
+        "train": {"precision": "fp64", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "epochs": 2, "log_every": 4, **WEIGHTED},
         **({"plan": plan} if plan else {}),
     }
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import carrywave as cw
 from carrywave.cli.main import app
+from carrywave.data.prepare import table_of_file
 from carrywave.data.tables.series import from_matrices
 from carrywave.errors import DataError, UserError
 from carrywave.runs.backtest import listing, picture
@@ -28,15 +29,18 @@ from carrywave.train.backtest import Asked, Backtest, backtest_run, backtest_spe
 def test_the_last_origin_leaves_a_horizon() -> None:
     rolling = Rolling(horizon=3, stride=2, origins=4)
     assert rolling.span == 9
-    assert rolling.known(20).tolist() == [11, 13, 15, 17]
+    assert rolling.before(20).tolist() == [11, 13, 15, 17]
 
 
 def test_a_table_is_cut_series_by_series() -> None:
     table = from_matrices([np.arange(10.0)[:, None], 100 + np.arange(4.0)[:, None], 200 + np.arange(8.0)[:, None]], "x")
-    kept, told = long_enough(table, Rolling(2, 2, 2), before=3)
-    assert told == ("x: 1 of 3 series has fewer than 7 rows and is left out: x item 1",)
+    kept, origins, told = long_enough(table, Rolling(2, 2, 2), before=3)
+    assert told == (
+        "x: 1 of 3 series has fewer than 3 rows before the first origin and is left out: x item 1",
+        "x: series have no times in common, so the origins of each are counted back from its own end",
+    )
     assert (kept.starts.tolist(), kept.lengths.tolist(), kept.names) == ([0, 10], [10, 8], ("x item 0", "x item 2"))
-    first = at_origin(kept, Rolling(2, 2, 2), 0)
+    first = at_origin(kept, origins, 0)
     assert first.values[:, 0].tolist() == [*range(6), *range(200, 204)]
     assert cut(kept, kept.lengths, np.zeros_like(kept.lengths)).values.tolist() == kept.values.tolist()
     with pytest.raises(
@@ -103,14 +107,14 @@ def test_scores_are_those_of_a_plain_loop(quantiles: tuple[float, ...] | None) -
         assert row["column"] is None or row["mae_in_units"] == pytest.approx(np.mean(in_units))
 
 
-def table(path: Path, rows: dict[str, int], *, seed: int = 3, later: float = 0.0) -> Path:
-    """Two columns of each series, with times; `later` is added to the last 8 rows."""
+def table(path: Path, rows: dict[str, int], *, seed: int = 3, later: float = 0.0, end: dict[str, str] | None = None) -> Path:
+    """Two columns of each series, with times that end together unless `end` says when; `later` is added to the last 8 rows."""
     draw = np.random.default_rng(seed)
     lines = ["unique_id,ds,y,x"]
     for name, count in rows.items():
         values = 50 + 10 * np.sin(np.arange(count) * np.pi / 3)[:, None] + draw.normal(size=(count, 2))
         values[-8:] += later
-        days = np.datetime64("2024-01-01") + np.arange(count)
+        days = np.datetime64((end or {}).get(name, "2024-02-09")) + np.arange(1 - count, 1)
         lines += [f"{name},{day},{a:.4f},{b:.4f}" for day, (a, b) in zip(days, values, strict=True)]
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -130,11 +134,11 @@ def rows_of(found: Backtest) -> list[dict[str, Any]]:
     return list(listing.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
 
 
-def truncated(file: Path, to: Path, drop: int) -> Path:
-    """The file without the last rows of each series."""
+def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
+    """The file without the last rows of each series, or without those after a day."""
     header, *lines = file.read_text().splitlines()
     by_name: dict[str, list[str]] = {}
-    for line in lines:
+    for line in (line for line in lines if line.split(",")[1] <= after):
         by_name.setdefault(line.partition(",")[0], []).append(line)
     to.write_text("\n".join([header, *(line for each in by_name.values() for line in each[: len(each) - drop])]) + "\n")
     return to
@@ -175,7 +179,7 @@ def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
     for place, later in enumerate((0.0, 1000.0)):
         file = table(tmp_path / f"{place}.csv", {"a": 40, "b": 33}, later=later)
         made = ask(file, tmp_path / str(place))
-        found.append([row for row in rows_of(made) if row["origin"] in ("2024-02-01", "2024-01-25")])
+        found.append([row for row in rows_of(made) if row["origin"] == "2024-02-01"])
         run = tmp_path / str(place) / "bt"
     assert [row["forecast"] for row in found[0]] == [row["forecast"] for row in found[1]]
     assert [row["truth"] for row in found[0]] != [row["truth"] for row in found[1]]
@@ -189,6 +193,58 @@ def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
         new.append([row["forecast"] for row in rows_of(made)[:4]])
         assert any("series c is not in the training data" in line for line in told)
     assert new[0] == new[1]
+
+
+ENDS = {"b": "2024-02-03", "gone": "2024-01-25"}
+
+
+def test_origins_are_the_same_times_for_all_series(tmp_path: Path) -> None:
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "gone": 20, "new": 9}, end=ENDS)
+    whole = table_of_file(str(file), None, parse(spec_for(file)))
+    kept, origins, told = long_enough(whole, Rolling(4, 2, 3), before=9)
+    assert kept.names == ("a", "b", "gone")
+    assert origins.last_O is not None
+    assert origins.last_O.astype("datetime64[D]").astype(str).tolist() == ["2024-02-01", "2024-02-03", "2024-02-05"]
+    assert origins.known_SO.tolist() == [[32, 34, 36], [31, 33, 33], [20, 20, 20]]
+    assert origins.made_SO.tolist() == [[True] * 3, [False] * 3, [False] * 3]
+    assert [line.removeprefix(f"{file}: ") for line in told] == [
+        "1 of 4 series has fewer than 9 rows before the first origin and is left out: new",
+        "2 of 4 series end earlier than others and are forecast from fewer origins, or none, which are the same times for all: b, gone",
+    ]
+    for number in range(3):
+        known = at_origin(kept, origins, number)
+        assert known.times is not None
+        assert known.times.keys.max() == origins.last_O[number]
+    # A series that goes on alone, and is too short itself, leaves none to forecast.
+    late = table(tmp_path / "late.csv", {"b": 33, "c": 9}, end={"b": "2024-01-20"})
+    with pytest.raises(DataError, match="counted back from the last time of all series, but no series has 9 rows before the first and 4"):
+        long_enough(table_of_file(str(late), None, parse(spec_for(late))), Rolling(4, 2, 2), before=9)
+
+
+@pytest.mark.parametrize("retrain", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_series(tmp_path: Path, retrain: bool) -> None:
+    ends = {"b": "2024-02-06", "gone": "2024-01-25"}
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "gone": 20}, end=ends)
+    told: list[str] = []
+    rows = rows_of(ask(file, tmp_path, retrain=retrain, note=told.append))
+    # b ends before the horizon of the second origin does, and of the third; gone before that of the first.
+    assert [(row["unique_id"], row["origin"]) for row in rows[::4]] == [
+        ("a", "2024-02-01"),
+        ("a", "2024-02-03"),
+        ("a", "2024-02-05"),
+        ("b", "2024-02-01"),
+    ]
+    assert any("2 of 3 series end earlier than others" in line for line in told)
+    for origin in range(3):
+        known = truncated(file, tmp_path / "known.csv", after=f"2024-02-0{1 + 2 * origin}")
+        wanted = cw.predict(tmp_path / "bt" / f"origin-{origin + 1}" if retrain else tmp_path / "bt", known, device="cpu")
+        mine = [row for row in rows if row["origin"] == f"2024-02-0{1 + 2 * origin}"]
+        same = {(row["unique_id"], row["ds"]): row["y"] for row in wanted}
+        assert [row["forecast"] for row in mine] == pytest.approx([same[row["unique_id"], row["ds"]] for row in mine], rel=1e-6)
+    if not retrain:
+        again: list[str] = []
+        backtest_run(tmp_path / "bt", str(file), Asked(stride=2, origins=3), "cpu", again.append)
+        assert not any("start within" in line for line in again)
 
 
 def test_origins_within_the_training_rows_are_told(tmp_path: Path) -> None:
@@ -224,7 +280,7 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
     words = ["backtest", "spec.yaml", "train.max_steps=2", "--origins", "3", "--device", "cpu", "--json", "scores.json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "1 of 3 series has fewer than 21 rows and is left out: short" in done.stderr
+    assert "1 of 3 series has fewer than 9 rows before the first origin and is left out: short" in done.stderr
     folder = Path("runs/backtest-1")
     with (folder / "backtest.csv").open() as lines:
         assert len(list(csv.DictReader(lines))) == 2 * 3 * 4
@@ -246,7 +302,10 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
     [
         (["run", "train.lr=1"], "train.lr=1 changes a spec, but run is a trained run; pass its SPEC.yaml instead"),
         (["run", "--resume"], "a trained run is not trained again, so there is nothing for --run and --resume; add --retrain, or remove"),
-        (["spec.yaml", "task=language"], "a backtest is for forecasts, but the spec has task language; use carrywave evaluate"),
+        (
+            ["spec.yaml", "task=language", "data.horizon=24"],
+            "a backtest is for forecasts, but the spec has task language; use carrywave evaluate",
+        ),
         (["spec.yaml", "--resume"], "--resume needs the folder of the backtest; pass --run"),
         (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another folder, or --resume"),
         (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),

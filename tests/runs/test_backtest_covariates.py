@@ -17,7 +17,7 @@ from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.runs.backtest import listing
-from carrywave.runs.backtest.origins import Rolling, at_origin, long_enough, same_past
+from carrywave.runs.backtest.origins import Rolling, at_origin, long_enough, place_origins, same_past
 from carrywave.runs.backtest.rolled import readings
 from carrywave.runs.trained_run import open_run
 from carrywave.spec.load import parse
@@ -33,6 +33,15 @@ COVARIATES: dict[str, Any] = {
     "calendar": ["weekday"],
 }
 ROLLING = Rolling(HORIZON, STRIDE, ORIGINS)
+LAST = pd.Timestamp("2024-02-09")  # the last day of every series
+
+
+def first_day(count: int) -> pd.Timestamp:
+    return LAST - pd.Timedelta(days=count - 1)
+
+
+def known_at(table: Table, origin: int) -> Table:
+    return at_origin(table, place_origins(table, ROLLING), origin)
 
 
 def shops(rows: dict[str, int], *, ahead: int = 0, gaps: bool = False, seed: int = 3) -> pd.DataFrame:
@@ -45,7 +54,9 @@ def shops(rows: dict[str, int], *, ahead: int = 0, gaps: bool = False, seed: int
     parts = []
     for name, count in rows.items():
         total = count + ahead
-        part = pd.DataFrame({"unique_id": name, "ds": pd.date_range("2024-01-01", periods=total), "y": 20 + 5 * draw.normal(size=total)})
+        part = pd.DataFrame(
+            {"unique_id": name, "ds": pd.date_range(first_day(count), periods=total), "y": 20 + 5 * draw.normal(size=total)}
+        )
         part = part.assign(
             price=draw.normal(size=total) + ord(name[0]),
             x=draw.normal(size=total),
@@ -72,8 +83,8 @@ def cut_at(frame: pd.DataFrame, rows: dict[str, int], origin: int) -> pd.DataFra
     parts = []
     for name, count in rows.items():
         part = frame[frame["unique_id"] == name].copy()
-        days = part["ds"] - pd.Timestamp("2024-01-01")
-        known = int(ROLLING.known(count)[origin])
+        days = part["ds"] - first_day(count)
+        known = int(ROLLING.before(count)[origin])
         part = part[days < pd.Timedelta(days=known + HORIZON)]
         part.loc[days[part.index] >= pd.Timedelta(days=known), ["y", "x", "weather", "region", "size"]] = np.nan
         parts.append(part)
@@ -138,7 +149,7 @@ def test_a_table_at_an_origin_is_that_of_a_file_cut_there(missing: str) -> None:
     assert (whole.unfilled is not None) == (missing != "error")
     different = []
     for origin in range(ORIGINS):
-        found = at_origin(whole, ROLLING, origin)
+        found = known_at(whole, origin)
         wanted = read(cut_at(frame, ROWS, origin), missing)
         np.testing.assert_array_equal(found.values, wanted.values)
         assert decoded(found) == decoded(wanted)
@@ -158,15 +169,15 @@ def test_a_table_at_an_origin_is_that_of_a_file_cut_there(missing: str) -> None:
 def test_only_what_was_known_otherwise_is_read_again(run: Path) -> None:
     saved = open_run(run, "cpu")
     table = read(shops({**ROWS, "new": 25}, gaps=True), "interpolate")
-    found = list(readings(table, ROLLING, range(ORIGINS), saved.task.codec))
+    found = list(readings(table, place_origins(table, ROLLING), range(ORIGINS), saved.task.codec))
     served = sorted((number, origin) for each in found for number, own in zip(each.numbers, each.origins, strict=True) for origin in own)
     assert served == [(number, origin) for number in range(3) for origin in range(ORIGINS)]
     # Of the series in train, only the first origin lies inside gaps that are filled on a line; the new one has a scale at each origin.
     assert [each.numbers for each in found] == [(0, 1, 2), (0, 1, 2), (2,)]
     assert found[0].origins == ((1, 2), (1, 2), (2,))
     whole = read(shops(ROWS), "error")
-    assert len(list(readings(whole, ROLLING, range(ORIGINS), saved.task.codec))) == 1
-    assert same_past(at_origin(whole, ROLLING, 0), at_origin(whole, ROLLING, 2)).tolist() == [True, True]
+    assert len(list(readings(whole, place_origins(whole, ROLLING), range(ORIGINS), saved.task.codec))) == 1
+    assert same_past(known_at(whole, 0), known_at(whole, 2)).tolist() == [True, True]
 
 
 def test_a_forecast_is_that_of_a_file_that_ends_at_its_origin(run: Path, tmp_path: Path) -> None:
@@ -200,7 +211,7 @@ def changed(frame: pd.DataFrame, rows: dict[str, int], origin: int, columns: lis
     """Other values in some columns, from so many rows after an origin on; some of them empty, if a file may have empty cells there."""
     frame, draw = frame.copy(), np.random.default_rng(9)
     for name, count in rows.items():
-        first = pd.Timestamp("2024-01-01") + pd.Timedelta(days=int(ROLLING.known(count)[origin]) + after)
+        first = first_day(count) + pd.Timedelta(days=int(ROLLING.before(count)[origin]) + after)
         later = frame.index[(frame["unique_id"] == name) & (frame["ds"] >= first) & frame["y"].notna()]
         for column in columns:
             texts = not pd.api.types.is_numeric_dtype(frame[column])
@@ -252,12 +263,12 @@ def test_a_shorter_horizon_leaves_room_for_what_the_model_reads_ahead(run: Path)
 
 def test_a_column_without_a_past_is_refused() -> None:
     frame = shops({"p": 20}, gaps=True)
-    frame.loc[frame["ds"] < "2024-01-15", "x"] = np.nan
+    frame.loc[frame["ds"] < first_day(20) + pd.Timedelta(days=14), "x"] = np.nan
     whole = read(frame, "forward")
     with pytest.raises(DataError, match="column x is empty in the first 13 rows of series p, where origin 1 lies; use fewer origins") as no:
-        at_origin(whole, ROLLING, 0)
+        known_at(whole, 0)
     assert "\n" not in str(no.value)
-    assert at_origin(whole, ROLLING, 1).lengths.tolist() == [15]
+    assert known_at(whole, 1).lengths.tolist() == [15]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import DataError, RunError, SpecError
+from carrywave.report.samples import samples_of
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import refuse_python
 from carrywave.spec.load import load, load_own, parse, with_new_names
+from carrywave.train.backtest import Asked, backtest_run
 from carrywave.train.fit import train
 
 pandas = pytest.importorskip("pandas")
@@ -41,6 +44,37 @@ def test_an_evaluation_reads_as_the_run_did_when_its_training_data_has_changed(t
     (trained / "train.txt").write_text("zzzz aaaa\n" * 100)  # what the run cannot read is refused, not learned anew
     with pytest.raises(DataError, match=r"train\.txt:1: token 'z' is not in the training vocabulary"):
         cw.evaluate(trained / "run", device="cpu")
+
+
+def test_a_test_file_that_has_changed_is_told(trained: Path) -> None:
+    (trained / "test.txt").write_text("carry on\n" * 8)
+    with pytest.warns(UserWarning, match=r"test\.txt has changed since .*run was trained; these are the figures of what it holds now"):
+        cw.evaluate(trained / "run", device="cpu")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path, older: bool) -> None:
+    """A file that is refreshed every night: rows that were trained on move into its last share."""
+    path = tmp_path / "load.csv"
+    frame = series("a", 60)
+    frame.to_csv(path, index=False)
+    run = forecast(str(path), tmp_path, split=[40, 10, 10]).run
+    if older:  # a run of a version that did not keep the hashes among its facts
+        facts = json.loads((run / "facts.json").read_text())
+        assert list(facts.pop("files")) == ["train"]
+        (run / "facts.json").write_text(json.dumps(facts))
+    before = cw.evaluate(run, device="cpu")
+    series("a", 75).iloc[15:].to_csv(path, index=False)
+    with pytest.raises(
+        DataError, match=r"load\.csv has changed since .* was trained, and test is cut from it, so rows that were trained on"
+    ):
+        cw.evaluate(run, device="cpu")
+    told: list[str] = []
+    backtest_run(run, None, Asked(origins=2), "cpu", told.append)
+    assert any("load.csv has changed since" in line for line in told)
+    assert "load.csv has changed since" in samples_of(run, "cpu").note
+    frame.to_csv(path, index=False)
+    assert cw.evaluate(run, device="cpu") == before
 
 
 def test_a_codec_or_spec_that_was_changed_is_refused(trained: Path) -> None:

@@ -15,7 +15,8 @@ from carrywave.spec.load import parse
     ("task", "data", "metric", "remedy"),
     [
         ("language", {}, "accuracy", "use loss, perplexity, bits"),
-        ("classification", {}, "mae", "use loss, accuracy, macro_f1"),
+        ("classification", {}, "mae", "use loss, unweighted_loss, accuracy, macro_f1"),
+        ("tagging", {}, "unweighted_loss", r"is for train\.class_weights, without which it is the loss; use loss"),
         ("forecasting", {}, "pinball", "needs data.quantiles"),
         ("forecasting", {"quantiles": [0.1, 0.9]}, "mase", "add 0.5 to data.quantiles"),
     ],
@@ -29,7 +30,8 @@ def test_every_metric_of_a_task_is_accepted() -> None:
     for task, metrics in OF_TASK.items():
         for metric in metrics:
             data = {"quantiles": [0.1, 0.5]} if metric == "pinball" else {}
-            assert parse({"task": task, "data": data, "train": {"best": metric}}).train.best == metric
+            weights = {"class_weights": "balanced"} if metric == "unweighted_loss" else {}
+            assert parse({"task": task, "data": data, "train": {"best": metric, **weights}}).train.best == metric
 
 
 def test_lower_scores_are_better() -> None:

@@ -15,6 +15,7 @@ from carrywave.tasks.doubts import (
     flat_sequences,
     one_label,
     one_step,
+    short_of_season,
     too_few_epochs,
     unknown_tokens,
     untrained_tokens,
@@ -154,3 +155,12 @@ def test_epochs_that_end_before_the_steps_asked_for() -> None:
     assert said == "train.epochs=5 ends the run after 5 steps, before train.max_steps=1000; raise train.epochs to reach it"
     assert too_few_epochs(spec(batch={"tokens": 4096}, train={"epochs": 5, "max_steps": 5}), one) is None
     assert too_few_epochs(spec(), one) is None
+
+
+def test_a_forecast_with_less_than_a_season_before_it() -> None:
+    rows = np.array([7, 6, 30])
+    said = short_of_season(spec("forecasting", season=7, residual="season").data, rows)
+    assert said is not None
+    assert said.startswith("1 of 3 forecasts have less than a season (7 rows) before the first step, so the last value stands for the last")
+    assert short_of_season(spec("forecasting", season=7).data, rows) is None  # the model adds to the last value anyway
+    assert short_of_season(spec("forecasting", season=6, residual="season").data, rows) is None

@@ -79,6 +79,35 @@ def test_regression_by_hand() -> None:
     assert errors.values() == pytest.approx({"mae": (1 + 2 + 3) / 3, "rmse": math.sqrt((1 + 4 + 9) / 3)}, rel=1e-15)
 
 
+def test_numbers_of_different_units_are_averaged_in_standardised_ones() -> None:
+    units = torch.tensor([[100.0, 0.5]], dtype=torch.float64)
+    meter = Errors(1, 2, columns=metrics.Columns(("0", "1"), units))
+    meter.update(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[0.0, 4.0], [NAN, 3.0]]), torch.tensor([4, 1]))
+    assert meter.values() == pytest.approx(
+        {
+            "mae": (1 + 2 + 3) / 3,
+            "rmse": math.sqrt((1 + 4 + 9) / 3),
+            "mae[0]": 100.0,
+            "rmse[0]": 100.0,
+            "mae[1]": 0.5 * (2 + 3) / 2,
+            "rmse[1]": 0.5 * math.sqrt((4 + 9) / 2),
+        },
+        rel=1e-15,
+    )
+    assert [(row["column"], row["mae"], row["targets"]) for row in meter.rows("column")] == [("0", 100.0, 1), ("1", 1.25, 2)]
+
+
+def test_the_loss_without_class_weights_stands_beside_the_weighted_one() -> None:
+    logits, target = random(7, 2, 3), torch.arange(14).reshape(7, 2) % 3
+    target[2, 1] = metrics.IGNORED
+    meter = Confusion(3, weighted=True)
+    meter.update(logits[:3], target[:3])
+    meter.update(logits[3:], target[3:])
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    assert meter.values()["unweighted_loss"] == pytest.approx(wanted.item(), rel=1e-14)
+    assert "unweighted_loss" not in Confusion(3).values()
+
+
 def forecasts() -> tuple[Tensor, Tensor]:
     out_TBHC, target_TBHC = random(4, 3, 2, 2), random(4, 3, 2, 2, seed=2)
     target_TBHC[1, 2] = NAN
@@ -150,7 +179,7 @@ def filled(metric: metrics.Metric, seed: int) -> metrics.Metric:
     return metric
 
 
-@pytest.mark.parametrize("make", [lambda: Confusion(3), lambda: Errors(2, 2, (0.2, 0.5, 0.8))])
+@pytest.mark.parametrize("make", [lambda: Confusion(3), lambda: Confusion(3, weighted=True), lambda: Errors(2, 2, (0.2, 0.5, 0.8))])
 def test_sums_add_over_ranks_and_go_through_a_snapshot(make: Callable[[], metrics.Metric]) -> None:
     whole = filled(filled(make(), 1), 2)
     first, second = filled(make(), 1), filled(make(), 2)

@@ -14,6 +14,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.errors import SpecError
 from carrywave.model.heads import Softmax
 from carrywave.model.parameter_placement import Holding, hold, homes
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
 
@@ -153,3 +154,19 @@ def test_what_is_to_be_loaded_is_not_drawn() -> None:
     model = language(model={"hidden": 6}).model(holding=Holding(0, 0, torch.device("cpu")), draw=False)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not model.drawn
+
+
+@pytest.mark.parametrize(
+    ("deviations", "names"), [((100.0,), {"mae", "rmse"}), ((100.0, 0.5), {"mae", "rmse", "mae[0]", "rmse[0]", "mae[1]", "rmse[1]"})]
+)
+def test_several_numbers_are_told_apart_and_averaged_only_when_standardised(deviations: tuple[float, ...], names: set[str]) -> None:
+    outputs = len(deviations)
+    codec = Codec("regression", "steps", columns=("0",), mean=(0.0,), std=(1.0,), target_mean=(0.0,) * outputs, target_std=deviations)
+    task = Task(parse({"task": "regression"}), codec, DataFacts(features=1, outputs=outputs))
+    data = Sequences(np.zeros((2, 1), np.float32), np.array([0, 1]), np.array([1, 1]), labels=np.zeros((2, outputs), np.float32))
+    meter = task.meter(torch.device("cpu"), task.part("valid", data))
+    assert meter is not None
+    meter.update(torch.ones(2, outputs), torch.zeros(2, outputs), torch.tensor([0, 1]))
+    values = meter.values()
+    assert (set(values), values["mae"]) == (names, 1.0 if outputs > 1 else 100.0)
+    assert [row["mae"] for row in meter.rows("column")] == list(deviations)

@@ -86,7 +86,23 @@ def test_the_score_is_the_share_of_the_naive_error_that_is_avoided(fitted: cw.Fo
     late = FRAME[FRAME["ds"] > "2026-01-05"]
     with pytest.warns(UserWarning, match="less than a season"):
         values = cw.evaluate(fitted.run or "", late)
-    assert fitted.score(late) == pytest.approx(1 - values["mae"] / values["naive_mae"])  # type: ignore[operator]
+    # Quantiles are judged as such, even if the median is among them.
+    assert fitted.score(late) == pytest.approx(1 - values["pinball"] / values["naive_pinball"])  # type: ignore[operator]
+    assert values["mae"] / values["naive_mae"] != pytest.approx(values["pinball"] / values["naive_pinball"])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["pandas", "polars", "index"])
+def test_a_forecast_follows_all_rows_that_fit_was_given(kind: str, tmp_path: Path) -> None:
+    frame = FRAME.drop(columns="price") if kind != "index" else FRAME[FRAME["unique_id"] == "a"].set_index("ds")[["y"]]
+    days = frame["ds"] if kind != "index" else frame.index.to_series()
+    parts = [frame[days < "2026-01-26"], frame[(days >= "2026-01-26") & (days < "2026-02-02")], frame[days >= "2026-02-02"]]
+    parts = [pl.from_pandas(part) for part in parts] if kind == "polars" else parts
+    forecaster = cw.Forecaster(2, run=tmp_path / "run", **SMALL).fit(parts[0], valid=parts[1], test=parts[2], progress=False)
+    ahead = forecaster.predict()
+    assert isinstance(ahead, type(parts[0]))
+    assert [str(day)[:10] for day in ahead["ds"]] == ["2026-02-10", "2026-02-11"] * (1 if kind == "index" else 2)
+    whole = pl.from_pandas(frame) if kind == "polars" else frame
+    assert ahead["y"].to_list() == forecaster.predict(whole)["y"].to_list()
 
 
 def test_other_names_and_a_single_series(tmp_path: Path) -> None:

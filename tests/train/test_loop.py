@@ -402,6 +402,8 @@ def test_class_weights_and_ignored_labels_in_a_whole_run(
     torch.testing.assert_close(taken_off, before.gradients(), rtol=1e-9, atol=1e-13)
     after = tagged_mean(copied(result.model, step.after), weights_V)
     assert result.metrics["valid"]["loss"] == pytest.approx(after.item(), rel=1e-9)
+    plain = tagged_mean(copied(result.model, step.after), torch.ones_like(weights_V))
+    assert result.metrics["valid"].get("unweighted_loss") == (None if asked is None else pytest.approx(plain.item(), rel=1e-9))
 
 
 def numbered(labels: list[str | None], ignored: int | None) -> list[int | None]:

@@ -75,7 +75,7 @@ def train(
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
         if resume and path is None:
-            resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides)
+            resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides, own=True)
             resolved = fitted(resolved, overrides, devices, where)
         else:
             resolved = load(path, overrides)
@@ -98,7 +98,7 @@ def _with_precision(spec: Spec, before: str | None, device: str, where: Surround
     if spec.train.precision != AUTO:
         return spec
     if before is not None:
-        return with_precision(spec, parse(_spec_of(before, where)).train.precision)
+        return with_precision(spec, parse(_spec_of(before, where), own=True).train.precision)
     with leaving_at_once():
         from carrywave.parallel.world import pick_device
         from carrywave.step.precision import made_for_bf16

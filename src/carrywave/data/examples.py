@@ -224,7 +224,9 @@ class _Writer:
         """Return a row's inputs: tokens [steps], or numbers [steps, features]."""
         codec = self.codec
         if codec.kind is None:
-            matrix = fields.steps_of(row, where, len(codec.columns))
+            # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
+            whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
+            matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
             return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)), where)
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)

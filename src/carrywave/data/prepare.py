@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from carrywave.data import examples, holdout
+from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
@@ -77,7 +77,6 @@ def _silent(_: str) -> None:
 
 def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], None] = _silent) -> Prepared:
     """Read everything the spec names, or load it from the cache; with `codec`, read it as the data of another run was read."""
-    check_spec(spec)
     check_codec(codec, spec)
     if spec.data.train is None:
         raise SpecError("data.train is not set; set it to a file to train on")
@@ -165,19 +164,6 @@ def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
     return _table_opener(_find(str(path), "data", spec, place), spec)(codec)
 
 
-def check_spec(spec: Spec) -> None:
-    """Reject data settings that contradict the task."""
-    if spec.data.split is not None and spec.task != "forecasting":
-        raise SpecError(f"data.split is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share")
-    for name in ("columns", "targets", "time", "series"):
-        if getattr(spec.data, name) is not None and spec.task != "forecasting":
-            raise SpecError(f"data.{name} is for forecasting, not for {spec.task}; remove it")
-    if spec.data.label is not None and spec.task not in LABELLED:
-        raise SpecError(f"data.label is for {', '.join(LABELLED)}, not for {spec.task}; remove it")
-    if spec.data.text is not None and spec.task == "forecasting":
-        raise SpecError("data.text is not for forecasting; set data.columns to the columns to read")
-
-
 def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
@@ -242,7 +228,8 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         notes = examples.not_read(rows, codec, spec.data)
     notes = (*(line for source in sources.values() for line in source.told()), *notes)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
-    return cache.Entry(hold_out(found, spec, share, held, train.name), codec, notes)
+    parts = hold_out(found, spec, share, held, train.name)
+    return cache.Entry(parts, codec, (*notes, *overlap.told(parts, sources)))
 
 
 def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:

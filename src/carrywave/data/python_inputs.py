@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data import examples
+from carrywave.data import examples, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hub_datasets
 from carrywave.data.files.arrays import MemoryAppender, NewArray
@@ -26,7 +26,7 @@ from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, key_of, prepare, read, rows_of_file, table_of_file
+from carrywave.data.prepare import Prepared, bundle, check_codec, hold_out, key_of, prepare, read, rows_of_file, table_of_file
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
@@ -50,7 +50,6 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
 
     With `codec`, it is read as the data of another run was read.
     """
-    check_spec(spec)
     check_codec(codec, spec)
     given = _by_part(data)
     if _files(given, spec):
@@ -67,7 +66,20 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
         else:  # it may be larger than memory
             key = key_of(streamed, spec, codec)
             found = cache.fetch(cache.folder(spec.data.cache), key, lambda new: _examples(rows, spec, codec, new))
+        found = replace(found, notes=(*_read_as_tokens(given["train"], found.codec), *found.notes))
     return bundle(found, _fingerprint(found.parts, found.codec), lambda _: None)
+
+
+def _read_as_tokens(data: Any, codec: Codec) -> tuple[str, ...]:
+    """Return a line if whole numbers without a name were taken for tokens, which are also how many counts and measurements look."""
+    items = data[0] if isinstance(data, tuple) else data
+    if codec.kind != "int" or codec.task == "language" or hub_datasets.is_dataset(data) or is_frame(data):
+        return ()
+    first = items[0] if not is_frame(items) and len(items) else None
+    if isinstance(first[0] if isinstance(first, tuple) else first, Mapping):
+        return ()
+    how = "to read them as numbers, pass floats, as in x.astype(float)"
+    return (f"train: whole numbers are read as tokens, {codec.size:,} different ones at most; {how}",)
 
 
 def naming(data: Any, spec: Spec) -> Spec:
@@ -147,7 +159,8 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
         found[part] = examples.encode(value, codec, new, labelled=True, join=join)
-    return Entry(hold_out(found, spec, share, held, "train"), codec, examples.not_read(rows["train"], codec, spec.data))
+    parts = hold_out(found, spec, share, held, "train")
+    return Entry(parts, codec, (*examples.not_read(rows["train"], codec, spec.data), *overlap.told(parts, rows)))
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def unit(record: RunRecord, name: str) -> str:
     if name.startswith(("mae[", "rmse[")):
         return " (units of the file)"
     if name in ("mae", "rmse", "pinball"):
-        return _scaled(record) if record.task == "forecasting" else " (units of the file)"
+        several = record.task == "regression" and record.facts.get("outputs", 1) > 1  # whose units may differ
+        return _scaled(record) if record.task == "forecasting" or several else " (units of the file)"
     return ""
 
 

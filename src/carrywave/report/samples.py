@@ -24,7 +24,7 @@ from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paire
 from carrywave.runs.evaluation import passes
 from carrywave.runs.generation import generate
 from carrywave.runs.rows.sampling import Sampling
-from carrywave.runs.trained_run import Saved, open_run, own_data
+from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.batch_spec import BatchSpec
 from carrywave.tasks.metrics import Confusion
 from carrywave.tasks.task import Part
@@ -49,6 +49,7 @@ def samples_of(folder: Path, device: str = "auto") -> Samples:
             return Samples("No samples: the run has neither validation nor test data.")
         if not saved.model.has_output:
             return Samples("No samples: the model's head has no forward method.")
+        changed_since(saved, prepared, name)
         return _computed(saved, name, data)
     except UserError as error:
         return Samples(f"No samples: {error}.")

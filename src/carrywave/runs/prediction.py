@@ -33,6 +33,7 @@ from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, open
 from carrywave.runs.trained_run import Saved, open_run, warn
 from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import short_of_season
 
 Row = dict[str, Any]
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
@@ -212,7 +213,8 @@ def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
             table.check_ahead(spec.data.horizon)
             sequences = read_python(data, codec, spec, labelled=False)
         if world.rank == 0:
-            for line in (*sequences.notes, *unseen_series(table.name, table.names, codec)):
+            short = short_of_season(spec.data, sequences.lengths)
+            for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
                 asked.note(line)
         _written(world, sink, forecasts(Outputs(saved), sequences, table))
 

@@ -119,7 +119,7 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
         return {}
     known = parse_yaml(described.get("spec", ""), str(path))
     try:
-        theirs = parse(known if isinstance(known, dict) else {}).data.model_dump(mode="json", include=set(LEARNED_BY))
+        theirs = parse(known if isinstance(known, dict) else {}, own=True).data.model_dump(mode="json", include=set(LEARNED_BY))
     except SpecError:
         return {}  # from another version; the codec is enough
     mine = spec.data.model_dump(mode="json", include=set(LEARNED_BY))

@@ -26,7 +26,7 @@ from carrywave.model.vocabulary_split import check_modules, split_vocabulary
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, join, leave, pick_device, raise_on_all
 from carrywave.plan.plan import Plan, check_vocabulary, resolve
-from carrywave.runs.checkpoint.snapshot import weights_metadata
+from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import Details, evaluate
 from carrywave.runs.remote_run import folder_of
@@ -171,6 +171,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
         known = dict(run.read_object(path.name))
         scale = Changes.from_json(known.pop("scale"), len(codec.targets))
         own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
+        known.pop("files", None)  # see `files_of`
         facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         said |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
@@ -270,7 +271,9 @@ def _part(saved: Saved, data: Any) -> Part:
     prepared = own_data(saved)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
-            return saved.task.part(name, found)
+            told = changed_since(saved, prepared, name)
+            part = saved.task.part(name, found)
+            return replace(part, notes=(*told, *part.notes))
     raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
 
 
@@ -284,3 +287,28 @@ def own_data(saved: Saved) -> Prepared:
             if prepared.codec == codec:
                 return prepared
     return prepare(saved.spec, codec=codec)
+
+
+def files_of(run: Run) -> dict[str, str]:
+    """The SHA-256 of each file that a run was trained with, by part; runs of older versions have them in their snapshots only."""
+    known = run.read_object("facts.json").get("files")
+    if known is None:
+        with suppress(RunError):
+            known = open_stored(run.snapshots).meta.get("files")
+    return known if isinstance(known, dict) else {}
+
+
+def changed_since(saved: Saved, prepared: Prepared, part: str) -> tuple[str, ...]:
+    """A line if the file of a part is no longer that of training. Refuse a part of the training file then: it may hold rows that were
+    trained on.
+    """
+    own = getattr(saved.spec.data, part)
+    before, of = files_of(saved.run), "train" if own is None else part
+    if before.get(of, prepared.files.get(of)) == prepared.files.get(of):
+        return ()
+    name = own or saved.spec.data.train
+    fact = f"{name} has changed since {saved.run.path} was trained"
+    if own is not None:
+        return (f"{fact}; these are the figures of what it holds now",)
+    cut = f"and {part} is cut from it, so rows that were trained on may be in {part} now"
+    raise DataError(f"{fact}, {cut}; restore the file, or pass the rows to evaluate on with {option('data')}")

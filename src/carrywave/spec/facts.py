@@ -11,7 +11,7 @@ from typing import Any
 
 from carrywave.errors import SpecError
 
-OF_A_RUN = ("scale", "own_model", "given_codec")  # further entries of a run's facts.json, not facts about the data
+OF_A_RUN = ("scale", "own_model", "given_codec", "files")  # further entries of a run's facts.json, not facts about the data
 
 
 @dataclass(frozen=True)

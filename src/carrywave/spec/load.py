@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from carrywave.errors import SpecError
 from carrywave.spec.describe import Key, keys
+from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
 
 # Values that stand for a whole section; overriding a key inside the section replaces them.
@@ -68,17 +69,17 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
     return with_overrides({} if path is None else read_values(path), overrides)
 
 
-def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> Spec:
-    """Apply `key=value` overrides to the values of a spec, and validate."""
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, own: bool = False) -> Spec:
+    """Apply `key=value` overrides to the values of a spec, and validate; `own` as in `parse`."""
     tree = dict(values)
     for override in overrides:
         _override(tree, override)
-    return parse(tree)
+    return parse(tree, own=own)
 
 
 def load_own(path: Path) -> Spec:
     """Read a spec that a run has written. If an older version wrote it, keys that were renamed since are read under their new names."""
-    return parse(with_new_names(read_values(path)))
+    return parse(with_new_names(read_values(path)), own=True)
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,8 +92,8 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def parse(values: Mapping[str, Any]) -> Spec:
-    """Validate a mapping of plain values, such as `{"model": {"hidden": 256}}`, as a spec."""
+def parse(values: Mapping[str, Any], *, own: bool = False) -> Spec:
+    """Validate a mapping of plain values, such as `{"model": {"hidden": 256}}`, as a spec; `own`: a run has written it."""
     # Via JSON, because strict validation of JSON accepts a list as a tuple, yet still rejects text or booleans as numbers.
     try:
         text = json.dumps({key: value for key, value in values.items() if value is not None}, default=_plain)  # None: an empty section
@@ -103,9 +104,12 @@ def parse(values: Mapping[str, Any]) -> Spec:
     if unknown:
         raise SpecError(_first_of(unknown))
     try:
-        return Spec.model_validate_json(text, strict=True)
+        spec = Spec.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise SpecError(_first_of(_explain(error, tree))) from None
+    if not own and (problems := idle(spec)):
+        raise SpecError(_first_of(problems))
+    return spec
 
 
 def _plain(value: object) -> object:

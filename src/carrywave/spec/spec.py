@@ -51,8 +51,6 @@ class Spec(Section):
                 raise ValueError(
                     f"model.tie needs an embedding as wide as the last layer, got {first} and {last}; set model.embedding={last}"
                 )
-        if self.model.softmax != "full" and self.task != "language":
-            raise ValueError(f"model.softmax is for language models, not for {self.task}; remove it")
         if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
             raise ValueError(
                 "model.bidirectional cannot read a stream backwards; "
@@ -64,20 +62,7 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
-        if self.train.betas != TrainSpec.model_fields["betas"].default and self.train.optimizer not in ("adam", "adamw"):
-            raise ValueError(f"train.betas are for adam and adamw, not for {self.train.optimizer}; remove them")
-        if self.train.momentum and self.train.optimizer != "sgd":
-            raise ValueError(f"train.momentum is for sgd, not for {self.train.optimizer}; remove it, or use train.optimizer=sgd")
-        if self.train.class_weights is not None and self.task not in ("classification", "tagging"):
-            raise ValueError(f"train.class_weights is for classification and tagging, not for {self.task}; remove it")
-        for name in ("known", "calendar", "categorical", "static"):
-            if getattr(self.data, name) is not None and self.task != "forecasting":
-                raise ValueError(f"data.{name} is for forecasting, not for {self.task}; remove it")
-        if self.data.missing != "error" and self.task != "forecasting":
-            raise ValueError(f"data.missing is for forecasting, not for {self.task}; remove it")
-        if self.data.quantiles is not None and self.task != "forecasting":
-            raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; remove it")
-        check_best(self.train.best, self.task, self.data.quantiles)
+        check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self

@@ -64,7 +64,7 @@ class TrainSpec(Section):
     best: BestMetric = Field(
         "loss",
         description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies and macro_f1 better "
-        "if higher, the others if lower",
+        "if higher, the others if lower; with class_weights, loss is the weighted one, and unweighted_loss the one without them",
     )
     early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
@@ -112,8 +112,6 @@ class TrainSpec(Section):
     def _check(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
-        if self.hold and self.schedule not in ("cosine", "linear"):
-            raise ValueError(f"hold is for schedule=cosine or linear, not for schedule={self.schedule}; remove it")
         if self.ema is not None and self.optimizer == "ntasgd":
             raise ValueError("optimizer=ntasgd averages weights by itself; remove ema, or use another optimizer")
         check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})

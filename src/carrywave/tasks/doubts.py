@@ -11,6 +11,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.order import Order
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
+from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 MOST_SEQUENCES, MOST_ROWS = 4096, 1 << 22  # at most this many are examined
@@ -102,6 +103,16 @@ def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) ->
         return None
     remedy = "; set data.min_count=2 to learn <unk> instead" if codec.kind == "word" else "; use more data"
     return f"{share:.1%} of the tokens in valid never occur in train, so nothing is learned about them{remedy}"
+
+
+def short_of_season(data: DataSpec, rows: NDArray[np.int64]) -> str | None:
+    """Return a line if some forecasts have less than a season of rows before them, though the model adds to the last season."""
+    short = int((rows < data.season).sum())
+    if data.residual != "season" or not short:
+        return None
+    many = f"{short:,} of {len(rows):,} forecasts have" if len(rows) > 1 else "the forecast has"
+    fact = f"{many} less than a season ({data.season} rows) before the first step, so the last value stands for the last season"
+    return f"{fact}, which the model has hardly seen; pass earlier rows too"
 
 
 def worse_than_naive(values: Mapping[str, object]) -> str | None:

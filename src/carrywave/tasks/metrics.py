@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from carrywave.data.batch import IGNORED
 from carrywave.errors import RunError
@@ -33,10 +34,10 @@ TOP = 5  # how many of the most likely labels may be right for the top-5 accurac
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a forecast in the units of the data."""
+    """The columns of a forecast, or the numbers of a regression, in the units of the data."""
 
     names: tuple[str, ...]
-    unit_SC: Tensor  # size of one standardised unit, for each series and column
+    unit_SC: Tensor  # size of one standardised unit, for each series and column; a single row is for all
     series: tuple[str, ...] = ()  # names of the series, if errors of each are wanted
 
 
@@ -73,19 +74,19 @@ def for_task(
 ) -> Metric | None:
     """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
-    Forecasts are scored in standardised units, as they are trained, so that columns with different units weigh the same;
-    regression in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, forecasts are scored in the
-    units of the data as well, column by column. With classes, `tops` are further numbers of likeliest ones of which one must be right.
+    Forecasts and several numbers are scored in standardised units, as they are trained, so that columns with different units weigh the
+    same; a single number in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, they are scored in
+    the units of the data as well, column by column. With classes, `tops` are further numbers of likeliest ones of which one must be right.
     """
     match spec.task:
         case "language":
             return None
         case "classification" | "tagging":
-            return Confusion(len(facts.labels), device, facts.labels, tops)
+            return Confusion(len(facts.labels), device, facts.labels, tops, weighted=spec.train.class_weights is not None)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":
-            return Errors(1, facts.outputs, device=device, unit_C=unit_C)
+            return Errors(1, facts.outputs, device=device, unit_C=unit_C, columns=columns)
 
 
 def language(loss: float) -> dict[str, float]:
@@ -95,14 +96,26 @@ def language(loss: float) -> dict[str, float]:
 
 
 class Confusion:
-    """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`."""
+    """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`.
 
-    def __init__(self, classes: int, device: torch.device | str = "cpu", labels: Sequence[str] = (), tops: Sequence[int] = ()) -> None:
+    If the loss is `weighted` by class, the loss without weights is a metric beside it.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        device: torch.device | str = "cpu",
+        labels: Sequence[str] = (),
+        tops: Sequence[int] = (),
+        *,
+        weighted: bool = False,
+    ) -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
         self.labels = tuple(labels) or tuple(map(str, range(classes)))
         # With few labels, the right one is always among the `TOP` likeliest.
         self.tops = tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
         self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
+        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted else None
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one logit per class."""
@@ -119,22 +132,29 @@ class Confusion:
             rank = _rank(out, target).reshape(-1)
             for number, top in enumerate(self.tops):
                 self.hits_N[number] += ((rank < top) & real).sum()
+        if self.plain_loss is not None:
+            logits_NK = out.reshape(-1, out.shape[-1]).to(torch.float64)
+            self.plain_loss += cross_entropy(logits_NK, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        return {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
+        found = {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
+        return found if self.plain_loss is None else found | {"plain_loss": self.plain_loss}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the sums from a snapshot."""
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """Return accuracy, F1 averaged over the classes that occur as a target or a prediction, and the accuracies of `tops`."""
+        """Return the loss without class weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
+        prediction, and the accuracies of `tops`.
+        """
         counts_KK = self.counts_KK.cpu().to(torch.float64)
         hits_K = counts_KK.diagonal()
         occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
         f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
-        found = {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+        found = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss, counts_KK.sum())}
+        found |= {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
         shares = [_ratio(hits, counts_KK.sum()) for hits in self.hits_N]
         return found | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
 
@@ -229,7 +249,8 @@ class Errors:
             self.scaled_HC += (error_NHC.abs() * weight_NHC).sum(0)
             self.scaled_count_HC += (real_NHC & (weight_NHC > 0)).sum(0)
         if self.unit_SC is not None:
-            self._add_in_units(error_NHC.view(*target.shape), real_NHC.view(*target.shape), sequence_B)
+            shape = target.shape if target.ndim > 2 else (1, len(target), *tail)
+            self._add_in_units(error_NHC.view(*shape), real_NHC.view(*shape), sequence_B if len(self.unit_SC) > 1 else None)
 
     def _add_in_units(self, error_TBHC: Tensor, real_TBHC: Tensor, sequence_B: Tensor | None) -> None:
         assert self.unit_SC is not None

@@ -226,8 +226,12 @@ class Task:
         `metrics.for_task`.
         """
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
-        unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
+        unit: Tensor | None = None
         columns: metrics.Columns | None = None
+        if self.spec.task == "regression":
+            units = torch.tensor(self.codec.target_std, dtype=torch.float64)
+            # Numbers of different units are not averaged in them.
+            unit, columns = (units, None) if len(units) == 1 else (None, metrics.Columns(tuple(map(str, range(len(units)))), units[None]))
         if self.spec.task == "forecasting" and part.data.units is not None:
             names = tuple(self.codec.columns[place] for place in self.codec.targets)
             units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))

@@ -7,21 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.prepare import table_of_file
+import numpy as np
+
+from carrywave.data.prepare import digests_of, table_of_file
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
-from carrywave.runs.backtest.origins import Rolling, at_origin, long_enough
+from carrywave.runs.backtest.origins import Origins, Rolling, at_origin, long_enough
 from carrywave.runs.backtest.rolled import Rolled, forecast
 from carrywave.runs.backtest.scores import Score, scores
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
-from carrywave.runs.trained_run import Saved, codec_of, open_run
+from carrywave.runs.trained_run import Saved, codec_of, files_of, open_run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import short_of_season
 from carrywave.train.fit import fit
 from carrywave.train.loop_state import ASKED, Ending
 
@@ -73,13 +76,14 @@ def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: C
             raise DataError(f"{path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}")
         rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
         whole = series_of(given, codec, spec)
-        table, left_out = long_enough(whole, rolling, before=1)
-        seen = _seen(whole, table, rolling, spec) if data is None else ()
+        table, placed, left_out = long_enough(whole, rolling, before=1)
+        seen = (*_changed(saved), *_seen(whole, table, placed, spec)) if data is None else ()
     if world.rank == 0:
         unseen = (*series.unseen_series(table.name, table.names, codec), *series.unseen_values(table.name, table, codec))
-        for line in (*whole.notes[1:], *left_out, *seen, *unseen):
+        short = short_of_season(spec.data, placed.known_SO[placed.made_SO])
+        for line in (*whole.notes[1:], *left_out, *seen, *unseen, *([] if short is None else [short])):
             note(line)
-    made = forecast(saved, table, rolling, range(rolling.origins))
+    made = forecast(saved, table, placed, range(rolling.origins))
     leave(world)
     return _result(saved, table, rolling, made)
 
@@ -112,7 +116,7 @@ def backtest_spec(
         rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(spec.data.known))
         whole = table_of_file(file, None, spec)
         # Train needs a horizon and a row, and valid another horizon.
-        table, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
+        table, placed, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
         alone = _alone(spec)
         base = _folder(run, resume) if world.rank == 0 else Path()
     base = Path(all_gather_text(world, str(base))[0])
@@ -122,9 +126,10 @@ def backtest_spec(
     leave(world)
     made: list[Rolled] = []
     saved: Saved | None = None
-    for number in range(rolling.origins if retrain else 1):
+    trained_at = [number for number in range(rolling.origins) if placed.made_SO[:, number].any()] if retrain else [0]
+    for number in trained_at:
         folder = base / f"origin-{number + 1}" if retrain else base
-        known = at_origin(table, rolling, number)
+        known = at_origin(table, placed, number)
         again = resume and (folder / "spec.yaml").is_file()
         if watch is not None and retrain:
             watch.say(f"origin {number + 1} of {rolling.origins}: {int(known.lengths.sum()):,} rows are known")
@@ -134,10 +139,10 @@ def backtest_spec(
         world = join(device)
         with raise_on_all(world):
             saved = open_run(folder, device, world=world)
-        if world.rank == 0 and number == 0:
+        if world.rank == 0 and number == trained_at[0]:
             for line in series.unseen_values(table.name, table, saved.task.codec):
                 note(line)
-        made += forecast(saved, table, rolling, [number] if retrain else range(rolling.origins))
+        made += forecast(saved, table, placed, [number] if retrain else range(rolling.origins))
         leave(world)
     assert saved is not None
     made.sort(key=lambda each: (each.series, each.origin))
@@ -186,14 +191,27 @@ def _folder(run: Path | None, resume: bool) -> Path:
     return folder
 
 
-def _seen(whole: Table, table: Table, rolling: Rolling, spec: Spec) -> tuple[str, ...]:
-    """A line if some origins lie within the rows that the run was trained on."""
+def _changed(saved: Saved) -> tuple[str, ...]:
+    """A line if the training file is no longer that of training."""
+    name, digest = digests_of(saved.spec)["data.train"]
+    if files_of(saved.run).get("train", digest) == digest:
+        return ()
+    return (f"{name} has changed since {saved.run.path} was trained, so which of its rows were trained on is a guess",)
+
+
+def _seen(whole: Table, table: Table, origins: Origins, spec: Spec) -> tuple[str, ...]:
+    """A line if some origins lie within the rows that the run was trained on, of any series."""
     train = series.spans(whole, spec, valid_file=spec.data.valid is not None, test_file=spec.data.test is not None)["train"]
-    ends = dict(zip(whole.names, train.lengths.tolist(), strict=True))
-    inside = sum(int((rolling.known(int(length)) < ends[name]).sum()) for name, length in zip(table.names, table.lengths, strict=True))
+    if origins.last_O is None or whole.times is None:
+        ends = dict(zip(whole.names, train.lengths.tolist(), strict=True))
+        inside_SO = origins.known_SO < np.array([ends[name] for name in table.names])[:, None]
+    else:
+        there = train.lengths > 0
+        trained_until = whole.times.keys[(train.starts + train.lengths - 1)[there]].max() if there.any() else origins.last_O[0]
+        inside_SO = np.broadcast_to(origins.last_O < trained_until, origins.made_SO.shape)
+    inside, total = int((inside_SO & origins.made_SO).sum()), int(origins.made_SO.sum())
     if not inside:
         return ()
-    total = rolling.origins * len(table.names)
     return (
         f"{inside} of {total} forecasts start within the rows that the run was trained on, so they look better than they are; use fewer "
         "origins or later data, or backtest the SPEC, which trains on the rows before the first origin alone",

@@ -64,7 +64,7 @@ from carrywave.train.opening_notes import noted
 from carrywave.train.plan_check import Comparison
 from carrywave.train.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.result import Result
-from carrywave.train.run_start import Start, begin, prepare_in_turn
+from carrywave.train.run_start import Start, begin, check_idle, prepare_in_turn
 
 
 def train(
@@ -224,6 +224,8 @@ def _train(
     unfit = not_made_for_bf16(world)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
+        if start.snapshot is None:
+            check_idle(spec, prepared, own=own is not None)
         given = None if own is None else own_model(own, spec, prepared.facts, loss)
         if given is not None:
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
@@ -299,7 +301,7 @@ def _train(
                 folder.write_json("plan.json", asdict(plan) | told)
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
-                folder.write_json("facts.json", asdict(prepared.facts) | origin)
+                folder.write_json("facts.json", asdict(prepared.facts) | origin | {"files": dict(files)})
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
                 folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended

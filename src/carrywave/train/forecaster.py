@@ -25,7 +25,7 @@ from carrywave.train.result import Result
 SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's libraries use
 # Keys of a spec's data section that are arguments of a forecaster.
 ARGUMENTS = {name: name for name in ("horizon", "quantiles", "season", "series", "time")} | {"targets": "target"}
-ERRORS = ("mae", "pinball")  # by which a score compares a forecast with the naive one
+ERRORS = ("pinball", "mae")  # by which a score compares a forecast with the naive one: quantiles are judged as such
 
 
 class Forecaster:
@@ -86,7 +86,7 @@ class Forecaster:
         self.result: Result | None = None  # of `fit`: metrics, ending, the model
         self._fitted: Path | str | None = None
         self._known: tuple[str, ...] = ()  # the columns that are read ahead
-        self._frame: Any = None
+        self._frames: dict[str, Any] = {}  # what the last fit was given: train and, if they were, valid and test
 
     def __repr__(self) -> str:
         return f"Forecaster(horizon={self.horizon}, run={None if self.run is None else str(self.run)!r})"
@@ -143,13 +143,14 @@ class Forecaster:
         self.result = fit(self.model or None, given, **how)
         self._fitted = self.result.run
         self._known = self.result.task.codec.known
-        self._frame = frame
+        self._frames = given
         return self
 
     def predict(self, frame: Any = None, *, future: Any = None) -> Any:
         """Forecast what follows the last row of each series: a frame of the same kind, with a row for each series and future time.
 
-        Without a frame, it is what follows the frame that `fit` was given. Series that the forecaster was not trained on are forecast too.
+        Without a frame, it is what follows all rows that `fit` was given: train, then valid, then test. Series that the forecaster was not
+        trained on are forecast too.
         With known covariates, `future` is a frame of the same kind with their values: a row for each series and time ahead. They may also
         be rows at the end of `frame`, with nothing in the columns to forecast.
 
@@ -162,22 +163,26 @@ class Forecaster:
         (['unique_id', 'ds', 'y'], [50, 51])
         """
         run = self._opened("predict")
-        if frame is None and self._frame is None:
+        if frame is None and not self._frames:
             raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
-        given = self._frame if frame is None else frame
+        frames = self._frames if frame is None else {"the frame": frame}
+        given, *_ = frames.values()
         self._check(given, "the frame")
         if future is not None:
             self._check(future, "future")
             self._check_ahead(future)
-        whole = given if future is None else appended(given, future, "future")
+        whole = given
+        for name, more in (*list(frames.items())[1:], ("future", future)):
+            whole = whole if more is None else appended(whole, more, name)
         rows = predict(run, whole, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
 
     def backtest(self, frame: Any, *, origins: int = ORIGINS, stride: int | None = None) -> Any:
         """Forecast from several origins within a frame, as if nothing after them were known: a frame of forecasts beside what came.
 
-        The last origin lies a horizon before the end of each series, the one before it a `stride` earlier (by default a horizon), and so
-        on. Forecasts from origins within the rows that were trained on look better than they are: fit on the rows before, as here.
+        The last origin lies a horizon before the last time in the frame, the one before it a `stride` earlier (by default a horizon), and
+        so on; they are the same for all series. Forecasts from origins within the rows that were trained on look better than they are: fit
+        on the rows before, as here.
 
         >>> import carrywave as cw
         >>> import pandas as pd
@@ -198,8 +203,8 @@ class Forecaster:
     def score(self, frame: Any) -> float:
         """How much better than the seasonal-naive forecast, over all rows of a frame: 1 is perfect, 0 as good as naive, below 0 worse.
 
-        It is 1 − error ÷ naive error, where the error is the MAE or, for quantiles without the median, the pinball loss.
-        `cw.evaluate(run, frame)` has all metrics.
+        It is 1 − error ÷ naive error, where the error is the MAE or, for quantiles, the pinball loss over all of them, with the naive
+        forecast as each quantile. `cw.evaluate(run, frame)` has all metrics.
 
         >>> import carrywave as cw
         >>> import pandas as pd

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
 from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared, prepare
+from carrywave.errors import SpecError
 from carrywave.launch import exit_reports, launch_record
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.plan import Plan
@@ -21,6 +23,7 @@ from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
+from carrywave.spec.idle_keys import idle_beside_own, idle_with
 from carrywave.spec.spec import Spec
 from carrywave.train.checkpointer import receive_snapshot
 from carrywave.train.planning import plan_before
@@ -118,3 +121,13 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
                     prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # in the second turn every remaining worker reads
     return prepared, dict(prepared.files)
+
+
+def check_idle(spec: Spec, prepared: Prepared, *, own: bool) -> None:
+    """Refuse keys that act on nothing with this data, or beside the user's own model."""
+    text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
+    problem = next(
+        chain(idle_with(spec, prepared.facts, text=text, valid=prepared.valid is not None), idle_beside_own(spec) if own else ()), None
+    )
+    if problem is not None:
+        raise SpecError(problem)

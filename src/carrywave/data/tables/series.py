@@ -17,6 +17,7 @@ from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.files.fields import steps_of
 from carrywave.data.files.rows import Rows
+from carrywave.data.overlap import told_of_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.columns import COVARIATES, ColumnChoice
@@ -291,6 +292,7 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
+            notes += told_of_series(table, cut["train"].starts, cut["train"].lengths, other, part)
             notes += other.notes[1:]  # the first note, about columns, is already given for train
             parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
             notes += found.notes

@@ -1,4 +1,4 @@
-"""Rolling origins: after how many rows of each series a forecast is made, and the table as it was known then. NumPy only."""
+"""Rolling origins: when forecasts are made, after how many rows of each series, and the table as it was known then. NumPy only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.completing import filled, lacking, unread_cells
+from carrywave.data.tables.frequency import Keys
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 
@@ -21,7 +22,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Rolling:
-    """Origins counted from the end of each series: the last one leaves just a horizon, the one before a stride more."""
+    """Origins counted from the end: the last one leaves just a horizon, the one before a stride more."""
 
     horizon: int
     stride: int
@@ -38,29 +39,102 @@ class Rolling:
         """Rows after the first origin."""
         return self.beyond + (self.origins - 1) * self.stride
 
-    def known(self, length: int) -> Ints:
-        """How many rows of a series are known at each origin, the first origin first."""
+    def before(self, length: int) -> Ints:
+        """How many of so many rows, or times, come before each origin, the first origin first; none or less if there are too few."""
         return length - self.span + np.arange(self.origins, dtype=np.int64) * self.stride
 
 
-def long_enough(table: Table, rolling: Rolling, *, before: int) -> tuple[Table, tuple[str, ...]]:
-    """The series that have `before` rows ahead of the first origin, and a line about those that are left out."""
-    needed = rolling.span + before
-    fits = table.lengths >= needed
+@dataclass(frozen=True)
+class Origins:
+    """Where origins lie in each series of a table. Shapes: S series, O origins.
+
+    They are the same times for all series, so that nothing that is known at an origin, of any series, is later than it.
+    """
+
+    rolling: Rolling
+    known_SO: Ints  # rows before each origin
+    made_SO: Mask  # from which of them a series is forecast: it has enough rows after them; never from one again after one that it lacks
+    last_O: Keys | None = None  # the last time before each origin; None: there are none in common, and rows are counted from each one's end
+
+    def of(self, kept: Mask) -> Origins:
+        """Those of some of the series."""
+        return replace(self, known_SO=self.known_SO[kept], made_SO=self.made_SO[kept])
+
+
+def place_origins(table: Table, rolling: Rolling) -> Origins:
+    """The origins of a table: counted back over all of its times, or else over the rows of each series."""
+    times = _times_in_common(table)
+    last_O: Keys | None = None
+    if times is None:
+        known_SO = np.array([rolling.before(int(length)) for length in table.lengths], np.int64)
+    else:
+        at_O = rolling.before(len(times))
+        last_O = times[np.maximum(at_O - 1, 0)]
+        assert table.times is not None
+        keys = [table.times.keys[start : start + length] for start, length in zip(table.starts, table.lengths, strict=True)]
+        known_SO = np.stack([np.searchsorted(own, last_O, side="right") for own in keys]).astype(np.int64)
+        known_SO = np.where(at_O > 0, known_SO, 0)
+    return Origins(rolling, known_SO, table.lengths[:, None] - known_SO >= rolling.beyond, last_O)
+
+
+def _times_in_common(table: Table) -> Keys | None:
+    """All times of a table, in order; None if rows are counted instead."""
+    if table.times is None or table.times.frequency is None:
+        return None
+    keys = table.times.keys
+    found: Keys = np.unique(
+        np.concatenate([keys[start : start + length] for start, length in zip(table.starts, table.lengths, strict=True)])
+    )
+    return found
+
+
+def long_enough(table: Table, rolling: Rolling, *, before: int) -> tuple[Table, Origins, tuple[str, ...]]:
+    """The series that have `before` rows ahead of the first origin, where origins lie in them, and lines about the others."""
+    origins = place_origins(table, rolling)
+    fits = origins.known_SO[:, 0] >= before
     if not fits.any():
-        longest = int(table.lengths.max())
+        needed, longest = rolling.span + before, int(table.lengths.max())
         reach = f" and what is known {rolling.reach} rows ahead" if rolling.reach > rolling.horizon else ""
         raise DataError(
             f"{table.name}: {rolling.origins} origins, {rolling.stride} rows apart, with a horizon of {rolling.horizon}{reach} "
             f"need {needed} rows, but the longest series has {longest}; use fewer origins, or a smaller stride or horizon"
         )
+    lines = []
+    if not fits.all():
+        has, are = ("has", "is") if (~fits).sum() == 1 else ("have", "are")
+        fact = f"{has} fewer than {before} row{'s' * (before != 1)} before the first origin and {are} left out"
+        lines.append(f"{table.name}: {_some(table, ~fits)} {fact}: {_named(table, ~fits)}")
+    made_SO = origins.made_SO & fits[:, None]
+    if not made_SO.any():
+        raise DataError(
+            f"{table.name}: origins are counted back from the last time of all series, but no series has {before} rows before the first "
+            f"and {rolling.beyond} after it; leave out those that end much later than the others, or use fewer origins"
+        )
+    ended = fits & ~made_SO.all(axis=1)
+    if ended.any():
+        ends, are = ("ends", "is") if ended.sum() == 1 else ("end", "are")
+        fact = f"{ends} earlier than others and {are} forecast from fewer origins, or none, which are the same times for all"
+        lines.append(f"{table.name}: {_some(table, ended)} {fact}: {_named(table, ended)}")
+    if origins.last_O is None and _end_apart(table):
+        lines.append(f"{table.name}: series have no times in common, so the origins of each are counted back from its own end")
     if fits.all():
-        return table, ()
-    short = [table.names[place] for place in np.flatnonzero(~fits)]
-    shown = ", ".join(short[:SHOWN]) + (", …" if len(short) > SHOWN else "")
-    has, are = ("has", "is") if len(short) == 1 else ("have", "are")
-    line = f"{table.name}: {len(short):,} of {len(table.names):,} series {has} fewer than {needed} rows and {are} left out: {shown}"
-    return cut(table, np.where(fits, table.lengths, 0), np.where(fits, table.totals - table.lengths, 0)), (line,)
+        return table, origins, tuple(lines)
+    return cut(table, np.where(fits, table.lengths, 0), np.where(fits, table.totals - table.lengths, 0)), origins.of(fits), tuple(lines)
+
+
+def _some(table: Table, which: Mask) -> str:
+    return f"{int(which.sum()):,} of {len(table.names):,} series"
+
+
+def _named(table: Table, which: Mask) -> str:
+    names = [table.names[place] for place in np.flatnonzero(which)]
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def _end_apart(table: Table) -> bool:
+    """True if series do not end together, as far as is known."""
+    ends = table.lengths if table.times is None or table.times.in_words else table.times.keys[table.starts + table.lengths - 1]
+    return len(np.unique(ends)) > 1
 
 
 def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
@@ -81,15 +155,16 @@ def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
     )
 
 
-def at_origin(table: Table, rolling: Rolling, number: int, among: Mask | None = None) -> Table:
+def at_origin(table: Table, origins: Origins, number: int | Ints) -> Table:
     """What was known at one of the origins: the rows before it and, where columns are known ahead, these for the horizon after it.
 
-    Empty cells are filled from what was known alone, so those at the end of the past are filled from the values before them. `among` marks
-    the series that are wanted.
+    Empty cells are filled from what was known alone, so those at the end of the past are filled from the values before them. `number` may
+    differ from series to series; one of -1 is left out.
     """
-    lengths = np.array([rolling.known(int(length))[number] for length in table.lengths], np.int64)
-    lengths = lengths if among is None else np.where(among, lengths, 0)
-    found = cut(table, lengths, np.full_like(lengths, rolling.beyond if table.choice.known else 0))
+    at_S = np.broadcast_to(np.asarray(number, np.int64), table.lengths.shape)
+    lengths = np.where(at_S < 0, 0, np.take_along_axis(origins.known_SO, np.maximum(at_S, 0)[:, None], axis=1)[:, 0])
+    ahead = np.minimum(table.totals - lengths, origins.rolling.beyond if table.choice.known else 0)
+    found = cut(table, lengths, ahead)
     measured = len(table.columns) - len(calendar_columns(table.choice.calendar))
     columns = (*table.columns[:measured], *table.categorical)
     unread = unread_cells(columns, table.choice, _is_ahead(found))
@@ -103,7 +178,8 @@ def at_origin(table: Table, rolling: Rolling, number: int, among: Mask | None = 
         row, column = (int(place) for place in np.argwhere(empty)[0])
         series = int(of_row[row])
         fact = f"column {columns[column]} is empty in the first {int(found.lengths[series])} rows of series {found.names[series]}"
-        raise DataError(f"{table.name}: {fact}, where origin {number + 1} lies; use fewer origins, or set data.missing=zero")
+        origin = int(at_S[table.names.index(found.names[series])]) + 1
+        raise DataError(f"{table.name}: {fact}, where origin {origin} lies; use fewer origins, or set data.missing=zero")
     changed: dict[str, Any] = {"values": np.concatenate([cells[:, :measured], found.values[:, measured:]], axis=1)}
     if found.codes is not None:
         changed["codes"] = np.where(np.isnan(cells[:, measured:]), -1, cells[:, measured:]).astype(np.int64)

@@ -32,7 +32,7 @@ text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}.end{text-anchor:en
 
 def draw(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], quantiles: Sequence[float] | None, title: str) -> str:
     """The SVG of a backtest."""
-    pairs = [(series, place) for series in range(len(table.names)) for place in range(len(columns))]
+    pairs = [(series, place) for series in sorted({each.series for each in forecasts}) for place in range(len(columns))]
     shown = pairs[:MOST_PANELS]
     left_out = f" (the first {len(shown)} of {len(pairs)})" if len(pairs) > len(shown) else ""
     parts = [f'<text class="title" x="{MARGIN}" y="{MARGIN + 16}">{escape(title + left_out)}</text>']

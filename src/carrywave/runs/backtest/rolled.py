@@ -14,7 +14,7 @@ from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
-from carrywave.runs.backtest.origins import Rolling, at_origin, same_past
+from carrywave.runs.backtest.origins import Origins, at_origin, same_past
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.views import Naive
@@ -45,45 +45,52 @@ class Reading:
     origins: tuple[tuple[int, ...], ...]  # of each series
 
 
-def readings(table: Table, rolling: Rolling, origins: Sequence[int], codec: Codec) -> Iterator[Reading]:
-    """As few readings as make the forecasts of all origins.
+def readings(table: Table, origins: Origins, wanted: Sequence[int], codec: Codec) -> Iterator[Reading]:
+    """As few readings as make the forecasts of all wanted origins.
 
-    The output after a row depends on no later one, so the reading at the last origin makes those of all others as well, except of series
-    that were known otherwise then: cells were filled with other values, or the scale, in series that train does not contain, was that of
+    The output after a row depends on no later one, so the reading of a series at its last origin makes those of its others as well, unless
+    it was known otherwise then: cells were filled with other values, or the scale, in series that train does not contain, was that of
     fewer rows.
     """
-    last = origins[-1]
-    latest = at_origin(table, rolling, last)
+    made_SO = origins.made_SO[:, list(wanted)]
+    last_S = np.where(made_SO.any(axis=1), np.array(wanted)[np.maximum(made_SO.sum(axis=1) - 1, 0)], -1)
+    read = last_S >= 0
+    if not read.any():
+        return
+    latest = at_origin(table, origins, last_S)
     scaled = np.array([not codec.names or name in codec.names for name in table.names], np.bool_)
-    alike = {last: np.ones_like(scaled)}
-    for origin in origins[:-1]:
-        alike[origin] = scaled if table.unfilled is None else scaled & same_past(at_origin(table, rolling, origin), latest)
-    served = tuple(tuple(origin for origin in origins if alike[origin][number]) for number in range(len(scaled)))
-    yield Reading(latest, tuple(range(len(scaled))), served)
-    for origin in origins[:-1]:
-        if not alike[origin].all():
-            numbers = tuple(np.flatnonzero(~alike[origin]).tolist())
-            yield Reading(at_origin(table, rolling, origin, ~alike[origin]), numbers, ((origin,),) * len(numbers))
+    alike = {origin: (scaled & (origin < last_S)) | (origin == last_S) for origin in wanted}
+    for origin in wanted if table.unfilled is not None else ():
+        same = np.ones_like(read)
+        same[read] = same_past(at_origin(table, origins, np.minimum(origin, last_S)), latest)
+        alike[origin] &= same
+    numbers = np.flatnonzero(read).tolist()
+    yield Reading(latest, tuple(numbers), tuple(tuple(origin for origin in wanted if alike[origin][number]) for number in numbers))
+    for origin in wanted:
+        rest = (origin < last_S) & ~alike[origin]
+        if rest.any():
+            again = tuple(np.flatnonzero(rest).tolist())
+            yield Reading(at_origin(table, origins, np.where(rest, origin, -1)), again, ((origin,),) * len(again))
 
 
-def forecast(saved: Saved, table: Table, rolling: Rolling, origins: Sequence[int]) -> list[Rolled]:
+def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]) -> list[Rolled]:
     """Forecasts from some of the origins, by series and origin. Empty on ranks other than 0. Collective."""
     outputs, made = Outputs(saved), list[Rolled]()
-    for reading in readings(table, rolling, origins, saved.task.codec):
+    for reading in readings(table, origins, wanted, saved.task.codec):
         data = series.encoded(reading.table, saved.task.codec, MemoryAppender)
         lasts = {
-            place: rolling.known(int(table.lengths[number]))[list(own)] - 1
+            place: origins.known_SO[number, list(own)] - 1
             for place, (number, own) in enumerate(zip(reading.numbers, reading.origins, strict=True))
         }
         if found := outputs.after(data, lasts):
-            made += _in_units(saved, table, rolling, reading, data, found)
+            made += _in_units(saved, table, origins, reading, data, found)
     return sorted(made, key=lambda each: (each.series, each.origin))
 
 
 def _in_units(
-    saved: Saved, table: Table, rolling: Rolling, reading: Reading, data: Sequences, found: dict[int, NDArray[Any]]
+    saved: Saved, table: Table, origins: Origins, reading: Reading, data: Sequences, found: dict[int, NDArray[Any]]
 ) -> Iterator[Rolled]:
-    spec, codec = saved.spec.data, saved.task.codec
+    spec, codec, rolling = saved.spec.data, saved.task.codec, origins.rolling
     targets = np.array(codec.targets)
     ahead = np.arange(1, rolling.horizon + 1)
     part_of = Naive(data, targets, spec.horizon, spec.season, spec.residual)
@@ -91,13 +98,13 @@ def _in_units(
     change_SC = saved.task.scale.of_series(data)
     scales = series.scales(reading.table, codec)
     for place, out in found.items():
-        number, origins = reading.numbers[place], reading.origins[place]
+        number, own = reading.numbers[place], reading.origins[place]
         mean, std = (np.array(values)[targets] for values in scales[place])
-        known = rolling.known(int(table.lengths[number]))[list(origins)]
+        known = origins.known_SO[number, list(own)]
         rows = data.starts[place] + known - 1
         out_OHCQ = out.reshape(*out.shape[:3], -1)[:, : rolling.horizon] + part_of(rows)[:, : rolling.horizon, :, None]
         last_season_OHC = seasonal(rows)
-        for at, origin in enumerate(origins):
+        for at, origin in enumerate(own):
             yield Rolled(
                 number,
                 origin,

@@ -1,0 +1,175 @@
+"""Where each key of a spec acts. A key that is set where it acts on nothing is refused: whoever sets it expects something of it.
+
+A resolved spec lists every key, so one that has its default value is no mistake. Runs are not held to this when they are opened again: an
+older version may have written what is refused today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+
+Rule = Callable[[Spec], str | None]  # why the key acts on nothing, and what to do instead; None if it acts
+LABELS, POOLED = ("classification", "tagging"), ("classification", "regression")
+
+
+def _and(names: Sequence[str], word: str = "and") -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
+
+
+def _tasks(*names: str) -> Rule:
+    return lambda spec: None if spec.task in names else f"is for {_and(names)}, not for {spec.task}; remove it"
+
+
+def _not_forecasting(instead: str = "remove it") -> Rule:
+    return lambda spec: f"is for text and tokens, not for forecasting; {instead}" if spec.task == "forecasting" else None
+
+
+def _optimizers(*names: str) -> Rule:
+    known, use = _and(names), f"remove it, or use train.optimizer={names[0]}"
+    return lambda spec: None if spec.train.optimizer in names else f"is for {known}, not for {spec.train.optimizer}; {use}"
+
+
+def _schedules(*names: str) -> Rule:
+    known = _and(names, "or")
+    return lambda spec: None if spec.train.schedule in names else f"is for train.schedule={known}, not for {spec.train.schedule}; remove it"
+
+
+def _patience(spec: Spec) -> str | None:
+    train = spec.train
+    if train.schedule == "plateau":
+        return None
+    early = f"to stop after {train.patience} evaluations without improvement, set train.early_stop={train.patience} instead"
+    return f"is for train.schedule=plateau, which lowers the learning rate, not for {train.schedule}; remove it, or {early}"
+
+
+def _min_lr(spec: Spec) -> str | None:
+    if spec.train.schedule != "constant" or spec.train.warmup:
+        return None
+    return "is the lowest learning rate of a schedule, but train.schedule=constant never lowers it; remove it, or set train.schedule"
+
+
+def _loss(spec: Spec) -> str | None:
+    if spec.task == "forecasting" and spec.data.quantiles is not None:
+        return "has no effect beside data.quantiles, whose loss is the pinball loss; remove it"
+    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy"}
+    return f"is for forecasting and regression; the loss of {spec.task} is {kinds[spec.task]}; remove it" if spec.task in kinds else None
+
+
+def _share(spec: Spec) -> str | None:
+    other = "data.split" if spec.data.split is not None else "data.valid" if spec.data.valid is not None else None
+    if other is None or not spec.data.share:  # to hold nothing out is what happens then
+        return None
+    return f"is held out only without {other}, which says what valid is; remove one of them"
+
+
+def _context(spec: Spec) -> str | None:
+    if (why := _tasks("forecasting")(spec)) is not None:
+        return why
+    data = spec.data
+    cut = data.split is not None or (data.valid is None and data.share > 0)
+    return None if cut else "is for a part that is cut from the training file, and none is; remove it"
+
+
+def _dropout(spec: Spec) -> str | None:
+    model = spec.model
+    own = (model.dropout_input, model.dropout_hidden, model.dropout_output)
+    return None if None in own else "is the default of dropout_input, dropout_hidden and dropout_output, which are all set; remove it"
+
+
+def _dropout_hidden(spec: Spec) -> str | None:
+    return "is between layers, but model.layers=1; remove it, or use dropout_output" if spec.model.layers == 1 else None
+
+
+ACTS: Mapping[str, Rule] = {
+    **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
+    "data.text": _not_forecasting("set data.columns to the columns to read"),
+    "data.label": _tasks("classification", "regression", "tagging"),
+    "data.share": _share,
+    "data.split": lambda spec: (
+        None
+        if spec.task == "forecasting"
+        else f"is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share"
+    ),
+    **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _tasks("forecasting")),
+    **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
+    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles"), _tasks("forecasting")),
+    "data.context": _context,
+    "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
+    "model.embedding": _not_forecasting(),
+    "model.dropout_words": _not_forecasting(),
+    "model.dropout": _dropout,
+    "model.dropout_hidden": _dropout_hidden,
+    "model.softmax": _tasks("language"),
+    "model.pool": _tasks(*POOLED),
+    "train.momentum": _optimizers("sgd"),
+    "train.betas": _optimizers("adam", "adamw"),
+    "train.nonmono": _optimizers("ntasgd"),
+    "train.hold": _schedules("cosine", "linear"),
+    "train.factor": _schedules("plateau", "step"),
+    "train.patience": _patience,
+    "train.every": _schedules("step"),
+    "train.min_lr": _min_lr,
+    "train.class_weights": _tasks(*LABELS),
+    "train.loss": _loss,
+}
+# Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
+ALWAYS: Mapping[str, tuple[str, ...]] = {
+    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
+    "model": (
+        *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
+        *("layer_norm", "learned_carry", "init", "forget_bias", "pretrained"),
+    ),
+    "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),
+    "train": (
+        *("optimizer", "lr", "weight_decay", "clip", "epochs", "max_steps", "accumulate", "precision", "reproducible", "shard_optimizer"),
+        *("seed", "schedule", "warmup", "alpha", "beta", "evaluate_every", "best", "early_stop", "on_nan", "log_every", "track"),
+        *("snapshot_every", "keep", "sync"),
+    ),
+}
+
+
+def is_set(spec: Spec, key: str) -> bool:
+    """True if a key has another value than its default."""
+    section, _, name = key.partition(".")
+    values = getattr(spec, section)
+    return bool(getattr(values, name) != type(values).model_fields[name].default)
+
+
+def idle(spec: Spec) -> list[str]:
+    """A line for each key that is set and acts on nothing."""
+    return [f"{key} {why}" for key, rule in ACTS.items() if is_set(spec, key) and (why := rule(spec)) is not None]
+
+
+def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Iterator[str]:
+    """Lines for keys that act on nothing with the data at hand. `text`: it has to be cut into tokens; `valid`: there is validation data."""
+    if spec.task != "forecasting":
+        kind = "numbers" if not facts.vocabulary else "tokens already"
+        of_text = () if text else ("data.tokens",)
+        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", "model.embedding", "model.dropout_words")
+        for key in (*of_text, *of_tokens):
+            if is_set(spec, key):
+                yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
+    if facts.vocabulary and spec.task in LABELS and is_set(spec, "data.standardize"):
+        yield "data.standardize is for numbers, but the data is tokens; remove it"
+    if valid:
+        return
+    train = spec.train
+    for setting, asked in (
+        ("early_stop", train.early_stop is not None),
+        ("schedule=plateau", train.schedule == "plateau"),
+        ("optimizer=ntasgd", train.optimizer == "ntasgd"),
+        (f"best={train.best}", is_set(spec, "train.best")),
+    ):
+        if asked:
+            yield f"train.{setting} goes by validation data, but there is none; set data.valid to a file, or data.share above 0"
+
+
+def idle_beside_own(spec: Spec) -> Iterator[str]:
+    """Lines for keys that describe the built-in model, if the user passes one of their own."""
+    keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights")
+    for key in keys:
+        if is_set(spec, key):
+            yield f"{key} is for the model that a spec describes, but you pass a model of your own; remove it"
