@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from carrywave.data.batch import Batch
+    from carrywave.exporting.run_export import export_run as export
     from carrywave.kernels.carry import Carry
     from carrywave.model.lstm import LSTM
     from carrywave.model.model import Model
@@ -35,6 +36,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "evaluate",
+    "export",
     "fit",
     "load_spec",
     "predict",
@@ -52,6 +54,7 @@ _HOMES = {
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.step.trainer", "Trainer"),
     "evaluate": ("carrywave.runs.trained_run", "evaluate_run"),
+    "export": ("carrywave.exporting.run_export", "export_run"),
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
     "predict": ("carrywave.runs.prediction", "predict"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Iterator
 
 
@@ -45,6 +46,11 @@ class ContactLost(RuntimeError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank  # the peer that was lost, if known
+
+
+def one_line(error: BaseException, most_characters: int = 600) -> str:
+    """What a library says, on one line, for a message of ours. Its remedy often comes last, so little is cut, and only between words."""
+    return textwrap.shorten(str(error), most_characters, placeholder=" …").rstrip(".")
 
 
 class _Words:

@@ -199,7 +199,7 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
         [{"tokens": [1], "labels": [None]}],
         "valid contains no targets: every label in it is ignored; add labels",
     ),
-    "a list": ([*LABELS, "data.train=bad", "data.format=jsonl"], "[1]\n", "bad:1: the line is a JSON list, not an object; write one"),
+    "a list": ([*LABELS, "data.train=bad", "data.format=jsonl"], "[1]\n", "bad: row 1 begins with '1'; write an array of objects"),
     "no column": (
         [*SERIES, "data.targets=[z]"],
         "",

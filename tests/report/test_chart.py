@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from carrywave.report.chart import Band, Line, Mark, draw, legend, number, reduced, ticks
+from carrywave.report.chart import WIDTH, Band, Line, Mark, draw, legend, number, reduced, ticks
 
 
 def points_of(svg: str) -> list[tuple[float, float]]:
@@ -31,6 +31,26 @@ def test_every_text_is_escaped() -> None:
     ElementTree.fromstring(svg)
     assert "<script" not in svg + html
     assert svg.count("&lt;script&gt;") >= 5
+
+
+def test_what_is_said_of_a_mark_covers_neither_the_curve_nor_another_mark() -> None:
+    line = Line("a", [(0, 0.0), (50, 10.0), (100, 5.0)])
+    marks = [Mark(50, 10.0, "best: 10 at step 50"), Mark(55, 5.0, "10.1 at step 55"), Mark(100, 5.0, "5 at step 100")]
+    svg = draw("t", [line], marks=marks)
+    highest = min(y for _, y in points_of(svg))
+    found = [(float(x), float(y)) for x, y in re.findall(r'<text class="said mid" x="([0-9.]+)" y="([0-9.]+)"', svg)]
+    assert len(found) == 3
+    assert all(y < highest for _, y in found)
+    assert found[0][1] != found[1][1]  # too near for one row
+    assert found[0][1] == found[2][1]
+    assert found[2][0] + 7.4 * len("5 at step 100") / 2 <= WIDTH  # moved to where it is not cut off
+    assert min(y for _, y in points_of(draw("t", [line]))) < highest  # without marks, the plot has the room
+
+
+def test_ticks_may_be_texts() -> None:
+    svg = draw("t", [Line("a", [(0, 0.0), (9, 1.0)])], x_ticks=[(0, "<Monday>"), (9, "Tuesday")])
+    assert "&lt;Monday&gt;" in svg
+    assert "Tuesday" in svg
 
 
 def test_a_spike_survives_the_reduction() -> None:

@@ -66,12 +66,41 @@ def test_the_figures_are_on_the_page(tmp_path: Path) -> None:
         "1,234",
         "25.0%",
         "20 s away, 20 steps computed again",
-        "predicted 500 ms (+16%)",
+        "A step took 200 ms on average over the whole run. The 20 steps before the one drawn here took 580 ms on average; early steps",
+        "predicted 500 ms (-60%)",
         "85.0% are right",
     ):
         assert figure in text
     assert "F0 F1 F2 F3" in text  # the schedule
     assert "Rank 0 (replica 0, stage 0) computed longest." in text
+
+
+def test_the_loss_is_not_called_best_where_another_metric_picked_the_weights(tmp_path: Path) -> None:
+    rows = [
+        {"split": "valid", "epoch": step // 10, "step": step, "loss": loss, "accuracy": right, "macro_f1": right}
+        for step, loss, right in ((10, 0.5, 0.6), (20, 0.7, 0.8))
+    ]
+    record = read_run(write(tmp_path / "run", task="classification", metrics=rows))
+    record = replace(record, spec={**record.spec, "train": {"best": "accuracy"}})
+    text = " ".join(Tags(render([record], [None])).text.split())
+    assert "0.7 at step 20, best by accuracy" in text
+    assert "best: 80.00% at step 20" in text
+    assert "best: 0.7" not in text
+    assert " 80.00% at step 20 " in text  # of macro F1
+    assert "0.7 (by accuracy)" in Tags(render([record, record], [None, None])).text
+
+
+def test_forecasts_stand_above_their_dates(tmp_path: Path) -> None:
+    history = [(float(step), 1.0) for step in range(-3, 1)]
+    ahead = [(float(step), 2.0) for step in (1, 2)]
+    times = [f"2024-01-01 {hour:02d}:00:00" for hour in range(6)]
+    sample = Forecasted("y", history, [history[-1], *ahead], ahead, [], times=times)
+    record = read_run(write(tmp_path / "run", task="forecasting"))
+    text = Tags(render([record], [Samples("", [sample])])).text
+    assert "forecast made at 2024-01-01 03:00:00" in text
+    assert "2024-01-01 03:00\n" in text  # below the plot, without seconds
+    assert "steps ahead" not in text
+    assert "steps ahead" in Tags(render([record], [Samples("", [replace(sample, times=())])])).text
 
 
 def test_a_run_without_anything_is_said_in_words(tmp_path: Path) -> None:

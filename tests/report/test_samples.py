@@ -40,6 +40,14 @@ def test_a_confusion_matrix_is_that_of_the_evaluation(tmp_path: Path) -> None:
     assert confused.labels == ("a", "b", "c")
     assert confused.accuracy == pytest.approx(cw.evaluate(run, device="cpu")["accuracy"])
     assert found.note.startswith(f"{sum(map(sum, confused.counts))} targets of the validation data")
+    test = Path(labelled(tmp_path / "test.jsonl"))
+    test.write_text("\n".join(test.read_text().splitlines()[:17]))
+    run = train("classification", {"train": str(tmp_path / "rows.jsonl"), "test": str(test)}, tmp_path / "tested", tokens=64)
+    found = samples_of(run, "cpu")
+    assert found.note.startswith("17 targets of the test data")
+    [confused] = found.shown
+    assert isinstance(confused, Confused)
+    assert confused.accuracy == pytest.approx(cw.evaluate(run, device="cpu")["accuracy"])
 
 
 @pytest.mark.slow
@@ -87,6 +95,24 @@ def test_of_many_series_it_is_said_how_many_are_shown(tmp_path: Path) -> None:
     found = samples_of(run, "cpu")
     assert len(found.shown) == 2
     assert found.note.endswith("with the best weights: the first 2 of 5 series.")
+    for place, panel in enumerate(found.shown):
+        assert isinstance(panel, Forecasted)
+        assert panel.title == f"y, series s{place}"
+        assert list(panel.times) == [str(time) for time in range(60 - len(panel.history) - 3, 60)]
+
+
+@pytest.mark.slow
+def test_a_forecast_within_a_split_has_the_dates_of_its_rows(tmp_path: Path) -> None:
+    days = [f"2024-{1 + at // 28:02d}-{1 + at % 28:02d}" for at in range(120)]
+    rows = [f"{day} 00:00:00,{math.sin(at):.4f}" for at, day in enumerate(days)]
+    (tmp_path / "all.csv").write_text("\n".join(["ds,y", *rows]) + "\n")
+    data: dict[str, object] = {"train": str(tmp_path / "all.csv"), "horizon": 3, "split": [80, 20, 20], "frequency": "none"}
+    run = train("forecasting", data, tmp_path / "run", lanes=2, steps=16)
+    [panel] = samples_of(run, "cpu").shown
+    assert isinstance(panel, Forecasted)
+    assert [time[:10] for time in panel.times] == days[-len(panel.times) :]
+    assert len(panel.times) == len(panel.history) + 3
+    assert [value for _, value in panel.truth[1:]] == pytest.approx([math.sin(at) for at in (117, 118, 119)], abs=1e-3)
 
 
 @pytest.mark.slow

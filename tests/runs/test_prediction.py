@@ -157,8 +157,8 @@ def test_labels_come_back_as_they_were_given(tmp_path: Path, labels: tuple[Any, 
     run = learn(tmp_path, "classification", {"train": str(data)}, batch={"tokens": 16}, train={"epochs": 8, "lr": 0.05})
     found = predict_run(run, data, tmp_path / "out.jsonl", device="cpu")
     assert [row["label"] for row in found] == [row["label"] for row in rows]
-    with pytest.raises(UserError, match=r"written as JSON Lines or CSV, not as \.parquet"):
-        predict_run(run, data, tmp_path / "out.parquet", device="cpu")
+    with pytest.raises(UserError, match=r"written as JSON Lines, CSV or Parquet, not as \.xlsx; use .* \.parquet"):
+        predict_run(run, data, tmp_path / "out.xlsx", device="cpu")
 
 
 def table(path: Path, hours: int) -> Path:
@@ -301,9 +301,11 @@ def test_named_columns_are_read_from_frames_pipes_and_plain_texts(tmp_path: Path
     assert cw.predict(run, ["ab", "ba"] * 10, device="cpu") == expected
     given = lines(tmp_path / "given.jsonl", [{"review": text} for text in frame.review])
     assert cw.predict(run, given, device="cpu") == expected
-    with given.open() as stream:
-        monkeypatch.setattr("sys.stdin", stream)
-        assert cw.predict(run, "-", format="jsonl", device="cpu") == expected
+    (tmp_path / "array").write_text(json.dumps([{"review": text} for text in frame.review]))
+    for piped, named_format in ((given, "jsonl"), (tmp_path / "array", "auto")):
+        with piped.open() as stream:
+            monkeypatch.setattr("sys.stdin", stream)
+            assert cw.predict(run, "-", format=named_format, device="cpu") == expected
     with pytest.raises(UserError, match=r"data item 0 has no column 'review', which the training data has \(here there are text\); add it"):
         cw.predict(run, pd.DataFrame({"text": ["ab"]}), device="cpu")
     pair = cw.fit({"hidden": 4, "layers": 1}, (list(frame.review), list(frame.stars)), run=tmp_path / "pair", **how).run

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import carrywave as cw
@@ -20,7 +21,7 @@ from carrywave.runs.prediction import predict_run
 from carrywave.runs.rows import prompts
 from carrywave.runs.rows.blocks import read_blocks
 from carrywave.runs.rows.carried import Carried
-from carrywave.runs.rows.row_writer import RowWriter, flattened
+from carrywave.runs.rows.row_writer import RowWriter, flattened, writing
 from carrywave.runs.rows.standard_input import Stream, kept_in_a_file
 from carrywave.runs.trained_run import evaluate_run
 
@@ -74,6 +75,46 @@ def test_a_csv_has_a_column_for_each_class() -> None:
     assert "".join(text) == 'id,label,probability_a,probability_b c,more\n007,a,0.75,0.25,"[1, 2]"\n007,a,0.75,0.25,"[1, 2]"\n'
     with pytest.raises(UserError, match="named probability_a"):
         flattened({"probability_a": 1, **row})
+
+
+def test_parquet_has_the_columns_of_csv_and_lists_as_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carrywave.runs.rows.parquet_writer.GROUP_ROWS", 2)
+    row = {"label": 7, "probabilities": {"7": 0.5, "8": 0.5}, "odd": None}
+    rows = [{"id": f"00{place}", **row, "tags": ["x"] * place} for place in range(5)]
+    rows[4]["id"] = "\ud800"  # which UTF-8 cannot hold
+    with writing(tmp_path / "out.parquet") as writer:
+        writer.add(rows[:3])
+        writer.add(rows[3:])
+    assert writer.rows == 5
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found.column_names == ["id", "label", "probability_7", "probability_8", "odd", "tags"]
+    assert found["id"].to_pylist() == ["000", "001", "002", "003", "\\ud800"]
+    assert found["tags"].to_pylist() == [["x"] * place for place in range(5)]
+    assert pq.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"id": 1}, {"id": "a"}], "the values of id up to row 2 are not of one kind; write JSON Lines"),
+        ([{"id": 1}, {"id": 2}, {"id": "a"}], "the values of id up to row 3 are not int64, as in the rows before"),
+        ([{"id": 1}, {"id": 2}, {"id": 3, "more": 1}], "row 3 has a column more, which earlier rows have not"),
+    ],
+)
+def test_rows_that_parquet_cannot_hold_leave_no_file(
+    rows: list[dict[str, Any]], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("carrywave.runs.rows.parquet_writer.GROUP_ROWS", 2)
+    with pytest.raises(UserError, match=message), writing(tmp_path / "out.parquet") as writer:
+        writer.add(rows)
+    assert not list(tmp_path.iterdir())
+
+
+def test_predictions_in_parquet_are_those_in_json(run: Path, tmp_path: Path) -> None:
+    given = jsonl(tmp_path / "in.jsonl", texts(9))
+    predict_run(run, given, tmp_path / "out.parquet", keep=["id"], device="cpu")
+    expected = [flattened(row) for row in cw.predict(run, given, keep=["id"], device="cpu")]
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == expected
 
 
 def test_a_writer_whose_reader_is_gone_writes_no_more() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import carrywave as cw
-from carrywave.errors import SpecError
+from carrywave.errors import SpecError, one_line
 from carrywave.runs.tracking import tracking
 from carrywave.runs.tracking.tracker import Description, NotFound, Row, values_of
 from carrywave.runs.tracking.tracking import Tracking
@@ -107,6 +107,21 @@ def test_a_failure_is_one_line_and_the_next_attempt_makes_up_for_it(fails: str, 
     fake = Fake()
     copied(metrics, fake, 3)
     assert fake.steps == [1, 2, 3]
+
+
+def test_what_a_tracker_refuses_is_said_with_its_remedy(tmp_path: Path) -> None:
+    class Refusing(Fake):
+        def open(self, known: str | None) -> str:
+            raise ValueError(f"the file store is no longer supported {'for a reason ' * 20}; set MLFLOW_ALLOW_FILE_STORE=true.")
+
+    [line] = copied(tmp_path / "metrics.jsonl", Refusing(), 1)
+    assert "; set MLFLOW_ALLOW_FILE_STORE=true; training goes on" in line
+
+
+def test_an_endless_message_is_cut_between_words() -> None:
+    said = one_line(ValueError("several words\n" * 1000))
+    assert len(said) <= 600
+    assert said.endswith((" words …", " several …"))
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

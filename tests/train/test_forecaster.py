@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +207,47 @@ def test_a_backtest_forecasts_as_predict_does_from_each_origin(fitted: cw.Foreca
 def test_an_argument_is_not_taken_from_the_data_section_too(key: str, argument: str) -> None:
     with pytest.raises(UserError, match=rf"data has {key}, which is an argument of its own; pass {argument}=..."):
         cw.Forecaster(4, data={key: 2})
+
+
+def cloned(forecaster: cw.Forecaster) -> cw.Forecaster:
+    """As scikit-learn's `clone` does it: copies of the parameters, which the constructor must keep as they are."""
+    parameters = {name: deepcopy(value) for name, value in forecaster.get_params(deep=False).items()}
+    again = type(forecaster)(**parameters)
+    assert all(again.get_params(deep=False)[name] is value for name, value in parameters.items())
+    return again
+
+
+def test_parameters_as_estimators_have_them() -> None:
+    model, quantiles = {"hidden": 4}, [0.1, 0.9]
+    forecaster = cw.Forecaster(3, model=model, quantiles=quantiles, target=["a", "b"], data={"known": ["price"]})
+    given = forecaster.get_params()
+    assert given.keys() == inspect.signature(cw.Forecaster).parameters.keys()
+    assert (given["horizon"], given["model"], given["quantiles"], given["run"]) == (3, model, quantiles, None)
+    again = cloned(forecaster)
+    assert again.get_params() == given
+    assert (again.horizon, again.targets, again.quantiles) == (3, ("a", "b"), (0.1, 0.9))
+    assert again.set_params(horizon=5, target="a") is again
+    assert (again.horizon, again.targets, again.get_params()["target"]) == (5, ("a",), "a")
+    assert forecaster.horizon == 3
+    with pytest.raises(UserError, match="a Forecaster has no parameter horizont; use one of horizon, quantiles"):
+        again.set_params(horizont=4)
+    with pytest.raises(UserError, match=r"data has horizon, which is an argument of its own"):
+        again.set_params(season=7, data={"horizon": 4})
+    assert again.season == 1  # nothing is half set
+
+
+def test_a_second_fit_is_a_run_of_its_own(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"ds": range(60), "y": [float(step % 4) for step in range(60)]})
+    how = {"model": {"hidden": 4, "layers": 1}, "train": {"epochs": 1}, "device": "cpu"}
+    forecaster = cw.Forecaster(2, **how, run=tmp_path / "run").fit(frame)
+    forecaster.set_params(device="auto").predict()  # which is not a parameter of what was trained
+    assert forecaster.fit(frame[:50]).run == tmp_path / "run-2"
+    assert forecaster.predict().ds.tolist() == [50, 51]
+    assert cw.Forecaster.load(tmp_path / "run").fit(frame, run=tmp_path / "else").run == tmp_path / "else"
+    forecaster.set_params(horizon=3, run=forecaster.get_params()["run"])
+    with pytest.raises(UserError, match="predict needs a forecaster that is trained"):
+        forecaster.predict()
+    assert forecaster.fit(frame).run == tmp_path / "run-3"
+    assert len(forecaster.predict()) == 3
+    with pytest.raises(RunError, match="already exists"):  # another forecaster's: neither overwritten nor mixed up
+        cloned(forecaster).fit(frame)

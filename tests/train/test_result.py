@@ -126,8 +126,11 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     assert result.metrics["valid"]["pinball"] == pytest.approx(result.metrics["valid"]["loss"], rel=1e-5)  # the loss sums in float32
     worse = result.metrics["valid"]["pinball"] > result.metrics["valid"]["naive_pinball"]
     assert any(line.startswith("valid: worse than the naive forecast: pinball") for line in said.lines) == worse
-    with pytest.warns(UserWarning, match="1 row is missing in column day"):
+    with pytest.warns(UserWarning, match="1 row is missing in column day") as warned:
         rows = cw.predict(result.run, frame, device="cpu")
+    with pytest.warns(UserWarning, match="1 row is missing in column day") as also_warned:
+        cw.evaluate(result.run, frame, device="cpu")
+    assert {Path(line.filename) for line in (*warned, *also_warned)} == {Path(__file__)}  # not somewhere within the package
     assert [row["day"] for row in rows] == ["2024-04-22 00:00:00", "2024-04-23 00:00:00", "2024-04-24 00:00:00"]
 
 

@@ -44,7 +44,7 @@ def export(
     if launched():
         raise PlanError("export works in one process, but a launcher started this one; run it by itself")
     with leaving_at_once():
-        from carrywave.export.run_export import export_run
+        from carrywave.exporting.run_export import export_run
 
     given = None if data is None else file_of(data)
     found = export_run(place_of(run), to.value, output, stateful=stateful, int8=int8, data=given, note=note)

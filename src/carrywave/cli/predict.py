@@ -22,7 +22,8 @@ def predict(
         str | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data; - is standard input.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl or .csv. Default: stdout, as JSON Lines.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl, .csv or .parquet. Default: stdout."),
     ] = None,
     keep: Annotated[
         list[str] | None,

@@ -6,7 +6,6 @@ of similar length under a budget of steps. Both compute window k of epoch e dire
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.buckets import length_grid
+from carrywave.data.dealing import LATEST, Dealing, deal
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import BATCHES, MEMBERS, permutation, varied_steps
 from carrywave.errors import DataError
@@ -53,20 +53,21 @@ class Order(Protocol):
 class StreamOrder:
     """Contiguous streams: each lane works through its pieces in turn, and all lanes share one grid of windows.
 
-    With `cut`, sequences longer than an even share of all steps are cut into pieces, so that a single corpus gives each lane one
-    piece. Without it, sequences stay whole, and there are at most as many lanes as sequences.
+    With `cut`, sequences are cut into pieces so that all lanes are about as long: a single corpus gives each lane one piece. Without it,
+    sequences stay whole, and there are at most as many lanes as sequences. `dealing` is the way in which lanes get their pieces.
     """
 
-    def __init__(self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True) -> None:
+    def __init__(
+        self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True, dealing: Dealing = LATEST
+    ) -> None:
         lengths = _checked(lengths)
         total = int(lengths.sum())
         if cut and total < lanes:
             raise DataError(f"batch.lanes={lanes} is more than the {total} steps in train; use batch.lanes<={total}")
         self.lanes = lanes if cut else min(lanes, len(lengths))
-        self.steps, self.cut = steps, cut
+        self.steps, self.cut, self.dealing = steps, cut, dealing
         self._seed, self._vary = seed, vary
-        sequence, offset, length = _pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
-        lane = _least_loaded(-(-length // steps), self.lanes)
+        sequence, offset, length, lane = deal(lengths, self.lanes, steps, cut=cut, dealing=dealing)
         by_lane = np.argsort(lane, kind="stable")
         self._sequence, self._offset, self._length = sequence[by_lane], offset[by_lane], length[by_lane]
         self._lane = lane[by_lane]
@@ -198,29 +199,6 @@ class _Layout:
     first: Ints  # [pieces] window in which each piece starts
     edges: Ints  # [windows + 1] planned steps before each window
     keys: Ints  # [pieces] sorted by lane, then window, so that one search finds the piece of every lane
-
-
-def _pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
-    """Return sequence, offset and length of every piece. Sequences longer than an even share are cut into pieces of at most that share."""
-    total = int(lengths.sum())
-    share = -(-total // lanes)
-    # Use the exact quotient, not the rounded share: a single corpus must give every lane a piece, however short.
-    count = np.where(lengths > share, -(-lengths * lanes // total), 1)
-    sequence = np.repeat(np.arange(len(lengths)), count)
-    part = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
-    size, longer = np.divmod(lengths[sequence], count[sequence])
-    return sequence, part * size + np.minimum(part, longer), size + (part < longer)
-
-
-def _least_loaded(loads: Ints, lanes: int) -> Ints:
-    """Assign pieces to lanes greedily: each in turn goes to the least loaded lane, the lowest-numbered on ties."""
-    heap = [(0, lane) for lane in range(lanes)]
-    lane_of = []
-    for load in loads.tolist():
-        taken, lane = heap[0]
-        lane_of.append(lane)
-        heapq.heapreplace(heap, (taken + load, lane))
-    return np.array(lane_of, dtype=np.int64)
 
 
 def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:

@@ -12,6 +12,7 @@ from html import escape
 
 WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 34  # pixels around the plot
+ROW, LETTER = 14, 7.4  # pixels: of a line of text above the plot, and of a letter in it
 MOST_POINTS = 300  # of a line: more are reduced to the lowest and highest of neighbours
 MOST_DOTS = 40  # points of a line that are drawn as dots
 
@@ -63,11 +64,12 @@ def draw(
     percent: bool = False,
     square: bool = False,
     width: int = WIDTH,
+    x_ticks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """The SVG of a chart; empty if there is nothing to draw.
 
     `dots` are points without a line, `at` draws a vertical line there, `zero` has the value axis begin at 0, and `square` gives both axes
-    the same range.
+    the same range. What is said of `marks` stands above the plot, where it covers nothing. `x_ticks` replaces the numbers below it.
     """
     drawn = [line for line in lines if line.points]
     xs = [x for line in drawn for x, _ in line.points] + [x for band in bands for x, *_ in band.points]
@@ -83,13 +85,20 @@ def draw(
     if x_range[0] == x_range[1]:
         x_range = x_range[0] - 1, x_range[1] + 1
 
+    def across(x: float) -> float:
+        return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (width - LEFT - RIGHT)
+
+    labels = _labels(marks, across, width)
+    top = TOP + ROW * len({row for _, row in labels})
+
     def place(x: float, y: float) -> tuple[float, float]:
         return (
-            LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (width - LEFT - RIGHT),
-            HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM),
+            across(x),
+            HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - top - BOTTOM),
         )
 
-    parts = _grid(x_range, y_range, place, x_name, width, percent=percent)
+    named = x_ticks or [(value, _tick(value)) for value in ticks(*x_range, most=6)]
+    parts = _grid(x_range, y_range, place, x_name, width, named, percent=percent)
     if at is not None:
         x = place(at, y_range[0])[0]
         parts.append(f'<line class="here" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
@@ -101,8 +110,8 @@ def draw(
         parts += _line(line, place)
     for x, y in (place(*point) for point in dots):
         parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
-    for mark in marks:
-        parts += _mark(mark, place, width)
+    for mark, (x, row) in zip(marks, labels, strict=True):
+        parts += _mark(mark, place(mark.x, mark.y), x, TOP + ROW * row)
     return f'<svg class="chart" viewBox="0 0 {width} {HEIGHT}" role="img"><title>{escape(title)}</title>\n' + "\n".join(parts) + "\n</svg>"
 
 
@@ -156,7 +165,14 @@ def _range(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
 
 
 def _grid(
-    x_range: tuple[float, float], y_range: tuple[float, float], place: _Place, x_name: str, width: int, *, percent: bool
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+    place: _Place,
+    x_name: str,
+    width: int,
+    x_ticks: Sequence[tuple[float, str]],
+    *,
+    percent: bool,
 ) -> list[str]:
     parts = []
     for value in ticks(*y_range):
@@ -164,9 +180,9 @@ def _grid(
         said = f"{100 * value:.3g}%" if percent else _tick(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{said}</text>')
-    for value in ticks(*x_range, most=6):
-        x, _ = place(value, y_range[0])
-        parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{_tick(value)}</text>')
+    for value, said in x_ticks:
+        x = _within(place(value, y_range[0])[0], said, width)
+        parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(said)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
     parts.append(f'<text class="mid" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_name)}</text>')
     return parts
@@ -193,13 +209,34 @@ def _line(line: Line, place: _Place) -> list[str]:
     return parts
 
 
-def _mark(mark: Mark, place: _Place, width: int) -> list[str]:
-    x, y = place(mark.x, mark.y)
-    side, gap = ("end", -9) if x > width / 2 else ("start", 9)
-    above = y - 8 if y > TOP + 24 else y + 18
+def _labels(marks: Sequence[Mark], across: Callable[[float], float], width: int) -> list[tuple[float, int]]:
+    """Where the middle of each mark's text stands above the plot, and in which row: as near to the mark as the others leave room."""
+    found: list[tuple[float, int]] = []
+    taken: list[tuple[float, float, int]] = []  # from, to, row
+    for mark in marks:
+        half = LETTER * len(mark.text) / 2
+        x = _within(across(mark.x), mark.text, width)
+        row = 0
+        while any(row == other and x - half < high + LETTER and x + half > low - LETTER for low, high, other in taken):
+            row += 1
+        taken.append((x - half, x + half, row))
+        found.append((x, row))
+    return found
+
+
+def _within(x: float, text: str, width: int) -> float:
+    """The middle of a text that is to stand at x, moved so that none of it is cut off."""
+    half = LETTER * len(text) / 2
+    return max(min(x, width - half), half)
+
+
+def _mark(mark: Mark, at: tuple[float, float], text_x: float, text_y: float) -> list[str]:
+    """A ring around the point, and a thin line up to what is said of it."""
+    x, y = at
     return [
+        f'<line class="up {mark.kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{text_y + 4:.1f}" y2="{y - 5.5:.1f}"/>',
         f'<circle class="ring {mark.kind}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"><title>{escape(mark.text)}</title></circle>',
-        f'<text class="said {side}" x="{x + gap:.1f}" y="{above:.1f}">{escape(mark.text)}</text>',
+        f'<text class="said mid" x="{text_x:.1f}" y="{text_y:.1f}">{escape(mark.text)}</text>',
     ]
 
 

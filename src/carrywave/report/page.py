@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +18,13 @@ from carrywave.report import chart, figures, pictures
 from carrywave.report.chart import Band, Line, Mark
 from carrywave.report.record import RunRecord, is_number
 from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Samples
+from carrywave.report.train_points import train_points
 
 MOST_METRICS = 8  # charts of metrics
 MOST_WORKERS = 64  # rows of the table of workers
 MOST_PICTURED = 12  # chunks of a schedule that is shown as text
 COLOURS = 6
+SLOWER = 1.25  # times as long as the mean of the run: worth a word
 COVERAGE = "coverage_"  # and the quantile: the share of values below its forecast
 
 
@@ -90,9 +93,9 @@ def _view(number: int, record: RunRecord, samples: Samples | None, most: int) ->
 def _curves(record: RunRecord) -> Iterator[Figure]:
     """Loss and every metric over the steps, with the best step marked."""
     best = record.best
-    train, valid = _points(record.rows("train"), "loss"), _points(record.rows("valid"), "loss")
+    train, valid = train_points(record.rows("train"), "loss", "targets"), _points(record.rows("valid"), "loss")
     lines = [Line("train", train, "c1", dots=True), Line("validation", valid, "c0", dots=True)]
-    marks = [Mark(best["step"], best["loss"], f"best: {chart.number(best['loss'])} at step {best['step']:,}")] if best else []
+    marks = [Mark(best["step"], best["loss"], _marked(record, best, "loss"))] if best else []
     noted = _not_finite(record, "loss", ("train", "valid"))
     yield from _figure(figures.loss_name(record), lines, noted, marks=marks)
     covered = [name for name in record.metric_names if name.startswith(COVERAGE)]
@@ -103,7 +106,7 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
         if naive:
             lines.append(Line("naive forecast", naive, "base", dashed=True))
         value = best.get(name) if best else None
-        said = [Mark(best["step"], value, f"{figures.metric_text(name, value)}")] if best and is_number(value) else []
+        said = [Mark(best["step"], value, _marked(record, best, name))] if best and is_number(value) else []
         noted = _not_finite(record, name, ("valid",))
         title = figures.metric_name(name) + figures.unit(record, name)
         yield from _figure(title, lines, noted, marks=said, percent=name.startswith(figures.SHARES))
@@ -116,16 +119,27 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
         yield from _figure("share of values below each quantile", [*lines, *wanted], percent=True)
 
 
+def _marked(record: RunRecord, best: Mapping[str, Any], name: str) -> str:
+    """What is said of the step whose weights were kept: it is the best by one metric, and not by the others."""
+    value = chart.number(best[name]) if name == "loss" else figures.metric_text(name, best[name])
+    at = f"{value} at step {best['step']:,}"
+    if name == record.best_metric:
+        return f"best: {at}"
+    return f"{at}, best by {figures.metric_name(record.best_metric)}" if name == "loss" else at
+
+
 def _speeds(record: RunRecord) -> Iterator[Figure]:
     """Throughput, padding, learning rate and gradient norm over the steps."""
-    timed = [row for row in record.timing if row.get("split") == "train"]
-    yield from _figure(f"{figures.speed_unit(record)} per second", [Line("speed", _points(timed, "tokens_per_second"), "c2")], zero=True)
     rows = record.rows("train")
-    padding = _points(rows, "waste")
+    steps = {row.get("step"): row.get("steps") for row in rows}
+    timed = [{**row, "steps": steps.get(row.get("step"))} for row in record.timing if is_number(row.get("tokens_per_second"))]
+    speed = Line("speed", train_points(timed, "tokens_per_second", "seconds"), "c2")
+    yield from _figure(f"{figures.speed_unit(record)} per second", [speed], zero=True)
+    padding = train_points(rows, "waste", "steps")
     if any(value for _, value in padding):
         yield from _figure("padding", [Line("padding", padding, "c3")], zero=True, percent=True)
     yield from _figure("learning rate", [Line("learning rate", _points(rows, "lr"), "c4")], zero=True)
-    yield from _figure("gradient norm", [Line("norm", _points(rows, "norm"), "c5")], zero=True)
+    yield from _figure("gradient norm", [Line("norm", train_points(rows, "norm", "steps"), "c5")], zero=True)
 
 
 def _figure(title: str, lines: Sequence[Line], note: str = "", **how: Any) -> Iterator[Figure]:
@@ -159,11 +173,16 @@ def _why_no_times(record: RunRecord) -> str:
 
 
 def _step_sentence(record: RunRecord, bubble: float | None) -> str:
-    found, predicted = record.timeline.get("step_seconds"), record.timeline.get("predicted")
+    early, predicted = record.timeline.get("step_seconds"), record.timeline.get("predicted")
+    whole = figures.step_seconds(record)
+    found = early if whole is None else whole
     parts = []
     if is_number(found):
-        many = record.timeline.get("steps")
-        parts.append(f"A step took {figures.duration(found)} on average" + (f" over {many} steps" if many else "") + ".")
+        over = "" if whole is None else " over the whole run"
+        parts.append(f"A step took {figures.duration(found)} on average{over}.")
+    if is_number(early) and whole is not None and record.timeline.get("steps"):
+        slower = "; early steps are slower while a machine warms up or is busy" if early > SLOWER * whole else ""
+        parts.append(f"The {record.timeline['steps']} steps before the one drawn here took {figures.duration(early)} on average{slower}.")
     if isinstance(predicted, Mapping) and is_number(predicted.get("step_seconds")):
         expected = predicted["step_seconds"]
         off = f" ({found / expected - 1:+.0%})" if is_number(found) and expected else ""
@@ -204,8 +223,20 @@ def _forecast(sample: Forecasted) -> Figure:
         Line(sample.point_name, sample.forecast, "c0"),
     ]
     bands = [Band(sample.band_name, sample.band, "c0")] if sample.band else []
-    svg = chart.draw(sample.title, lines, x_name="steps ahead", bands=bands, at=0, width=chart.WIDE)
+    x_name, times = "steps ahead", _times(sample)
+    if times:
+        x_name = f"forecast made at {sample.times[len(sample.history) - 1]}"
+    svg = chart.draw(sample.title, lines, x_name=x_name, bands=bands, at=0, width=chart.WIDE, x_ticks=times)
     return Figure(sample.title, Markup(svg), Markup(chart.legend(lines, bands)))
+
+
+def _times(sample: Forecasted) -> list[tuple[float, str]]:
+    """A few times to stand below a forecast, that of its origin among them; none if they are not known."""
+    whole_minutes = all(text.endswith(":00") and text.count(":") == 2 for text in sample.times)
+    texts = [text.removesuffix(":00") if whole_minutes else text for text in sample.times]
+    room = chart.WIDE / (chart.LETTER * (max(map(len, texts), default=0) + 2))  # texts side by side
+    origin, every = len(sample.history) - 1, max(1, math.ceil(len(texts) / max(room - 1, 1)))
+    return [(float(place - origin), text) for place, text in enumerate(texts) if (place - origin) % every == 0]
 
 
 def _paired(sample: Paired) -> Figure:
@@ -239,13 +270,19 @@ def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:
     drawn: list[Figure] = []
     for title, part, name in _common(records):
         lines = [
-            Line(record.name, _points(record.rows(part), name), f"c{number % COLOURS}", dots=part == "valid")
+            Line(
+                record.name,
+                train_points(record.rows(part), name, "targets") if part == "train" else _points(record.rows(part), name),
+                f"c{number % COLOURS}",
+                dots=part == "valid",
+            )
             for number, record in enumerate(records)
         ]
         marks = []
         for number, record in enumerate(records):
             if part == "valid" and name == "loss" and (best := record.best):
-                marks.append(Mark(best["step"], best["loss"], chart.number(best["loss"]), f"c{number % COLOURS}"))
+                by = "" if record.best_metric == "loss" else f" (by {figures.metric_name(record.best_metric)})"
+                marks.append(Mark(best["step"], best["loss"], f"{chart.number(best['loss'])}{by}", f"c{number % COLOURS}"))
         drawn += _figure(title, lines, marks=marks, percent=name.startswith(figures.SHARES))
     return {"rows": rows, "spec": [(key, [one.get(key, "–") for one in flat]) for key in keys], "drawn": drawn}
 

@@ -28,6 +28,7 @@ class Forecasted:
     band: Sequence[tuple[float, float, float]]  # step, lower, upper; empty: no quantiles
     band_name: str = ""
     point_name: str = "forecast"
+    times: Sequence[str] = ()  # of the history and what came after it; empty: not known
 
 
 @dataclass(frozen=True)

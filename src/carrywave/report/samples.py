@@ -1,4 +1,4 @@
-"""Computes the samples of a report from a run's best weights and its own validation data: a few seconds of work, on this machine.
+"""Computes the samples of a report from a run's best weights and its own test or validation data: a few seconds of work, on this machine.
 
 Shapes: T time, B lane, H horizon, C columns, Q quantiles.
 """
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.codec import Codec
+from carrywave.data.python_inputs import series_of
 from carrywave.data.sequences import Sequences
+from carrywave.data.tables.times import Times
 from carrywave.errors import UserError
 from carrywave.model.model import Model
 from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Sample, Samples
@@ -44,7 +46,8 @@ def samples_of(folder: Path, device: str = "auto") -> Samples:
         if saved.spec.data.train is None:
             return Samples("No samples: the run was trained on data from Python, which is not stored in it.")
         prepared = own_data(saved)
-        name, data = ("valid", prepared.valid) if prepared.valid is not None else ("test", prepared.test)
+        # As in an evaluation: what chose the weights is not what shows how good they are.
+        name, data = ("test", prepared.test) if prepared.test is not None else ("valid", prepared.valid)
         if data is None:
             return Samples("No samples: the run has neither validation nor test data.")
         if not saved.model.has_output:
@@ -187,7 +190,8 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> list[Sample]:
     targets = np.array(codec.targets)
     naive = Naive(data, targets, spec.horizon, spec.season, spec.residual)
     shown: list[Sample] = []
-    for number, out_HC in found.items():
+    timed = _times(saved, name, data)
+    for number, out_HC in sorted(found.items()):
         row = int(data.starts[number]) + lasts[number]
         series = data.names[number] if data.names is not None else ""
         base_HC = np.asarray(naive(np.array([row]))[0], np.float64)
@@ -198,8 +202,18 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> list[Sample]:
             named = codec.columns[column] + (f", series {series}" if len(data) > 1 else "")
             mean, std = (0.0, 1.0) if scale is None else (scale[0][column], scale[1][column])
             named += " (standardized)" if scale is None else ""
-            shown.append(_panel(saved, data, row, column, named, out_HC[:, place], base_HC[:, place], mean, std))
+            panel = _panel(saved, data, row, column, named, out_HC[:, place], base_HC[:, place], mean, std)
+            times = None if timed is None else timed.written(slice(row + 1 - len(panel.history), row + 1 + spec.horizon))
+            shown.append(replace(panel, times=[] if times is None else [str(time) for time in times]))
     return shown
+
+
+def _times(saved: Saved, name: str, data: Sequences) -> Times | None:
+    """The times of all rows of the file that a part is from; None if it has none."""
+    spec = saved.spec
+    file = getattr(spec.data, name) or spec.data.train
+    table = series_of(file, saved.task.codec, spec)
+    return table.times if table.times is not None and len(table.times.keys) == len(data.inputs) else None
 
 
 def _panel(

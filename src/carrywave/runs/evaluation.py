@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
 from carrywave.data.view import View
@@ -34,8 +35,11 @@ from carrywave.tasks.task import Part, Task
 _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor]]]
 
 
-def order_for(spec: Spec, view: View, *, training: bool) -> Order:
-    """The order in which a part is read: streams or length buckets; shuffled and with varying windows in training only."""
+def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
+    """The order in which a part is read: streams or length buckets; shuffled and with varying windows in training only.
+
+    `dealing`: how the lanes of a training stream get their sequences.
+    """
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
     lanes = spec.lanes
@@ -44,7 +48,10 @@ def order_for(spec: Spec, view: View, *, training: bool) -> Order:
         lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
     # A series is evaluated with its whole past, so it is not cut into lanes.
     cut = training or spec.task != "forecasting"
-    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=spec.batch.vary and training, cut=cut)
+    if cut and not training:
+        dealing = 1  # a cut costs context, so metrics depend on where it is: they stay comparable with those of earlier versions
+    vary = spec.batch.vary and training
+    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut, dealing=dealing)
 
 
 @dataclass

@@ -76,9 +76,12 @@ class OutputFile:
 
     def write(self, text: str) -> None:
         """Append a text."""
+        self.write_bytes(text.encode(errors="backslashreplace"))  # unpaired surrogates, which JSON can hold and UTF-8 cannot
+
+    def write_bytes(self, data: bytes) -> None:
+        """Append bytes."""
         if self._handle is None:
             raise ValueError(f"{self.path} is not open; use it in a with statement")
-        data = text.encode(errors="backslashreplace")  # unpaired surrogates, which JSON can hold and UTF-8 cannot
         try:
             while data:
                 data = data[os.write(self._handle, data) :]

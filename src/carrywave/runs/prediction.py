@@ -113,7 +113,7 @@ def predict_run(
     as_csv: bool = False,
     device: str = "auto",
 ) -> int:
-    """Predict for a file, standard input (`-`) or a prompt, and write rows to a .jsonl or .csv file or to standard output.
+    """Predict for a file, standard input (`-`) or a prompt, and write rows to a .jsonl, .csv or .parquet file or to standard output.
 
     Returns the number of rows. Raises BrokenPipeError, in a world of one, if nobody reads standard output to the end; several workers end
     without a word.

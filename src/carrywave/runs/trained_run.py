@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -257,8 +258,11 @@ def _tops(saved: Saved, top_k: Sequence[int], confusion: bool) -> tuple[int, ...
 
 
 def warn(line: str) -> None:
-    """Warn as a library should: at the caller of the function that calls this."""
-    warnings.warn(line, stacklevel=3)
+    """Warn as a library should: at the line of the user's that called into the package, however deep within it this is called."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(line, stacklevel=level)
 
 
 def _part(saved: Saved, data: Any) -> Part:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carrywave.errors import UserError
+from carrywave.errors import UserError, one_line
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 
@@ -125,7 +125,7 @@ class Callbacks:
             try:
                 self._asked = bool(getattr(callback, event)(at)) or self._asked
             except Exception as error:
-                what = " ".join(str(error).split())[:200]
+                what = one_line(error)
                 said = f"{type(error).__name__}: {what}" if what else type(error).__name__
                 raise UserError(
                     f"{type(callback).__name__}.{event} raised {said} at step {at.step}; correct the callback, and resume the run, "

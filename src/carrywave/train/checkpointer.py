@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
 from carrywave.errors import Diverged, RunError, UserError, option
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
@@ -37,6 +38,7 @@ class Data:
 
     fingerprint: str  # hash of everything that was read, and of how it was read
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by part, for parts that are files
+    dealing: Dealing = LATEST  # how lanes get their sequences
 
     def changed(self, meta: Mapping[str, Any], spec: Spec) -> list[str]:
         """The names of the files that changed since a snapshot; of all files, if that is not known."""
@@ -69,6 +71,7 @@ class Checkpointer:
                 "spec": self.spec.model_dump(mode="json"),
                 "fingerprint": self.data.fingerprint,
                 "files": dict(self.data.files),
+                "dealing": self.data.dealing,
                 "metrics_bytes": metrics_bytes,
                 "timing_bytes": timing_bytes,
                 "metrics_sha256": metrics_sha256,

@@ -77,6 +77,11 @@ class Forecaster:
                 raise UserError(
                     f"data has {key}, which is an argument of its own; pass {own}=... to the Forecaster, and take it out of data"
                 )
+        # As they were given, to the very object: scikit-learn's `clone` compares them so.
+        self._parameters: dict[str, Any] = {
+            **{"horizon": horizon, "quantiles": quantiles, "season": season, "series": series, "time": time, "target": target},
+            **{"model": model, "data": data, "batch": batch, "train": train, "run": run, "device": device},
+        }
         self.horizon, self.quantiles, self.season = horizon, None if quantiles is None else tuple(quantiles), season
         self.series, self.time = series, time
         self.targets = (target,) if isinstance(target, str) else tuple(target)
@@ -85,6 +90,7 @@ class Forecaster:
         self.device = device
         self.result: Result | None = None  # of `fit`: metrics, ending, the model
         self._fitted: Path | str | None = None
+        self._fits = 0  # so far, in folders named after `run`
         self._known: tuple[str, ...] = ()  # the columns that are read ahead
         self._frames: dict[str, Any] = {}  # what the last fit was given: train and, if they were, valid and test
 
@@ -122,11 +128,36 @@ class Forecaster:
             run=run,
             device=device,
         )
-        found._fitted, found._known = opened.path, codec.known
+        found._fitted, found._known, found._fits = opened.path, codec.known, 1
         return found
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor, by name, as estimators of scikit-learn give them; its `clone` copies a forecaster by them."""
+        return dict(self._parameters)
+
+    def set_params(self, **parameters: Any) -> Self:
+        """Change arguments of the constructor. A forecaster that was fitted with others is then no longer fitted; its run stays.
+
+        >>> import carrywave as cw
+        >>> cw.Forecaster(horizon=7, season=7).set_params(horizon=14).get_params()["horizon"]
+        14
+        """
+        for name in parameters:
+            if name not in self._parameters:
+                raise UserError(f"a Forecaster has no parameter {name}; use one of {', '.join(self._parameters)}")
+        others = {name for name, value in parameters.items() if value is not self._parameters[name]}
+        if others - {"device"}:
+            fresh = type(self)(**self._parameters | parameters)  # refuses what cannot be
+            fresh._fits = 0 if "run" in others else self._fits
+            self.__dict__.update(fresh.__dict__)
+        elif others:
+            self.device = self._parameters["device"] = parameters["device"]
+        return self
 
     def fit(self, frame: Any, *, valid: Any = None, test: Any = None, **how: Any) -> Self:
         """Train on a frame. Without `valid`, its last rows are held out for validation; `how` are further arguments of `cw.fit`.
+
+        Each fit is a run of its own: a second one trains anew, in the folder RUN-2. With `resume=True` the last one is continued.
 
         >>> import polars as pl
         >>> import carrywave as cw
@@ -139,9 +170,10 @@ class Forecaster:
         for name, part in given.items():
             self._check(part, name)
         sections = {"data": self._columns(frame) | self.data, "batch": self.batch, "train": self.train}
-        how = {"run": self._asked, "device": self.device, "task": "forecasting", **sections, **how}
+        how = {"run": self._folder(resume=bool(how.get("resume"))), "device": self.device, "task": "forecasting", **sections, **how}
         self.result = fit(self.model or None, given, **how)
         self._fitted = self.result.run
+        self._fits += not how.get("resume")
         self._known = self.result.task.codec.known
         self._frames = given
         return self
@@ -221,6 +253,15 @@ class Forecaster:
         if not naive:
             raise DataError("the naive forecast of this frame is without error, so there is nothing to compare with; use cw.evaluate")
         return 1.0 - ours / naive
+
+    def _folder(self, *, resume: bool) -> Path | str | None:
+        """The folder for a fit. It follows from earlier fits, not from what is on disk, so that workers started again find theirs."""
+        if resume:
+            return self.run
+        if self._asked is None or not self._fits:
+            return self._asked
+        named = f"{str(self._asked).rstrip('/')}-{self._fits + 1}"
+        return named if isinstance(self._asked, str) else Path(named)
 
     def _opened(self, what: str) -> Path | str:
         if self._fitted is None:

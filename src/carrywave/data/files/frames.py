@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.files import hub_datasets
 from carrywave.data.tables.dates import is_dates
-from carrywave.errors import DataError
+from carrywave.errors import DataError, one_line
 
 NUMBERS = "iufb"  # NumPy dtype kinds that hold numbers
 
@@ -114,8 +114,7 @@ def as_table(data: Any, name: str) -> Frame | None:
         data, index = _with_index(data)
         return Frame(pa.Table.from_pandas(_without_periods(data), preserve_index=False), index)
     except (pa.ArrowException, ValueError, TypeError) as error:
-        told = " ".join(str(error).split())[:160]
-        raise DataError(f"{name}: the frame cannot be read ({told}); use numeric columns and one time column") from error
+        raise DataError(f"{name}: the frame cannot be read ({one_line(error)}); use numeric columns and one time column") from error
 
 
 def _with_plain_texts(data: Any) -> Any:

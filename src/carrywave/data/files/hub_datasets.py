@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pa_parquet
 
-from carrywave.errors import DataError
+from carrywave.errors import DataError, one_line
 
 Row = dict[str, Any]
 BATCH_ROWS = 1024
@@ -125,8 +125,7 @@ def _load(name: str, field: str) -> Any:
         else:
             found = datasets.load_dataset(str(path) if path.exists() else where, config or None)
     except Exception as error:  # whatever the library raises: files that are missing, or an address that cannot be reached
-        said = " ".join(str(error).split())[:160].rstrip(".")
-        raise DataError(f"{field}={name} cannot be loaded ({said}); use {PREFIX}FOLDER or {PREFIX}NAME@CONFIG#SPLIT") from error
+        raise DataError(f"{field}={name} cannot be loaded ({one_line(error)}); use {PREFIX}FOLDER or {PREFIX}NAME@CONFIG#SPLIT") from error
     if not isinstance(found, dict):
         if split:
             raise DataError(f"{field}={name} has no splits; remove #{split}")

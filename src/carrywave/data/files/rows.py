@@ -1,4 +1,4 @@
-"""A common `Rows` interface to files of examples: JSON lines, lines of text, CSV and Parquet.
+"""A common `Rows` interface to files of examples: JSON lines or a JSON array, lines of text, CSV and Parquet.
 
 Rows are read one at a time and can be iterated repeatedly; each can be located in an error message.
 """
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
+from carrywave.data.files import json_array
 from carrywave.data.files.missing_column import missing_column
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source, to_utf8
@@ -104,6 +105,20 @@ class JsonRows(_Lines):
                 f"{self.where(number)}: the line is a JSON {_json_type(row)}, not an object; write one object per line: {EXAMPLE}"
             )
         return row
+
+
+@dataclass(frozen=True)
+class JsonArrayRows(_TableRows):
+    """The objects of one JSON array."""
+
+    join: bool = True
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        return enumerate(json_array.objects(self.source, self.where), start=1)
+
+    def count(self) -> int:
+        """Count the objects."""
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True)
@@ -283,7 +298,7 @@ def open_rows(
     data = data or DataSpec()
     rows: Rows
     if source.format == "jsonl":
-        rows = JsonRows(source)
+        rows = JsonArrayRows(source) if json_array.is_array(source) else JsonRows(source)
     elif source.format == "parquet":
         rows = ParquetRows(source)
     elif source.format == "csv":

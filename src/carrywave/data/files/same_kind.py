@@ -12,9 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from carrywave.data.files.frames import as_table
-from carrywave.data.files.source import one_line
 from carrywave.data.tables.dates import is_text
-from carrywave.errors import DataError
+from carrywave.errors import DataError, one_line
 
 KINDS = ("pandas", "polars", "pyarrow")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from carrywave.data.files import dialect, hashes, hub_datasets, remote
-from carrywave.errors import DataError
+from carrywave.errors import DataError, one_line
 from carrywave.spec.data_spec import BUILTIN_TEXT
 
 Format = Literal["text", "jsonl", "csv", "parquet"]
@@ -277,11 +277,6 @@ def packed(head: bytes) -> bytes | None:
 def to_utf8(name: object) -> str:
     """Return advice on how to convert a file to utf-8."""
     return f"set data.encoding (as in data.encoding=latin-1), or convert it with: iconv -f latin1 -t utf-8 {name} > converted"
-
-
-def one_line(error: BaseException) -> str:
-    """Return a library's error message on one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def _from_where(path: Path) -> str:

@@ -24,9 +24,12 @@ from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, Col
 from carrywave.data.tables.completing import SortedRows, completed
 from carrywave.data.tables.covariates import categories_of
 from carrywave.data.tables.dates import WRITE, is_dates, is_text, problem, texts_of
+from carrywave.data.tables.frequency import Keys
 from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
 from carrywave.errors import DataError
+
+SMALL_HOURS = np.timedelta64(4, "h")  # from midnight on: clocks are set back within them
 
 
 @dataclass(frozen=True)
@@ -321,4 +324,14 @@ def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tup
     of = f" in series {names[int(codes[row])]}" if len(names) > 1 else ""
     shown = table[roles.time][row].as_py()
     remedy = second_rows(table, times.keys, roles) or "keep one row per time"
+    if remedy.startswith("keep") and _set_back(times, times.keys[order][1:][same]):
+        remedy = f"if clocks were set back then, write times in UTC or with their offset ({shown}+01:00); if not, keep one row per time"
     raise DataError(f"{name}: row {row + 1}, column {roles.time} repeats {shown}{of}; {remedy}")
+
+
+def _set_back(times: Times, repeated: Keys) -> bool:
+    """True if repeated times may be those of clocks that are set back: local times of day in the small hours, one day a year."""
+    if times.shape != "datetime" or times.zone is not None:
+        return False
+    days = repeated.astype("datetime64[D]")
+    return bool((repeated - days < SMALL_HOURS).all()) and len(np.unique(days)) <= len(np.unique(days.astype("datetime64[Y]")))

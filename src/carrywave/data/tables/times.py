@@ -64,6 +64,10 @@ class Times:
             )
         return [self._written(key, by_wall) for key in found]
 
+    def written(self, rows: slice) -> list[str | int | float] | None:
+        """Return the times of rows as those ahead are written; None if they are neither dates nor numbers."""
+        return [self._written(key, by_wall=False) for key in self.keys[rows]] if self.dated else None
+
     @property
     def _even(self) -> Keys:
         """The keys that are evenly spaced."""

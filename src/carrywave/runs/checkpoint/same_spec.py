@@ -1,10 +1,12 @@
-"""Checks whether a run may be resumed with a spec: which settings may differ from those of the snapshot."""
+"""Checks whether a run may be resumed with a spec: which settings may differ from those of the snapshot, and which it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_args
 
+from carrywave.data.dealing import LATEST, Dealing
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.load import with_new_names
@@ -63,6 +65,17 @@ def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
     spec = spec_of(snapshot)
     left_out = {name: getattr(spec.batch, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
     return with_precision(asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)}), spec.train.precision)
+
+
+def dealing_of(snapshot: Stored | None) -> Dealing:
+    """How lanes get their sequences: as in the snapshot, whose cursor counts windows of that order. Older ones do not say, and mean 1."""
+    if snapshot is None:
+        return LATEST
+    with sound():
+        found: Dealing = snapshot.meta.get("dealing", 1)
+        if found not in get_args(Dealing):
+            raise ValueError(f"dealing {found}")
+        return found
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.files.source import FORMATS, STANDARD_FOLDER, STANDARD_INPUT, Format, Source, not_utf8
+from carrywave.data.files.source import FORMATS, HEAD_BYTES, STANDARD_FOLDER, STANDARD_INPUT, Format, Source, not_utf8
 from carrywave.errors import DataError
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import all_gather_text, join, raise_on_all
@@ -34,6 +34,10 @@ class Stream(Source):
     """A source that is read once, as it arrives."""
 
     stream: Any = None
+
+    def head(self) -> bytes:
+        """Return the first bytes, which are still to be read."""
+        return bytes(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])
 
     def blocks(self) -> Iterator[bytes]:
         """Yield what has arrived, in blocks."""
@@ -63,7 +67,7 @@ def _format(head: bytes, spec: Spec) -> Format:
         return "parquet"
     if spec.task == "language":
         return "text"  # a prompt for each line, whatever its first character
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[")):
         return "jsonl"
     suffixes = [] if spec.data.train is None else [FORMATS.get(suffix.lower()) for suffix in Path(spec.data.train).suffixes]
     of_train = next((kind for kind in reversed(suffixes) if kind is not None), None)

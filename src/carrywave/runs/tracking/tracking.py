@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from carrywave.errors import SpecError
+from carrywave.errors import SpecError, one_line
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.tracking.mlflow_tracker import MlflowTracker
 from carrywave.runs.tracking.tracker import Description, How, NotFound, Row, Tracker
@@ -127,7 +127,7 @@ class _Copy:
                 pass
             self.tracker.close(how)
         except Exception as error:  # whatever goes wrong in somebody else's package is no reason to end the run
-            said = " ".join(str(error).split())[:160].rstrip(".")
+            said = one_line(error)
             self.failure = f"{type(error).__name__}: {said}" if said else type(error).__name__
 
     def _open(self) -> None:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _export_models import FORMS, made
 
 from carrywave.errors import UserError
-from carrywave.export.portable import Portable
+from carrywave.exporting.portable import Portable
 
 
 @pytest.mark.parametrize(("name", "stateful"), FORMS)

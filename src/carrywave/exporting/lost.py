@@ -12,7 +12,7 @@ from carrywave.data.order import Cursor
 from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import file_of, read_python
 from carrywave.errors import DataError, option
-from carrywave.export.portable import Portable, Runner
+from carrywave.exporting.portable import Portable, Runner
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.task import Part

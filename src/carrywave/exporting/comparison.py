@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.export.portable import TIME, Portable, Runner
+from carrywave.exporting.portable import TIME, Portable, Runner
 
 SIZES = ((1, 3), (7, 23))  # lanes and steps of the runs that are compared
 # In float32, products over a thousand units and a few dozen steps are off by about 1e-6 of their size, and runtimes approximate tanh

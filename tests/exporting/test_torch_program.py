@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _export_models import FORMS, made
 
 from carrywave.errors import UserError
-from carrywave.export import torch_program
-from carrywave.export.comparison import largest_difference
-from carrywave.export.portable import Portable
+from carrywave.exporting import torch_program
+from carrywave.exporting.comparison import largest_difference
+from carrywave.exporting.portable import Portable
 from carrywave.kernels import aten
 
 pytestmark = pytest.mark.slow  # tracing takes seconds

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from carrywave.export.onnx_nodes import Nodes
-from carrywave.export.portable import BATCH, Port
+from carrywave.exporting.onnx_nodes import Nodes
+from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.lstm import LSTM
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from _export_models import MODELS, made
 
-from carrywave.export.portable import Portable
+from carrywave.exporting.portable import Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Features
 from carrywave.model.heads import Forecast

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from carrywave.errors import UserError
-from carrywave.export.portable import BATCH, TIME, Portable, Runner
+from carrywave.exporting.portable import BATCH, TIME, Portable, Runner
 
 TRACED = (3, 8)  # lanes and steps of the inputs that the model is traced with; both stay free
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.export.portable import Port
+from carrywave.exporting.portable import Port
 
 OPSET, IR_VERSION = 17, 8  # the first with LayerNormalization, and what runtimes of that time read
 ENTIRE = np.iinfo(np.int64).max  # the end of a slice that takes all that is left

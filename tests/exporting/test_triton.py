@@ -13,8 +13,8 @@ from _export_models import FORMS, made
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 from carrywave.errors import UserError
-from carrywave.export import triton
-from carrywave.export.portable import Portable
+from carrywave.exporting import triton
+from carrywave.exporting.portable import Portable
 
 # Names, numbers and types as in model_config.proto of github.com/triton-inference-server/common: the messages on the way to our fields.
 ENUMS = {
@@ -117,5 +117,5 @@ def test_a_parser_that_knows_the_fields_refuses_others() -> None:
 
 
 def test_a_name_that_triton_cannot_use_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'a model' cannot be the name of a Triton model; .* \(-o\)"):
+    with pytest.raises(UserError, match=r"'a model' cannot be the name of a Triton model; .* \(output=\.\.\.\)"):
         triton.config(Portable(made("language"), stateful=True), "a model")

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+import carrywave as cw
 from carrywave.cli.main import app
 from carrywave.errors import DataError, UserError
-from carrywave.export import comparison, lost, onnx_file, run_export
-from carrywave.export.portable import Portable
-from carrywave.export.run_export import export_run
+from carrywave.exporting import comparison, lost, onnx_file, run_export
+from carrywave.exporting.portable import Portable
+from carrywave.exporting.run_export import export_run
 from carrywave.runs.trained_run import evaluate_run, open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
@@ -84,6 +85,16 @@ def test_safetensors_run_in_plain_torch_as_documented(speaker: Path, tmp_path: P
         [expected] = Portable(saved.model)(found["tokens"].T)
     torch.testing.assert_close(found["logits"].transpose(0, 1).detach(), expected, rtol=1e-5, atol=1e-6)  # float32
     assert "comes next" in capsys.readouterr().out
+
+
+def test_export_from_python_takes_paths_as_text(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cw.export is export_run  # also now, with every module of the folder imported
+    monkeypatch.chdir(tmp_path)
+    found = cw.export(str(speaker), "safetensors", "in/out")
+    assert found.folder == Path("in/out")
+    assert sorted(path.name for path in (tmp_path / "in" / "out").iterdir()) == sorted(found.files)
+    with pytest.raises(UserError, match=r"in/out is not empty; .* with output=\.\.\."):
+        cw.export(str(speaker), "safetensors", "in/out")
 
 
 def test_exported_weights_start_a_run_with_their_vocabulary(speaker: Path, tmp_path: Path) -> None:
@@ -194,7 +205,7 @@ def test_a_full_disk_leaves_nothing(speaker: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_folder_with_something_in_it_is_left_alone(speaker: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(UserError, match="is not empty; remove it, or choose another folder with -o"):
+    with pytest.raises(UserError, match="is not empty; remove it, or choose another folder with output="):
         export_run(speaker, "safetensors", tmp_path)
     with pytest.raises(UserError, match="is a file, and an export is a folder"):
         export_run(speaker, "safetensors", tmp_path / "mine")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.errors import RunError, UserError, option
-from carrywave.export import onnx_file, onnx_graph, torch_program, triton
-from carrywave.export.comparison import largest_difference
-from carrywave.export.description import describe
-from carrywave.export.lost import MOST_TARGETS, mean_loss, valid_part
-from carrywave.export.portable import Portable
+from carrywave.exporting import onnx_file, onnx_graph, torch_program, triton
+from carrywave.exporting.comparison import largest_difference
+from carrywave.exporting.description import describe
+from carrywave.exporting.lost import MOST_TARGETS, mean_loss, valid_part
+from carrywave.exporting.portable import Portable
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
@@ -45,7 +45,7 @@ class Exported:
 def export_run(
     path: Path | str,
     to: str,
-    output: Path | None = None,
+    output: Path | str | None = None,
     *,
     stateful: bool = False,
     int8: bool = False,
@@ -56,6 +56,12 @@ def export_run(
 
     ONNX models and torch programs are run and compared with our model before they get their name. `stateful`: the carry goes in and comes
     out. `int8`: ONNX with quantized weights; `data` is what their loss is measured on, by default the run's valid data.
+
+    >>> import carrywave as cw
+    >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
+    >>> result = cw.fit({"hidden": 4, "layers": 1}, "the carry goes on and on\\n" * 8, task="language", **how)
+    >>> cw.export(result.run, "safetensors", "exports/text").files
+    ('model.safetensors', 'model.json')
     """
     if to not in FORMATS:
         raise UserError(f"{to} is not a format; use one of {', '.join(FORMATS)}")
@@ -65,12 +71,11 @@ def export_run(
         raise UserError(f"{option('stateful')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
     if data is not None and not int8:
         raise UserError(f"{option('data')} is what the loss of {option('int8')} is measured on; remove it, or ask for {option('int8')}")
-    if output is not None:
-        _free(output)
+    named = None if output is None else _free(Path(output))
     saved = open_run(path, "cpu")
     if not isinstance(saved.model, Model):
         raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
-    folder = _free(Path("exports", f"{_name(saved)}-{to}") if output is None else output)
+    folder = _free(Path("exports", f"{_name(saved)}-{to}") if named is None else named)
     if to == "safetensors":
         return _safetensors(saved, folder)
     portable = Portable(saved.model.float(), stateful=stateful).eval()
@@ -149,14 +154,16 @@ def _free(folder: Path) -> Path:
     """Refuse a folder that holds something already: an export is never mixed with another, or with anything else."""
     try:
         if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty; remove it, or choose another folder with -o")
+            raise UserError(f"{folder} is not empty; remove it, or choose another folder with {option('output')}")
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder} is a file, and an export is a folder; choose another name with -o")
+            raise UserError(f"{folder} is a file, and an export is a folder; choose another name with {option('output')}")
         parent = next(each for each in folder.absolute().parents if each.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UserError(f"{folder} cannot be written: {parent} is read-only or no folder; choose another folder with -o")
+            raise UserError(
+                f"{folder} cannot be written: {parent} is read-only or no folder; choose another folder with {option('output')}"
+            )
     except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror or error}; choose another folder with -o") from error
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}; choose another folder with {option('output')}") from error
     return folder
 
 

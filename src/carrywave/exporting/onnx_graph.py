@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.export import onnx_lstm
-from carrywave.export.onnx_lstm import Ends, Lanes
-from carrywave.export.onnx_nodes import Nodes
-from carrywave.export.portable import NEXT, Portable
+from carrywave.exporting import onnx_lstm
+from carrywave.exporting.onnx_lstm import Ends, Lanes
+from carrywave.exporting.onnx_nodes import Nodes
+from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from carrywave import __version__
-from carrywave.export.portable import NEXT, Portable
+from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from carrywave.errors import UserError
-from carrywave.export.portable import BATCH, NEXT, Port, Portable
+from carrywave.errors import UserError, option
+from carrywave.exporting.portable import BATCH, NEXT, Port, Portable
 
 MOST_LANES = 64
 IDLE_MICROSECONDS = 60_000_000  # Triton forgets a sequence that has sent nothing for so long
@@ -33,7 +33,9 @@ Message = dict[str, Any]  # texts, `Words`, lists of them, messages and lists of
 def config(portable: Portable, name: str) -> str:
     """The text of config.pbtxt for a model in a folder of this name."""
     if not NAME.fullmatch(name):
-        raise UserError(f"{name!r} cannot be the name of a Triton model; name the folder with letters, digits, _, . and - (-o)")
+        raise UserError(
+            f"{name!r} cannot be the name of a Triton model; name the folder with letters, digits, _, . and - ({option('output')})"
+        )
     states = {port.name for port in portable.state}
     plain = [port for port in portable.inputs if port.name not in CONTROLS and port.name not in states]
     batching: Message = {

@@ -17,9 +17,9 @@ pytest.importorskip("onnx", reason="the extra onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
 
 from carrywave.errors import UserError
-from carrywave.export import onnx_file, onnx_graph, onnx_lstm
-from carrywave.export.comparison import largest_difference
-from carrywave.export.portable import Portable
+from carrywave.exporting import onnx_file, onnx_graph, onnx_lstm
+from carrywave.exporting.comparison import largest_difference
+from carrywave.exporting.portable import Portable
 
 
 def in_runtime(portable: Portable, model: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.export.onnx_nodes import needed
-from carrywave.export.portable import Portable, Runner
+from carrywave.exporting.onnx_nodes import needed
+from carrywave.exporting.portable import Portable, Runner
 
 
 def runner(model: bytes, portable: Portable) -> Runner:

@@ -1,0 +1,107 @@
+"""Deals sequences out to the lanes of a stream, cut into pieces where that evens the lanes out. Pure functions of the lengths.
+
+A piece starts with a window, so it takes up whole windows except at the end of its lane. An epoch has as many windows as the fullest lane:
+at best all windows of all sequences, divided by the number of lanes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from carrywave.data.sequences import Ints
+
+Dealing = Literal[1, 2]
+"""1: pieces are even shares of their sequence, and each goes to the least loaded lane. 2: as 1, unless another way takes fewer windows."""
+LATEST: Dealing = 2
+
+
+class Dealt(NamedTuple):
+    """The pieces, in the order in which their lanes read them."""
+
+    sequence: Ints
+    offset: Ints  # first step within its sequence
+    length: Ints
+    lane: Ints
+
+
+def deal(lengths: Ints, lanes: int, steps: int, *, cut: bool, dealing: Dealing = LATEST) -> Dealt:
+    """Deal sequences out to lanes that are read in windows of `steps`. Without `cut`, every sequence is one piece."""
+    even = _even_pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+    windows = -(-even[2] // steps)
+    found = Dealt(*even, _least_loaded(windows, lanes))
+    fewest = -(-int((-(-lengths // steps)).sum()) // lanes)
+    most = int(np.bincount(found.lane, weights=windows).max())
+    if dealing == 1 or most <= fewest:
+        return found
+    if cut:
+        return _laid_end_to_end(lengths, lanes, steps, fewest)
+    longest_first = np.argsort(-windows, kind="stable")
+    better = np.empty_like(found.lane)
+    better[longest_first] = _least_loaded(windows[longest_first], lanes)
+    return found._replace(lane=better) if int(np.bincount(better, weights=windows).max()) < most else found
+
+
+def _even_pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
+    """Return sequence, offset and length of every piece. Sequences longer than an even share are cut into pieces of at most that share."""
+    total = int(lengths.sum())
+    share = -(-total // lanes)
+    # Use the exact quotient, not the rounded share: a single corpus must give every lane a piece, however short.
+    count = np.where(lengths > share, -(-lengths * lanes // total), 1)
+    sequence = np.repeat(np.arange(len(lengths)), count)
+    part = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
+    size, longer = np.divmod(lengths[sequence], count[sequence])
+    return sequence, part * size + np.minimum(part, longer), size + (part < longer)
+
+
+def _least_loaded(loads: Ints, lanes: int) -> Ints:
+    """Assign pieces to lanes greedily: each in turn goes to the least loaded lane, the lowest-numbered on ties."""
+    heap = [(0, lane) for lane in range(lanes)]
+    lane_of = []
+    for load in loads.tolist():
+        taken, lane = heap[0]
+        lane_of.append(lane)
+        heapq.heapreplace(heap, (taken + load, lane))
+    return np.array(lane_of, dtype=np.int64)
+
+
+def _laid_end_to_end(lengths: Ints, lanes: int, steps: int, fewest: int) -> Dealt:
+    """Fill one lane after the other, and continue in the next with what is left of a sequence: at most one cut for each lane.
+
+    Lanes of `fewest` windows always suffice: every piece then begins and ends with a window. A shorter last window, which would have less
+    padding, is found by bisection.
+    """
+    low, high = (fewest - 1) * steps, fewest * steps
+    best = _filled(lengths, lanes, steps, high)
+    assert best is not None
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _filled(lengths, lanes, steps, middle)
+        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    return best
+
+
+def _filled(lengths: Ints, lanes: int, steps: int, capacity: int) -> Dealt | None:
+    """Fill lanes up to `capacity` steps; None if they do not hold everything."""
+    starts = np.concatenate([[0], np.cumsum(-(-lengths // steps) * steps)])  # of each sequence, if all were in one lane
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+    index, offset = 0, 0  # what comes next
+    for lane in range(lanes):
+        if index == len(lengths):
+            break
+        rest = int(lengths[index]) - offset
+        # Later sequences start earlier in this lane than in one that has all of the first sequence.
+        earlier = int(starts[index + 1]) - -(-rest // steps) * steps
+        last = max(index, int(np.searchsorted(starts[:-1], capacity + earlier)) - 1)
+        held = np.arange(index, last + 1)
+        length, begin = lengths[held], np.zeros_like(held)
+        length[0], begin[0] = rest, offset
+        position = 0 if last == index else int(starts[last]) - earlier
+        length[-1] = min(int(length[-1]), capacity - position)
+        parts.append((held, begin, length, np.full_like(held, lane)))
+        index, offset = last, int(begin[-1] + length[-1])
+        if offset == lengths[index]:
+            index, offset = index + 1, 0
+    return Dealt(*map(np.concatenate, zip(*parts, strict=True))) if index == len(lengths) else None
