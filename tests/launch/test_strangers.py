@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import _warm
 import pytest
 
+import _warm
 import carrywave
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="forks with pidfds"), pytest.mark.timeout(300)]
