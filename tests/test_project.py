@@ -27,6 +27,12 @@ def test_every_dependency_is_pinned() -> None:
     assert {re.split(r"[<>=!~]", name)[0].lower() for name in wanted} <= pinned
 
 
+def test_dev_has_what_the_tests_of_these_extras_need() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name in ("bpe", "datasets", "docs", "keras", "onnx"):
+        assert set(extras[name]) <= set(extras["dev"]), name
+
+
 def test_the_changelog_speaks_of_this_version() -> None:
     assert f"## {carrywave.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

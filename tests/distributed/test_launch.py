@@ -81,12 +81,14 @@ def test_the_others_are_left_to_write_their_snapshot(write: Write, tmp_path: Pat
 
 
 def started(write: Write, tmp_path: Path, worker_text: str) -> subprocess.Popen[str]:
-    """A process that starts two workers and says how they ended, once both have said that they are there."""
+    """A process that starts two workers and says how they ended, once both have said that they are there.
+
+    It minds every signal, whatever the tests run under: nohup ignores SIGHUP, and a shell SIGINT of what it puts into the background.
+    """
     command = worker(worker_text, write)
-    parent = write(
-        "parent.py",
-        f"from carrywave.launch.launcher import start\nimport sys\nend = start({command!r}, 2)\nprint(end.message)\nsys.exit(end.code)\n",
-    )
+    mind = "import signal, sys\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    run = f"from carrywave.launch.launcher import start\nend = start({command!r}, 2)\nprint(end.message)\nsys.exit(end.code)\n"
+    parent = write("parent.py", mind + run)
     process = subprocess.Popen([sys.executable, parent], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("there-*"))) < 2 and time.monotonic() < deadline:

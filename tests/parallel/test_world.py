@@ -14,6 +14,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from carrywave.errors import ContactLost, DataError, SpecError, WorkerError
 from carrywave.parallel import world
 from carrywave.parallel.liveness.lost_contact import lost
+from carrywave.parallel.startup import door
 from carrywave.parallel.startup.rendezvous import open_store
 from carrywave.parallel.world import World, all_gather_text, check_agreement, check_gpus, join, leave, pick_device, raise_on_all, tell_once
 
@@ -177,6 +178,52 @@ def test_an_address_that_only_others_can_use_does_not_keep_the_first_waiting() -
     store = open_store("192.0.2.1", free_port(), True, 5.0)
     store.set("word", "there")
     assert store.get("word") == b"there"
+
+
+ONE = {"spec": "{}", "run": "one"}
+
+
+def come(monkeypatch: pytest.MonkeyPatch, job: dict[str, str], **variables: object) -> None:
+    """Rank 1 comes to a port where rank 0 of the job ONE has put up its card, and is turned away."""
+    port = free_port()
+    store = open_store("127.0.0.1", port, True, 5.0)
+    door.put_up(store, door.WORKERS, {"size": "2", **ONE})
+    own: dict[str, object] = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    launcher(monkeypatch, CARRYWAVE_START_SECONDS=0.2, **(own | variables))
+    with pytest.raises(WorkerError) as raised:
+        join("cpu", job)
+    assert str(raised.value).startswith(f"another job (run one) uses port {port} on 127.0.0.1"), raised.value
+    assert "choose another port" in str(raised.value)
+
+
+@pytest.mark.parametrize("job", [ONE | {"run": "two"}, ONE | {"spec": "other"}, {}])
+def test_a_worker_of_another_job_is_turned_away(job: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    come(monkeypatch, job)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": 3},
+        {"TORCHELASTIC_RUN_ID": "mine"},
+        {"CARRYWAVE_JOB": "slurm 7.0"},
+        {"CARRYWAVE_LAUNCH": "a"},
+        {"CARRYWAVE_SECRET": "x"},
+    ],
+)
+def test_so_is_one_that_another_launcher_or_engine_started(variables: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    come(monkeypatch, ONE, **variables)
+
+
+def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that was restarted before the others noticed: a launcher may try again."""
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.1)
+    monkeypatch.setattr(world._Joined, "times", 0)
+    with pytest.raises(WorkerError, match="rank 0 of 2 did not show up"):
+        join("cpu")
+    monkeypatch.setattr(world._Joined, "times", 0)
+    with pytest.raises(ContactLost, match=r"rank 1 of 2 is already there, or was: another process of this job; restart all workers"):
+        join("cpu")
 
 
 def test_of_many_that_stay_away_some_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from carrywave.cli.workers import (
     RestartsOption,
     agreed,
     around,
+    asked_for,
     devices_that_pay,
     fitted,
     keeps_the_run,
@@ -69,8 +70,9 @@ def train(
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
-    where = around(hosts, host_index)
-    with agreed(device.value) as of_rank_0:
+    job = asked_for(path, overrides, run)
+    where = around(hosts, host_index, job)
+    with agreed(device.value, job) as of_rank_0:
         resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _is_there(run)})["there"]))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")

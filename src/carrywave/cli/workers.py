@@ -8,7 +8,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +25,11 @@ from carrywave.launch.ray_cluster import connected
 from carrywave.launch.script_workers import script_command
 from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup.door import Job, job_of
 from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.plan.plan import fewer
+from carrywave.spec.load import load
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 
@@ -63,10 +65,11 @@ Read = Callable[[], dict[str, Any]]
 
 
 @contextmanager
-def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
+def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dict[str, Any]]]:
     """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher.
 
     Yields a function that has rank 0 read plain values, which other hosts may not have, and returns them on every worker.
+    `job` is what the command asks for.
     """
     if not launched():
         yield lambda read: read()
@@ -75,7 +78,7 @@ def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
     with leaving_at_once():
         from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
 
-    world = join(device)
+    world = join(device, job)
 
     def of_rank_0(read: Read) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -101,10 +104,19 @@ def take_place(*, trains: bool) -> None:
         os.environ.update(slurm.worker(os.environ))
 
 
-def around(hosts: str | None = None, host_index: int | None = None) -> Surroundings:
-    """Where this process is, by its environment and what the user says."""
+def around(hosts: str | None = None, host_index: int | None = None, job: Job | None = None) -> Surroundings:
+    """Where this process is, by its environment and what the user says. `job` is what all hosts are to do together."""
     take_place(trains=True)
-    return surroundings.find(os.environ, hosts, host_index)
+    found = surroundings.find(os.environ, hosts, host_index)
+    return found if found.hosts is None else replace(found, hosts=replace(found.hosts, asked=dict(job or {})))
+
+
+def asked_for(path: Path | None, overrides: Sequence[str], run: str | None) -> Job:
+    """What the command asks for, to be compared with that of the other hosts and workers. What is wrong with a spec is told elsewhere."""
+    try:
+        return job_of(load(path, overrides), run)
+    except UserError:
+        return job_of(None, run)
 
 
 def keeps_the_run(where: Surroundings) -> bool:

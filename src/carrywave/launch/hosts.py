@@ -6,12 +6,14 @@ Each engine has a file with `read(environment) -> Hosts | None`, and `surroundin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from carrywave import __version__
 from carrywave.errors import WorkerError
 
 PORT = "CARRYWAVE_PORT"  # where hosts rendezvous if their engine names no port
 USUAL_PORT = 29500
+SLURM = "Slurm"
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Hosts:
     node: int
     source: str = "TF_CONFIG"  # what named them, for messages
     workers: int | None = None  # on each host, if the engine says so
+    job: str = ""  # the engine's id of the job, if it has one
+    asked: Mapping[str, str] = field(default_factory=dict)  # what they are to do together (`door.job_of`)
 
     @property
     def meeting(self) -> tuple[str, int]:
@@ -34,6 +38,13 @@ class Hosts:
         """The name or address by which the other hosts know this one; empty if the engine does not tell it."""
         own = self.addresses[self.node]
         return own and host_and_port(own, self.source)[0]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What makes a process one of these hosts, and not one of another job that came to the same port."""
+        # On Slurm, a node knows the addresses of the first one and its own, and the names of all.
+        listed = self.names if self.source == SLURM else self.addresses
+        return {"version": __version__, "hosts": ",".join(listed), "job": self.job, **self.asked}
 
     def who(self, node: int) -> str:
         """A host in words: its name, and its address if known."""

@@ -42,7 +42,7 @@ def _nodes(environment: Mapping[str, str]) -> int | None:
         return 1 if environment.get(WORKERS, "").strip() else None
     if ":" in text and len(set(text.split(":"))) > 1:
         raise WorkerError(
-            f"{NNODES}={text[:40]} is a range, which needs torchrun's own rendezvous; start torchrun -m carrywave train, or set a number"
+            f"{NNODES}={text[:40]} is a range, which needs torchrun's own rendezvous; start torchrun -m -- carrywave train, or set a number"
         )
     return whole({NNODES: text.partition(":")[0]}, NNODES, 1)
 

@@ -23,6 +23,7 @@ from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, 
 from carrywave.launch.ray_seat import Outcome, Place, Seat
 from carrywave.launch.supervisor import FAULT_SECONDS, GRACE_SECONDS, AttemptOutcome, Signals, WorkerGroup
 from carrywave.launch.worker_logs import Outputs, show
+from carrywave.parallel.startup.door import SECRET
 
 POLL_SECONDS = 0.2
 HEAD_SECONDS = 5.0  # for a Ray head to accept a connection
@@ -55,7 +56,7 @@ class RayCluster:
             order = by_node(places)
             seats, places = [seats[index] for index in order], [places[index] for index in order]
             # What a launch on one host tells its workers about that host is not for these.
-            shared = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+            shared = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name != SECRET}  # it never travels
             shared |= {name: value for name, value in crew.shared.items() if name not in LOCAL}
             every = [own | shared | {name: own[name] for name in own if name not in INTERFACES} for own in variables(places)]
             work = [seat.work.remote(list(crew.command[1:]), os.getcwd(), own, crew.size) for seat, own in zip(seats, every, strict=True)]

@@ -31,7 +31,7 @@ def read(environment: Mapping[str, str]) -> Hosts | None:
     workers = whole(environment, GPUS, 0) or None if environment.get(GPUS, "").strip() else None
     port = usual_port(environment)
     addresses = tuple(with_port(address, port) for address in found)
-    return Hosts(addresses, tuple(f"node {each}" for each in range(len(found))), node, ADDRESSES, workers)
+    return Hosts(addresses, tuple(f"node {each}" for each in range(len(found))), node, ADDRESSES, workers, job(environment) or "")
 
 
 def job(environment: Mapping[str, str]) -> str | None:

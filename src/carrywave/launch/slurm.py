@@ -16,7 +16,8 @@ from itertools import product
 from carrywave.errors import WorkerError
 from carrywave.launch.cluster.interfaces import interface_of
 from carrywave.launch.hardware import cores
-from carrywave.launch.hosts import Hosts, with_port
+from carrywave.launch.hosts import SLURM, Hosts, with_port
+from carrywave.parallel.startup.launcher_env import JOB
 
 FIRST_PORT, PORTS = 16384, 16384  # below the range from which Linux takes ports for outgoing connections
 STEPS_APART = 131  # between the ports of steps of one job; neighbouring jobs have neighbouring ports
@@ -33,6 +34,7 @@ class Task:
     node: int  # the index of this node
     local: int  # the index of this task on its node
     port: int
+    job: str  # its id and that of the step
 
     @property
     def rank(self) -> int:
@@ -57,7 +59,7 @@ def task(environment: Mapping[str, str]) -> Task | None:
             f"node {node}; start the workers with srun, and leave the variables SLURM_* as they are"
         )
     job, step = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID"), _number(environment, "SLURM_STEP_ID")
-    return Task(tuple(nodes), tuple(tasks), node, local, FIRST_PORT + (job + STEPS_APART * step) % PORTS)
+    return Task(tuple(nodes), tuple(tasks), node, local, FIRST_PORT + (job + STEPS_APART * step) % PORTS, f"{job}.{step}")
 
 
 def is_host(environment: Mapping[str, str]) -> bool:
@@ -78,7 +80,7 @@ def read(environment: Mapping[str, str], address_of: Callable[[str], str] | None
     if address := environment.get("MASTER_ADDR"):
         known[0] = address
     addresses = tuple(with_port(known.get(node, name), port) for node, name in enumerate(found.nodes))
-    return Hosts(addresses, tuple(f"node {name}" for name in found.nodes), found.node, "Slurm")
+    return Hosts(addresses, tuple(f"node {name}" for name in found.nodes), found.node, SLURM, job=found.job)
 
 
 def worker(environment: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:
@@ -96,6 +98,7 @@ def worker(environment: Mapping[str, str], address_of: Callable[[str], str] | No
         "LOCAL_RANK": str(found.local),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_PORT": str(_own_port(environment, found)),
+        JOB: f"slurm {found.job}",
     }
     if len(found.nodes) == 1:
         # As in a launch on one host: nothing listens where another machine could reach it.

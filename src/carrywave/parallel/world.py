@@ -26,7 +26,7 @@ from carrywave.errors import SpecError, UserError, WorkerError, option
 from carrywave.parallel import process_groups
 from carrywave.parallel.arrivals import arrive
 from carrywave.parallel.liveness import heartbeat, lost_contact
-from carrywave.parallel.startup import environment, native_logs
+from carrywave.parallel.startup import door, environment, native_logs
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.startup.rendezvous import (
@@ -74,6 +74,7 @@ class _Joined:
     waits: Store | None = None  # where workers wait for each other, in a group that `join` created
     waited = 0
     times = 0  # each join has its own keys: addresses from an earlier one are stale
+    job: door.Job | None = None  # what is known of this worker's job
     made_group = False
     watches_parent = False
 
@@ -105,8 +106,11 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def join(device: str = "auto") -> World:
-    """Join the world that the launcher's variables describe, with every worker in it; a world of one if there are none."""
+def join(device: str = "auto", job: door.Job | None = None) -> World:
+    """Join the world that the launcher's variables describe, with every worker in it; a world of one if there are none.
+
+    `job` is what this worker was asked to do (`door.job_of`): where no launcher vouches for them, workers of another job are refused by it.
+    """
     environment.check()
     if not launched():
         if dist.is_initialized():  # by the user, without a launcher
@@ -134,10 +138,13 @@ def join(device: str = "auto") -> World:
     native_logs.hush()
     opened = launch_store(rank, size, start)
     _Joined.times += 1
-    store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", opened)
-    there = everyone(
-        store, rank, size, {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}, start
-    )
+    _Joined.job = known = door.job_of_worker(size, job)
+    store = PrefixStore(f"{_room()}/{_Joined.times}", opened)
+    if rank == 0:
+        door.put_up(opened, door.WORKERS, known)
+    about = {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}
+    place = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
+    there = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
     check_hosts(there)
     # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
     gpus = [one["gpu"] for one in there]
@@ -272,6 +279,11 @@ def wait_for_all(world: World) -> None:
     arrive(store, key, world.size, PATIENCE_SECONDS)
 
 
+def _room() -> str:
+    """Where the workers of this job keep what they tell each other in this attempt."""
+    return f"carrywave/{door.room(_Joined.job or {})}/{_attempt()}"
+
+
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
     if "CARRYWAVE_ATTEMPT" in os.environ:
@@ -305,9 +317,9 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
         return
     try:
         if rank == error.told_by:
-            _Joined.store.set(f"carrywave/{_attempt()}/told", "yes")
+            _Joined.store.set(f"{_room()}/told", "yes")
         else:
-            _Joined.store.wait([f"carrywave/{_attempt()}/told"], timedelta(seconds=5))
+            _Joined.store.wait([f"{_room()}/told"], timedelta(seconds=5))
     except RuntimeError:
         return  # the reporting worker is gone, and the store with it
 
@@ -315,7 +327,7 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
 def first_to_tell() -> bool:
     """True if this worker is the one to report when several lose contact at once; also True if the store is unreachable."""
     try:
-        return _Joined.store is None or _Joined.store.add(f"carrywave/{_attempt()}/lost", 1) == 1
+        return _Joined.store is None or _Joined.store.add(f"{_room()}/lost", 1) == 1
     except RuntimeError:
         return True  # the store is gone too
 
@@ -324,7 +336,7 @@ def shared_store() -> Store | None:
     """A separate connection to the rendezvous store, for a thread; None in a world of one, or if the user created the process group."""
     if _Joined.store is None or not _Joined.made_group:
         return None
-    return PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store.clone())  # type: ignore[attr-defined]
+    return PrefixStore(f"{_room()}/{_Joined.times}", _Joined.store.clone())  # type: ignore[attr-defined]
 
 
 def _of_group(device: str, local_rank: int, local_size: int) -> World:

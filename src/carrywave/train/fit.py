@@ -26,6 +26,7 @@ from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.vocabulary_split import check_modules
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, pick_device, raise_on_all
 from carrywave.plan import canonical_shards
@@ -83,7 +84,7 @@ def train(
 
     `devices` is the number of workers that a dry run plans for.
     """
-    world = World.alone(pick_device(device)) if dry_run else join(device)
+    world = World.alone(pick_device(device)) if dry_run else join(device, job_of(spec, run))
     with _left_at_the_end(world):
         start = begin(spec, world, run, resume, init, watch or Silent(), from_files=True, hold=not dry_run)
         with start.folder:
@@ -156,7 +157,7 @@ def fit(
             told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
         if told is not None:
             return _result_of(told, own, device, loss)
-        world = join(device)
+        world = join(device, job_of(asked, run))
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)

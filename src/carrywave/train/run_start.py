@@ -13,7 +13,8 @@ from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import SpecError
 from carrywave.launch import exit_reports, launch_record
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.startup.door import job_of
+from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint.reach import Reach, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
@@ -66,6 +67,7 @@ def begin(
     before: Plan | None = None
     launch_record.next_call()
     # With several hosts, only some may have been told that this is a restart.
+    check_agreement(world, {} if run is None else {"run": job_of(None, run)["run"]})
     restarted = any(int(times) for times in all_gather_text(world, str(launch_record.attempt())))
     try:
         with raise_on_all(world, for_all_of_us=True, patient=True):

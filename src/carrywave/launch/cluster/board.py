@@ -12,18 +12,23 @@ from collections.abc import Callable
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from carrywave.errors import WorkerError
 from carrywave.launch.cluster.states import HostState, Orders, Seen
 from carrywave.launch.hosts import Hosts
 from carrywave.parallel.liveness.silence import Silence
-from carrywave.parallel.startup import native_logs
+from carrywave.parallel.startup import door, native_logs
 from carrywave.parallel.startup.rendezvous import open_store
 
 CYCLE_SECONDS = 0.2
+EARLIER_SECONDS = 3.0  # for a launcher to show that it is alive: it says something in every cycle
 ORDERS = "orders"
 
 
 class HostBoard:
-    """One launcher's connection to the others. The first host opens the store; the others join it, each time under a new number."""
+    """One launcher's connection to the others. The first host opens the store; the others join it, each time under a new number.
+
+    Hosts of another job are turned away before they have a number, and so is a second launcher of a host whose first one is alive.
+    """
 
     def __init__(self, hosts: Hosts, state: HostState, start_seconds: float, silent_seconds: float) -> None:
         native_logs.hush()
@@ -37,12 +42,32 @@ class HostBoard:
         self._silences: dict[tuple[int, int], Silence] = {}  # of the other hosts' launchers
         self._led, self._read = time.monotonic(), ""  # when the first host last looked; the number of the orders that were last read
         address, port = hosts.meeting
-        self._store: Store = PrefixStore("carrywave/hosts", open_store(address, port, self.node == 0, start_seconds))
+        opened = open_store(address, port, self.node == 0, start_seconds)
+        place = f"port {port} on {address}"
+        job = hosts.identity
+        room = door.enter(opened, door.HOSTS, job, place, start_seconds) if self.node else door.put_up(opened, door.HOSTS, job)
+        self._store: Store = PrefixStore(f"carrywave/{room}/hosts", opened)
+        self._refuse_if_there()
         self.join = int(self._store.add(f"joins/{self.node}", 1))
         self._over = threading.Event()
         work = self._lead if self.node == 0 else self._follow
         self._thread = threading.Thread(target=self._exchange, args=(work,), name="carrywave-hosts", daemon=True)
         self._thread.start()
+
+    def _refuse_if_there(self) -> None:
+        """Refuse if another launcher of this host is alive: this one was started twice, and not again."""
+        join = int(self._store.add(f"joins/{self.node}", 0))
+        if not join or not self._store.check([f"host/{self.node}/{join}"]):
+            return
+        said = self._store.get(f"host/{self.node}/{join}")
+        if HostState.of_json(said.decode().partition(" ")[2]).launcher == self.state.launcher:
+            return  # this one, which had lost contact
+        deadline = time.monotonic() + EARLIER_SECONDS
+        while time.monotonic() < deadline:
+            if self._store.get(f"host/{self.node}/{join}") != said:
+                who = self.hosts.who(self.node)
+                raise WorkerError(f"{who} already takes part in this job, from another process; end that one first, or choose another port")
+            time.sleep(self.every_seconds)
 
     def silent_seconds(self) -> float:
         """For how long nothing was heard from the first host; without end if the connection is gone."""

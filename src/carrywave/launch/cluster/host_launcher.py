@@ -44,7 +44,7 @@ class HostJob:
     restarts: int
     least: int | None
     start_seconds: float
-    launch: str  # the name of the launch if this is the first host
+    launch: str  # a name that no other launcher has; that of the launch if this is the first host
 
 
 class HostLauncher:
@@ -54,7 +54,7 @@ class HostLauncher:
         self.job, self.hosts, self._say = job, job.hosts, say
         limit = heartbeat.silent_seconds()
         self.silent_seconds = SLOW_SECONDS if limit == float("inf") else limit
-        self.state = HostState(job.devices, socket.gethostname(), address_towards(self.hosts.meeting[0]))
+        self.state = HostState(job.devices, socket.gethostname(), address_towards(self.hosts.meeting[0]), launcher=job.launch)
         self.board = HostBoard(self.hosts, self.state, job.start_seconds, self.silent_seconds)
         self.council: Council | None = None
         if self.hosts.node == 0:
@@ -167,7 +167,8 @@ class HostLauncher:
             return gone
         self._say(f"contact with {who} was lost; trying to reach it again for up to {seconds:g} s")
         deadline = time.monotonic() + seconds
-        fresh = HostState(self.job.devices, self.state.host, self.state.address, self.state.launch, self.state.before, run=self.state.run)
+        known = self.state
+        fresh = HostState(known.devices, known.host, known.address, known.launch, known.before, run=known.run, launcher=known.launcher)
         while time.monotonic() < deadline:
             if signals.noted:
                 return asked_to_stop(Ended(128 + signals.noted.pop(0)), self.run)

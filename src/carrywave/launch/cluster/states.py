@@ -24,6 +24,7 @@ class HostState:
     run: str = ""  # the run's folder, if known
     asked: int | None = None  # a signal that arrived while no worker was running
     read: bool = False  # it has read how the launch ended
+    launcher: str = ""  # the launcher itself, by a name that no other has
 
     @property
     def ready(self) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, set in workers that carrywave itself started
+JOB = "CARRYWAVE_JOB"  # the id of an engine's job, set in processes that the engine started as workers
 
 
 def launched(environment: Mapping[str, str] | None = None) -> bool:

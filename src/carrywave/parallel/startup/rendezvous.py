@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from carrywave.errors import UserError, WorkerError
-from carrywave.parallel.startup import native_logs
+from carrywave.errors import ContactLost, UserError, WorkerError
+from carrywave.parallel.startup import door, native_logs
 
 START_SECONDS = 60.0
 NAMED = 8  # most ranks named in a message
+ASK_SECONDS = 3.0  # for the store of another job to say whose it is
 
 
 def number(name: str) -> int:
@@ -91,6 +92,7 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
         why = getattr(error, "strerror", None) or "not a host name"
         raise WorkerError(f"host {short(address)} not found ({why}); correct the address of rank 0") from error
     handle: int | None = None
+    named = address
     if first:
         handle = _listen(address, port)
         address = "127.0.0.1" if handle is None else address
@@ -125,7 +127,7 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
     if isinstance(made[0], RuntimeError):
         message = str(made[0]).lower()
         if "eaddrinuse" in message or "address already in use" in message:
-            raise _taken(address, port) from made[0]
+            raise _taken(named, port) from made[0]
         raise nobody from made[0]
     return made[0]
 
@@ -152,7 +154,13 @@ def _listen(address: str, port: int) -> int | None:
 
 
 def _taken(address: str, port: int) -> WorkerError:
-    return WorkerError(f"port {port} on {address} is in use by another program; use a free one (MASTER_PORT, --master-port)")
+    remedy = "use a free one (--hosts HOST:PORT, MASTER_PORT, --master-port)"
+    try:
+        job = door.holder(open_store(address, port, False, ASK_SECONDS))
+    except (WorkerError, RuntimeError):
+        job = None
+    what = f"{job} uses port {port} on {address}" if job else f"port {port} on {address} is in use by another program"
+    return WorkerError(f"{what}; {remedy}")
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
@@ -168,8 +176,14 @@ def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError
         time.sleep(0.1)
 
 
-def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """Register this worker, wait for the others, and return what each reported about itself."""
+def everyone(
+    store: Store, rank: int, size: int, said: Mapping[str, Any], seconds: float, look: Callable[[], object] = lambda: None
+) -> list[dict[str, Any]]:
+    """Register this worker, wait for the others, and return what each reported about itself. `look` is called while rank 0 is not there,
+    to see whether another job is.
+    """
+    if store.add(f"seats/{rank}", 1) > 1:
+        raise ContactLost(f"rank {rank} of {size} is already there, or was: another process of this job; restart all workers")
     store.set(_here(rank), json.dumps(dict(said)))
     deadline = time.monotonic() + seconds
     awaited = 0
@@ -177,15 +191,17 @@ def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], second
         while awaited < size:
             if store.check([_here(awaited)]):
                 awaited += 1
-            elif store.check(["absent"]):
+                continue
+            if awaited == 0:
+                look()
+            if store.check(["absent"]):
                 raise _absent(json.loads(store.get("absent")), size, seconds)
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 missing = list(islice((other for other in range(awaited, size) if not store.check([_here(other)])), NAMED + 1))
                 store.set("absent", json.dumps(missing))
                 time.sleep(1.0)  # gives the others time to read it, before the store goes away with this process
                 raise _absent(missing, size, seconds)
-            else:
-                time.sleep(0.05)
+            time.sleep(0.05)
         return [json.loads(store.get(_here(other))) for other in range(size)]
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} of {size} lost the rendezvous store ({short(str(error))}); restart all workers") from error
