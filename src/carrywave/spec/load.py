@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from carrywave.errors import SpecError
+from carrywave.errors import SpecError, from_system, remedy_for
 from carrywave.spec.describe import Key, keys
 from carrywave.spec.spec import Spec
 
@@ -239,7 +239,8 @@ def read_values(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text; pass a spec file in YAML") from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}; pass the path of a spec file") from None
+        remedy = remedy_for(error, "pass the path of a spec file")
+        raise from_system(error, SpecError)(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     tree = parse_yaml(text, str(path))
     if tree is None:
         return {}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from carrywave.data.files import dialect, hashes, hub_datasets, remote
-from carrywave.errors import DataError
+from carrywave.errors import DataError, ResourceError, from_system, remedy_for
 from carrywave.spec.data_spec import BUILTIN_TEXT
 
 Format = Literal["text", "jsonl", "csv", "parquet"]
@@ -107,6 +107,8 @@ class Source:
         except (OSError, pa.ArrowException) as error:
             if "Empty CSV file" in str(error):
                 raise DataError(f"{self.name} is empty; use a file with a line of column names and at least one row") from error
+            if isinstance(error, OSError) and from_system(error) is ResourceError:
+                raise ResourceError(f"{self.name} cannot be read ({error.strerror or error}); {remedy_for(error, '')}") from error
             raise DataError(
                 f"{self.name} cannot be read ({one_line(error)}); check that the file is complete and in the format its name implies"
             ) from error
@@ -225,7 +227,8 @@ def find(
         with path.open("rb"):
             pass
     except OSError as error:
-        raise DataError(f"{field}={name} cannot be opened ({error.strerror}); check its permissions") from error
+        remedy = remedy_for(error, "check its permissions")
+        raise from_system(error, DataError)(f"{field}={name} cannot be opened ({error.strerror}); {remedy}") from error
     if source.format == "parquet" or any_bytes:
         return source
     head = source.head()

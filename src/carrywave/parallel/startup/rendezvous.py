@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from carrywave.errors import UserError, WorkerError
+from carrywave.errors import PortError, UserError, WorkerError
 from carrywave.parallel.startup import native_logs
 
 START_SECONDS = 60.0
@@ -151,8 +151,8 @@ def _listen(address: str, port: int) -> int | None:
     return listener.detach()
 
 
-def _taken(address: str, port: int) -> WorkerError:
-    return WorkerError(f"port {port} on {address} is in use by another program; use a free one (MASTER_PORT, --master-port)")
+def _taken(address: str, port: int) -> PortError:
+    return PortError(f"port {port} on {address} is in use by another program; use a free one (MASTER_PORT, --master-port)")
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:

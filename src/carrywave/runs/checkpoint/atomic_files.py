@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from carrywave.errors import RunError
+from carrywave.errors import RunError, from_system, remedy_for
 
 DTYPES = {
     torch.float64: "F64",
@@ -50,10 +50,8 @@ def writing(what: str, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise RunError(
-            f"{what} could not be written: {reason}; {kept}free disk space or make the folder writable, then try again"
-        ) from error
+        reason, remedy = error.strerror or str(error), remedy_for(error, "make the folder writable")
+        raise from_system(error, RunError)(f"{what} could not be written: {reason}; {kept}{remedy}, then try again") from error
 
 
 def sync_path(path: Path) -> None:
