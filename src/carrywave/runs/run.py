@@ -29,7 +29,7 @@ from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
 from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.remote_run import RemoteRun
-from carrywave.runs.run_place import check_name, free_place, never_began, refuse_occupied, remove_empty
+from carrywave.runs.run_place import check_name, check_place, free_place, never_began, refuse_occupied, remove_empty
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
@@ -76,6 +76,7 @@ class Run:
             path = free_place(task)
         check_name(path)
         refuse_occupied(path)
+        check_place(path)
         return cls(path, new=True, events=events)
 
     @classmethod

@@ -27,6 +27,7 @@ from carrywave.spec.spec import Spec
 OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}
 TYPE_ERRORS = ("_type", "literal_error", "int_from_float")
 SHOWN_CHARACTERS = 60
+MOST_DIGITS = 100
 MOST_BYTES = 1 << 20  # upper limit on the size of a spec file
 # Suffixes of data files that users pass in place of a spec, and the override that training on them also needs.
 DATA_FILES = {
@@ -155,6 +156,9 @@ _Loader.add_implicit_resolver(f"{YAML_TAG}bool", re.compile(f"^(?:{TRUTH.pattern
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     _refuse_doubtful(node)
+    if len(node.value) > MOST_DIGITS:
+        problem = f"{node.value[:20]}… is a number of {len(node.value):,} digits; use one of at most {MOST_DIGITS}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     return int(loader.construct_yaml_int(node))
 
 

@@ -46,6 +46,7 @@ PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (
 }
 BLOCK_OF_BZIP2 = b"1AY&SY"  # follows the block-size digit; BZh alone may start a text
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+MOST_COLUMNS = 20_000
 HEAD_BYTES = 16
 STANDARD_INPUT = "standard input"
 STANDARD_FOLDER = "carrywave-standard-input-"  # how the name of a temporary folder begins that keeps standard input in a file
@@ -117,6 +118,14 @@ class Source:
         """Return the mark between columns: as asked; else tab or comma according to the name, unless the first lines show another one."""
         usual = "\t" if self.tabs else ","
         found = dialect.first_lines(self.lines())
+        mark = self._found_separator(found, usual)
+        columns = found[0].count(mark) + 1 if found else 0
+        if columns > MOST_COLUMNS:  # reading their types alone would take minutes, without a word
+            fact = f"{self.name} has {columns:,} columns, and at most {MOST_COLUMNS:,} are read"
+            raise DataError(f"{fact}; keep those that matter, or write one row for each series and time, with a column of names")
+        return mark
+
+    def _found_separator(self, found: list[str], usual: str) -> str:
         if self.mark is None:
             return dialect.find_separator(found, self.name, usual)
         others = [mark for mark in dialect.SEPARATORS if found and mark in found[0]]

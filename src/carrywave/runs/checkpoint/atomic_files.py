@@ -11,6 +11,8 @@ import json
 import math
 import os
 import shutil
+import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -210,11 +212,23 @@ def refuse_pickle(path: Path, head: bytes) -> None:
     """Refuse files that torch.save wrote, recognized by their first nine bytes."""
     # A zip archive, or in the old format a bare pickle: protocol 2 and above begin with 0x80.
     bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
-    if head[:4] == b"PK\x03\x04" or bare:
+    zipped = head[:4] == b"PK\x03\x04"
+    if zipped and not _holds_pickle(path):
+        raise RunError(f"{path} is not a safetensors file: it begins like a ZIP archive; pass the path of a safetensors file")
+    if zipped or bare:
         raise RunError(
             f"{path} is a pickle (torch.save), which can run code when it is loaded; "
             "convert it: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE)"
         )
+
+
+def _holds_pickle(path: Path) -> bool:
+    """True if a ZIP archive is one of torch.save's. Only its table of contents is read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
+        return False
 
 
 def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
