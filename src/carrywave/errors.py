@@ -1,8 +1,11 @@
-"""Exception types: user errors, which state the problem and the remedy and become one line and exit code 2, and `ContactLost`."""
+"""Exception types: user errors, which state the problem and the remedy and become one line and exit code 2, `ResourceError`, which is the
+machine's fault and becomes one line and exit code 74, and `ContactLost`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import textwrap
 from collections.abc import Iterator
 
@@ -29,12 +32,23 @@ class RunError(UserError):
     """A run folder, snapshot or weights file cannot be used."""
 
 
+class ResourceError(RunError):
+    """The machine lacks what the work needs: disk space, file descriptors, memory, a port. Nothing in the input is wrong.
+
+    The command line prints one line and exits with 74 (EX_IOERR): the same command may succeed later.
+    """
+
+
 class Diverged(RunError):
     """The loss or a gradient became NaN or infinite. The step is discarded."""
 
 
 class WorkerError(UserError):
     """The workers cannot start, complete the rendezvous, or agree on their settings."""
+
+
+class PortError(ResourceError, WorkerError):
+    """A port that was asked for is in use by another program."""
 
 
 class ContactLost(RuntimeError):
@@ -51,6 +65,33 @@ class ContactLost(RuntimeError):
 def one_line(error: BaseException, most_characters: int = 600) -> str:
     """What a library says, on one line, for a message of ours. Its remedy often comes last, so little is cut, and only between words."""
     return textwrap.shorten(str(error), most_characters, placeholder=" …").rstrip(".")
+
+
+_DISK = "free disk space"
+_LACKS = {  # what helps where the system has run out of something, or fails
+    errno.ENOSPC: _DISK,
+    errno.EDQUOT: f"{_DISK}, or raise your quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n 1024)",
+    errno.ENFILE: "close other programs: the system has no file descriptors left",
+    errno.ENOMEM: "free some memory",
+    errno.ENOBUFS: "free some memory",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end others",
+    errno.EIO: "check the disk",
+    errno.ESTALE: "check the network file system",
+    errno.EROFS: "make the file system writable",
+    errno.EADDRINUSE: "use a free port",
+}
+
+
+def from_system(error: OSError, otherwise: type[UserError] = UserError) -> type[UserError]:
+    """The class for an error of the operating system: ResourceError if the machine is at fault, else the given one."""
+    return ResourceError if error.errno in _LACKS else otherwise
+
+
+def remedy_for(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the operating system."""
+    return _LACKS.get(error.errno or 0, otherwise)
 
 
 class _Words:

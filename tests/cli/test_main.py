@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import carrywave.benchmarks
 from carrywave.cli.main import app
-from carrywave.errors import DataError
+from carrywave.errors import DataError, PortError, ResourceError
 from carrywave.launch import launch_record
 from carrywave.launch.worker_logs import Outputs
 from carrywave.spec.describe import schema as spec_schema
@@ -277,18 +277,31 @@ def test_the_end_of_a_run_is_the_exit_code(install: Install, ending: str, code: 
         (KeyboardInterrupt("go on with --resume"), 130, "carrywave: go on with --resume"),
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/a/x"),
-            2,
+            74,
             "carrywave: no space left on the disk for runs/a/x; free some space, or choose another folder with --run, data.cache or TMPDIR",
         ),
         (
             OSError(errno.EMFILE, "Too many open files"),
-            2,
+            74,
             "carrywave: too many open files; raise the limit (ulimit -n 1024) or close other programs",
         ),
         (
             ImportError("x.so: failed to map segment from shared object"),
-            2,
+            74,
             "carrywave: not enough memory to load the program; raise the limit (ulimit -v) or free some memory",
+        ),
+        (ResourceError("port 1 is taken; use another"), 74, "carrywave: port 1 is taken; use another"),
+        (PortError("port 1 is taken; use another"), 74, "carrywave: port 1 is taken; use another"),
+        (MemoryError(), 74, "carrywave: not enough memory (MemoryError); reduce model.hidden, batch.lanes, batch.steps or batch.tokens"),
+        (
+            OSError(errno.EIO, "Input/output error", "runs/a/x"),
+            74,
+            "carrywave: Input/output error: runs/a/x; check the disk, then try again",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            74,
+            "carrywave: no further thread can be started; raise the limit of processes (ulimit -u) or end other programs",
         ),
         (ZeroDivisionError("our fault"), 1, "carrywave: ZeroDivisionError: our fault"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 1, "carrywave: PermissionError: [Errno 13] Permission denied: 'x'"),

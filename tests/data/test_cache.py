@@ -16,7 +16,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import arrays, cache
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError
+from carrywave.errors import DataError, ResourceError
 
 CODEC = Codec("language", "text", "char", ("a", "b"), size=2)
 
@@ -132,7 +132,7 @@ def test_no_room_or_no_right_to_write(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(os, "fsync", full)
     else:
         monkeypatch.setattr(cache.tempfile, "mkdtemp", full)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ResourceError, match=message):
         cache.fetch(tmp_path, "k", build)
     assert list(tmp_path.iterdir()) == []
 

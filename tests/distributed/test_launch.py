@@ -58,6 +58,7 @@ def test_workers_learn_who_they_are(write: Write, tmp_path: Path, temporary: Pat
         ("sys.exit(0)", Ended(0)),
         ("sys.exit(75)", Ended(75)),
         ("sys.exit(130)", Ended(130)),
+        ("sys.exit(74 * rank)", Ended(74, "worker 1 of 2 exited with code 74; see its output for the reason")),
         ("sys.exit(3 * rank)", Ended(3, "worker 1 of 2 exited with code 3; see its output for the reason")),
         ("rank and os.kill(os.getpid(), signal.SIGSEGV)", Ended(1, "worker 1 of 2 was killed (signal 11, SIGSEGV)")),
     ],
@@ -129,6 +130,26 @@ def test_a_second_signal_ends_them_there_and_then(write: Write, tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "stopped immediately; progress since the last snapshot is lost\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_worker_before_the_first_step_asks_all_to_stop(number: signal.Signals, write: Write, tmp_path: Path) -> None:
+    text = f"rank and os.kill(os.getpid(), {int(number)})\nsignal.signal({int(number)}, lambda *_: sys.exit(75))\ntime.sleep(60)"
+    said: list[str] = []
+    assert start(worker(text, write), 2, restarts=3, say=said.append).code == 128 + number
+    assert said == []  # nobody is started again
+    (tmp_path / "run" / "snapshots").mkdir(parents=True)
+    (tmp_path / "run" / "snapshots" / "last").write_text("step-00000200\n")
+    assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(75)
+
+
+def test_a_run_that_is_resumed_restarts_from_where_it_is(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "run" / "snapshots").mkdir(parents=True)
+    (tmp_path / "run" / "snapshots" / "last").write_text("step-00000200\n")
+    said: list[str] = []
+    text = "os.environ['CARRYWAVE_ATTEMPT'] == '0' and rank and os.kill(os.getpid(), signal.SIGKILL)"
+    assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(0)
+    assert [line.partition("; ")[2] for line in said] == ["restarting from step 200 (restart 1 of 3)"]
 
 
 def test_a_signal_before_the_first_step_ends_them(write: Write, tmp_path: Path) -> None:

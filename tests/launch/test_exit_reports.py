@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from carrywave.errors import DataError, UserError
+from carrywave.errors import DataError, PortError, ResourceError, UserError
 from carrywave.launch import exit_reports
 from carrywave.launch.exit_reports import Cause, Ended, ended
 
@@ -101,3 +101,12 @@ def test_an_end_as_an_error() -> None:
         Ended(143).check()
     with pytest.raises(KeyboardInterrupt):
         Ended(130).check()
+
+
+def test_what_the_machine_lacks_has_a_code_of_its_own() -> None:
+    lack = cause(1, "user", code=74, message="no room; free some", error="ResourceError")
+    end = of([1, 74], cause(0, "lost"), lack)
+    assert (end.code, end.message, end.died) == (74, "worker 1: no room; free some", False)
+    with pytest.raises(ResourceError, match="no room; free some"):
+        end.check()
+    assert [exit_reports.code_of(kind("x")) for kind in (DataError, ResourceError, PortError)] == [2, 74, 74]

@@ -133,6 +133,9 @@ exit "$code"
         (["75"], 75, 1, False),  # cancelled, or preempted: not ours to queue
         (["1", "137", "0"], 0, 3, False),
         (["1"] * 5, 1, 4, False),
+        (["74", "0"], 0, 2, False),  # a fault of the machine passes
+        (["74", "2"], 2, 2, False),
+        (["74"] * 5, 74, 4, True),
         (["wait"], 75, 1, True),
         (["137", "wait"], 75, 2, True),
     ],
@@ -142,11 +145,11 @@ def test_what_the_batch_script_does_when_its_step_ends(codes: list[str], end: in
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "codes").write_text("\n".join(codes) + "\n")
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77"}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}
     script = subprocess.Popen(["bash"], cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert script.stdin is not None
-        script.stdin.write(sbatch.script(JOB))
+        script.stdin.write(sbatch.script(JOB).replace("sleep 60", "sleep 0.1"))
         script.stdin.close()
         if "wait" in codes:
             while not (tmp_path / "ready").exists() and script.poll() is None:
@@ -162,6 +165,16 @@ def test_what_the_batch_script_does_when_its_step_ends(codes: list[str], end: in
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    if codes[0] == "74" and requeued:  # but not for ever
+        (tmp_path / "requeued").unlink()
+        (tmp_path / "codes").write_text("\n".join(codes) + "\n")
+        again = subprocess.run(
+            ["bash", "-c", sbatch.script(JOB).replace("sleep 60", "sleep 0.1")],
+            cwd=tmp_path,
+            env=environment | {"SLURM_RESTART_COUNT": "3"},
+            capture_output=True,
+        )
+        assert (again.returncode, (tmp_path / "requeued").exists()) == (74, False)
 
 
 # What the custom resource of Kubeflow Trainer 2.3 says of the fields that we write (facts from its published definition): a type, an
@@ -228,6 +241,16 @@ TRAIN_JOB: dict[str, Any] = {
         "managedBy": str,
     },
 }
+# The same of a runtime, whose jobs are Kubernetes' own.
+RUNTIME: dict[str, Any] = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": "any",
+    "spec": {
+        "mlPolicy": {"numNodes": int, "torch": "any"},
+        "template": {"metadata": "any", "spec": {"replicatedJobs": [{"name": str, "template": {"metadata": "any", "spec": "any"}}]}},
+    },
+}
 # SkyPilot's documented fields of a task, and of its resources.
 SKY_TASK: dict[str, Any] = {
     "name": str,
@@ -283,7 +306,7 @@ def test_a_misfit_is_found() -> None:
 
 def test_a_train_job() -> None:
     text = trainjob.manifest(replace(JOB, image="me/it"), "task: language\n# ours\n", "disk")
-    config, made = yaml.safe_load_all(text)
+    config, runtime, made = yaml.safe_load_all(text)
     assert (config["kind"], config["metadata"]["name"], config["data"]) == (
         "ConfigMap",
         "words-spec",
@@ -292,13 +315,23 @@ def test_a_train_job() -> None:
     assert misfits(made, TRAIN_JOB) == []
     assert (made["apiVersion"], made["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     spec = made["spec"]
-    assert spec["runtimeRef"] == {"name": "torch-distributed"}
+    assert spec["runtimeRef"] == {"name": "words", "apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime"}
+    assert (runtime["kind"], runtime["metadata"]["name"]) == ("TrainingRuntime", "words")
+    assert misfits(runtime, RUNTIME) == []
     assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"], spec["activeDeadlineSeconds"]) == (2, 4, 7200)
     assert spec["trainer"]["resourcesPerNode"] == {"requests": {"cpu": "12"}, "limits": {"nvidia.com/gpu": "4"}}
     shell, dash_c, line = spec["trainer"]["command"]
     assert (shell, dash_c) == ("sh", "-c")
     assert line == "cd /workspace && exec carrywave train /etc/carrywave/spec.yaml train.lr=0.5 --run runs/words --continue"
-    pod = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    within = replicated["template"]["spec"]
+    final, uncounted = within["podFailurePolicy"]["rules"]  # a mistake is final; 74 and deaths are tried again; an eviction is no failure
+    assert final == {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}}
+    assert uncounted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert within["backoffLimit"] == 6
+    pod = within["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # a policy for failed pods needs that
+    assert (pod["terminationGracePeriodSeconds"], pod["containers"][0]["image"]) == (120, "me/it")
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]} == {"workspace", "spec"}
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
@@ -306,8 +339,9 @@ def test_a_train_job() -> None:
 
 def test_a_train_job_without_a_spec_file_or_a_claim() -> None:
     job = replace(CPU, image="me/it", spec=None, run="s3://mine/words", seconds=None)
-    (made,) = yaml.safe_load_all(trainjob.manifest(job, None, None))
+    runtime, made = yaml.safe_load_all(trainjob.manifest(job, None, None))
     assert misfits(made, TRAIN_JOB) == []
+    assert misfits(runtime, RUNTIME) == []
     assert made["spec"]["trainer"]["command"][-2:] == ["--device", "cpu"]
     assert made["spec"]["trainer"]["resourcesPerNode"] == {"requests": {"cpu": "12"}, "limits": {"cpu": "12"}}
     assert "activeDeadlineSeconds" not in made["spec"]
@@ -329,6 +363,7 @@ def test_what_a_train_job_needs(change: dict[str, Any], claim: str | None, messa
 def test_a_task_for_skypilot() -> None:
     made = yaml.safe_load(skypilot.task(replace(JOB, gpu="H100", image="me/it"), None))
     assert misfits(made, SKY_TASK) == []
+    assert made["resources"]["job_recovery"] == {"max_restarts_on_errors": 0, "recover_on_exit_codes": [74, 137]}  # 2 is final
     assert (made["name"], made["num_nodes"], made["resources"]["accelerators"]) == ("words", 2, "H100:4")
     assert (made["resources"]["image_id"], made["resources"]["cpus"]) == ("docker:me/it", "12+")
     words = shlex.split(made["run"])

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,23 @@ def test_the_head_of_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp
             connected("cpu"),
         ):
             pass
+
+
+def test_a_cluster_that_we_start_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = []
+    ray = types.ModuleType("ray")
+    ray.__dict__.update(is_initialized=lambda: False, init=lambda **words: given.append(words), shutdown=lambda: None)
+    ray.__dict__.update(cluster_resources=dict)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with connected("cpu"):
+        pass
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with connected("cpu"):
+        pass
+    assert [(words.get("address"), words.get("_node_ip_address")) for words in given] == [("local", "127.0.0.1"), (None, None)]
 
 
 SEAT = """

@@ -73,3 +73,15 @@ def test_a_killed_run_that_is_resumed_with_less_to_do_records_its_end(tmp_path: 
     assert [row["event"] for row in rows] == ["start", "start", "end"]
     assert rows[1]["last_seen"] <= rows[1]["time"]
     assert rows[2]["ending"] == "done"
+
+
+@pytest.mark.timeout(60)
+def test_what_would_block_a_reader_is_not_read(tmp_path: Path) -> None:
+    for name in ("history.jsonl", "timing.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert not unended(tmp_path)
+    assert last_trace(tmp_path / "timing.jsonl") is None
+    (tmp_path / "spec.yaml").touch()
+    run = Run.open(tmp_path, events=False)
+    with pytest.raises(RunError, match=r"history\.jsonl is not a regular file; remove it, then resume"):
+        run.write_history({"event": "start"})

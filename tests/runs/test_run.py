@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from carrywave.errors import RunError, by_command
+from carrywave.errors import ResourceError, RunError, by_command
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import load_weights
 from carrywave.runs.run import Run
@@ -207,6 +208,9 @@ def test_a_row_is_written_whole_by_a_system_that_takes_it_in_pieces(tmp_path: Pa
         def write(self, data: bytes) -> int:
             return self.file.write(data[:7])
 
+        def fileno(self) -> int:
+            return self.file.fileno()
+
         def close(self) -> None:
             self.file.close()
 
@@ -214,7 +218,7 @@ def test_a_row_is_written_whole_by_a_system_that_takes_it_in_pieces(tmp_path: Pa
     run.write_spec(Spec())
     run.write_metrics(ROW)
     run.close()
-    run._files["metrics.jsonl"] = Short(run.path / "metrics.jsonl")  # type: ignore[assignment]
+    run.backlog._logs["metrics.jsonl"] = Short(run.path / "metrics.jsonl")  # type: ignore[assignment]
     run.write_metrics(ROW)
     sizes = run.sizes()
     run.close()
@@ -280,16 +284,121 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
     run = Run.create(tmp_path / "x", "language", events=False)
     monkeypatch.setattr(Path, "open", full)
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(RunError, match=r"could not be written: No space left on device; .*free disk space"):
+    with pytest.raises(ResourceError, match=r"could not be written: No space left on device; free disk space"):
         getattr(run, act)(values[act])
     monkeypatch.undo()
     assert files(tmp_path) == []
     run.make()
+    said: list[str] = []
+    run.backlog.say = said.append
     monkeypatch.setattr(Path, "open", full)
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(RunError, match="No space left on device"):
+    if act == "write_spec":
+        with pytest.raises(ResourceError, match="No space left on device"):
+            run.write_spec(Spec())
+        assert files(tmp_path / "x") == ["owner.json"]
+        return
+    for _ in range(2):
         getattr(run, act)(values[act])
     assert files(tmp_path / "x") == ["owner.json"]
+    [line] = said
+    assert re.search("could not be written: No space left on device; the run continues, and keeps it in memory; free disk space$", line)
+    monkeypatch.undo()
+    getattr(run, act)(values[act])
+    assert said[1:] == [f"{tmp_path / 'x'}: all that was kept in memory is written"]
+    [made] = [name for name in files(tmp_path / "x") if name != "owner.json"]
+    rows = 3 if act != "write_weights" else None
+    assert rows is None or len((tmp_path / "x" / made).read_text().splitlines()) == rows
+    run.close()
+
+
+class Full:
+    """A log on a disk that takes so many more bytes."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.file, self.room = path.open("ab", buffering=0), room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(data[: self.room])
+        self.room -= taken
+        return taken
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_rows_that_found_no_room_are_written_later_in_order(tmp_path: Path) -> None:
+    calm, run = (Run.create(tmp_path / name, "language", events=False) for name in ("calm", "run"))
+    for each in (calm, run):
+        each.write_spec(Spec())
+        each.write_metrics(ROW)
+    run.close()
+    run.backlog._logs["metrics.jsonl"] = full = Full(run.path / "metrics.jsonl", 20)  # type: ignore[assignment]
+    for step in range(3):
+        run.write_metrics(ROW | {"step": step})
+        calm.write_metrics(ROW | {"step": step})
+    first = (run.path / "metrics.jsonl").read_text()
+    assert (first.count("\n"), first[-1]) == (1, "\n")  # no row is torn
+    assert run.sizes()[0::2] == calm.sizes()[0::2]  # what a snapshot notes counts them
+    with pytest.raises(ResourceError, match=r"metrics\.jsonl could not be written: No space left on device; free disk space"):
+        run.sync()  # and none is published without them
+    full.room = 1 << 20
+    run.sync()
+    assert (run.path / "metrics.jsonl").read_bytes() == (calm.path / "metrics.jsonl").read_bytes()
+    run.cut_back(*run.sizes())
+    calm.close()
+
+
+def test_weights_that_found_no_room_are_those_of_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run.create(tmp_path / "run", "language", events=False)
+    run.write_spec(Spec())
+    weight = torch.ones(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        run.write_weights({"w": weight})
+        with pytest.raises(ResourceError, match=r"weights\.safetensors could not be written"):
+            run.sync()
+    weight.add_(1)  # training goes on
+    run.sync()
+    assert load_weights(run.weights, {"w": ((2,), torch.float32)})["w"].tolist() == [1.0, 1.0]
+
+
+def test_when_no_more_can_be_kept_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carrywave.runs.backlog.MOST_BYTES", 1 << 20)
+    run = Run.create(tmp_path / "run", "language", events=False)
+    run.write_spec(Spec())
+    run.backlog._logs["timing.jsonl"] = Full(run.path / "timing.jsonl", 0)  # type: ignore[assignment]
+    fact = "timing.jsonl could not be written: No space left on device; 1 MiB of rows wait in memory, and no more are kept"
+    for _ in range(15):
+        run.write_timing({"step": 1, "word": "x" * (1 << 16)})
+    with pytest.raises(ResourceError, match=f"{fact}; free disk space, then resume"):
+        run.write_timing({"step": 1, "word": "x" * (1 << 16)})
+    run.close()
+
+
+def test_a_folder_that_became_another_runs_gets_nothing_of_this_one(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    other = Run.create(tmp_path / "run", "language", events=False)
+    other.write_spec(Spec())
+    before = files(tmp_path / "run")
+    for write in (lambda: run.write_timing(ROW), lambda: run.write_timeline({"step": 1}), lambda: run.write_history({"event": "end"})):
+        with pytest.raises(RunError, match="was taken over by process"):
+            write()
+    assert run.__exit__(RunError, RunError("x"), None) is None
+    assert files(tmp_path / "run") == before
+    other.close()
+    other.release()
 
 
 def test_remedies_are_said_in_the_words_of_whoever_asked(tmp_path: Path) -> None:

@@ -339,7 +339,9 @@ def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(RunError, match="step-2 could not be written: File too large; the previous snapshot is kept; free"):
+        with pytest.raises(
+            RunError, match="step-2 could not be written: File too large; the previous snapshot is kept; raise the limit of file sizes"
+        ):
             save(tmp_path, "step-2", Snapshot({"w": torch.ones(50_000)}), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

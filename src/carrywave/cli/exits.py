@@ -1,7 +1,7 @@
 """Turns the outcome of a command into one message and an exit code.
 
-Exit codes: 0 success, 1 internal error, 2 user error (one line), 75 stopped on request with a snapshot written, 130 interrupted,
-128 + N stopped by signal N before the first step, with no snapshot to resume from.
+Exit codes: 0 success, 1 internal error, 2 user error (one line), 74 the machine lacks something (one line), 75 stopped on request with a
+snapshot written, 130 interrupted, 128 + N stopped by signal N before the first step, with no snapshot to resume from.
 
 With several workers the failure is reported once: by the process that started them; under another launcher, by rank 0 if all failed
 together, otherwise by the worker that failed.
@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, ParamSpec
@@ -25,9 +25,9 @@ from typing import NoReturn, ParamSpec
 import typer
 
 from carrywave.cli.options import note
-from carrywave.errors import UserError, by_command
+from carrywave.errors import ResourceError, UserError, by_command, from_system, remedy_for
 from carrywave.launch import exit_reports, launch_record, worker_logs
-from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, code_of
 from carrywave.launch.signals import let_go_of_terminal, wanted
 from carrywave.parallel.liveness import device_faults
 from carrywave.parallel.startup import environment
@@ -133,8 +133,8 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
             with by_command():
                 command(*args, **kwargs)
         except UserError as error:
-            _say(MISTAKE, str(error), error)
-            _leave(MISTAKE)
+            _say(code_of(error), str(error), error)
+            _leave(code_of(error))
         except KeyboardInterrupt as error:
             _say(INTERRUPTED, str(error) or "interrupted", error)
             _leave(INTERRUPTED)
@@ -143,10 +143,10 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            mistake = _mistake(error)
-            if mistake is not None:
-                _say(MISTAKE, mistake, error)
-                _leave(MISTAKE)
+            for code, explain in ((RESOURCE, _lack), (MISTAKE, _mistake)):
+                if (told := explain(error)) is not None:
+                    _say(code, told, error)
+                    _leave(code)
             _say(FAULT, f"{type(error).__name__}: {error}", error)
             _leave(FAULT)
 
@@ -169,23 +169,33 @@ def end_as(ended: Ended) -> None:
         raise typer.Exit(ended.code)
 
 
-def _mistake(error: Exception) -> str | None:
-    """Explain an operating-system failure and its remedy; None means an internal error."""
+def _lack(error: Exception) -> str | None:
+    """Explain what the machine lacks, and the remedy; None if it is something else."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" for {error.filename}" if error.filename else ""
         return f"no space left on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many open files; raise the limit (ulimit -n 1024) or close other programs"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "no further thread can be started; raise the limit of processes (ulimit -u) or end other programs"
     if isinstance(error, ImportError) and "failed to map segment" in str(error):
         return "not enough memory to load the program; raise the limit (ulimit -v) or free some memory"
-    if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # how Python decodes a file name that is not UTF-8
-        return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or fix the text"
     if _is_out_of_memory(error):
         what = str(error).strip().partition(". ")[0].partition("\n")[0]
         remedy = "reduce model.hidden, batch.lanes, batch.steps or batch.tokens"
         return f"not enough memory ({what or type(error).__name__}); {remedy}"
+    if isinstance(error, OSError) and from_system(error) is ResourceError:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{where}; {remedy_for(error, '')}, then try again"
+    return None
+
+
+def _mistake(error: Exception) -> str | None:
+    """Explain what a user can correct, and how; None means an internal error."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
+    if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # how Python decodes a file name that is not UTF-8
+        return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or fix the text"
     return None
 
 
@@ -201,8 +211,9 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
     folder = exit_reports.folder()
     if folder is not None:
         kind: exit_reports.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
-        exit_reports.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
-        return
+        with suppress(OSError):  # a full disk, say: then this worker says it itself
+            exit_reports.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
+            return
     kept: Path | None = None
     rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     if rank.isdecimal() and code == FAULT and error is not None:

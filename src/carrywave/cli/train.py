@@ -84,11 +84,11 @@ def train(
         output_file.check(json_file)
     if on is not None and not dry_run:
         start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
+    before = Path(run) if resume and run is not None and not is_address(run) else None
     if devices is None and min_devices is None:
-        before = Path(run) if resume and run is not None and not is_address(run) else None
         devices = devices_that_pay(resolved, device.value, before, where)
     elastic = Elastic(restarts, min_devices)
-    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run)
+    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run, resumes=before)
     if dry_run and is_first():
         typer.echo(dump(_with_precision(resolved, run if resume else None, device.value, where)), nl=False)
     with ending_in_order():

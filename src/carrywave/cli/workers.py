@@ -173,13 +173,15 @@ def start_workers(
     elastic: Elastic | None = None,
     dry_run: bool = False,
     direct_output: bool = False,
+    resumes: Path | None = None,
 ) -> int | None:
     """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default. If
     GPUs are divided into shares, each worker has one, even a single worker; a command without a plan, only if `devices` is given.
     Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again. Without `where` it is
-    found out, if there is a plan. With `direct_output`, rank 0 writes its result to our standard output itself.
+    found out, if there is a plan. With `direct_output`, rank 0 writes its result to our standard output itself. `resumes` is the run that
+    is to go on.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
@@ -217,7 +219,15 @@ def start_workers(
     least = None if elastic is None else elastic.min_devices
     end_as(
         start(
-            script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, shares=shares, direct_output=direct_output, say=note
+            script_command(),
+            count,
+            hosts=hosts,
+            restarts=restarts,
+            min_devices=least,
+            shares=shares,
+            direct_output=direct_output,
+            resumes=resumes,
+            say=note,
         )
     )
     raise typer.Exit(1 if direct_output and _nobody_reads() else 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.errors import RunError, UserError, option
+from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.exporting import onnx_file, onnx_graph, torch_program, triton
 from carrywave.exporting.comparison import largest_difference
 from carrywave.exporting.description import describe
@@ -188,8 +188,9 @@ def _whole_or_nothing(folder: Path) -> Iterator[Path]:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         if isinstance(error, OSError):
-            raise UserError(
-                f"{folder} could not be written: {error.strerror or error}; free disk space, or choose another folder"
+            remedy = remedy_for(error, "make the folder writable")
+            raise from_system(error)(
+                f"{folder} could not be written: {error.strerror or error}; {remedy}, or choose another folder"
             ) from error
         raise
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from carrywave import errors
-from carrywave.errors import UserError
+from carrywave.errors import ResourceError, UserError
 from carrywave.parallel.liveness.failure_file import FOLDER, Cause, Kind, folder, leave
 
 __all__ = [
@@ -22,11 +22,13 @@ __all__ = [
     "FOLDER",
     "INTERRUPTED",
     "MISTAKE",
+    "RESOURCE",
     "STOPPED",
     "Cause",
     "Ended",
     "Kind",
     "WorkerEnds",
+    "code_of",
     "ended",
     "folder",
     "leave",
@@ -38,6 +40,7 @@ __all__ = [
 
 RUN = "run"  # the file beside the failures that holds the path of the run
 FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes: internal error, user error, orderly stop, Ctrl-C
+RESOURCE = 74  # EX_IOERR: the machine lacks disk space, descriptors, memory or a port; the same command may succeed later
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Ended:
 
     def check(self) -> None:
         """Raise the failure, as the worker's own error class if it was a user error; do nothing after success or an orderly stop."""
-        if self.code == MISTAKE and self.message:
+        if self.code in (MISTAKE, RESOURCE) and self.message:
             kind = getattr(errors, self.error, UserError)
             raise kind(self.message)
         if self.code == INTERRUPTED:
@@ -103,6 +106,11 @@ def together(parts: Iterable[WorkerEnds]) -> WorkerEnds:
         frozenset(rank for part in parts for rank in part.killed),
         {rank: what for part in parts for rank, what in part.silent.items()},
     )
+
+
+def code_of(error: UserError) -> int:
+    """The exit code for an error that is told in one line."""
+    return RESOURCE if isinstance(error, ResourceError) else MISTAKE
 
 
 def tell_run(path: Path) -> None:
@@ -154,7 +162,7 @@ def ended(
     for rank, code in codes.items():
         if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
             what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
-            return Ended(code, what, rank=rank, died=code != MISTAKE)
+            return Ended(code, what, rank=rank, died=code not in (MISTAKE, RESOURCE))
     if asked is not None and -asked in codes.values() and not told_of - set(causes):
         return Ended(128 + asked)  # the signal killed one worker before its first step, and the others merely lost contact with it
     if causes:

@@ -116,6 +116,8 @@ def find(run: Path | None, task: str) -> Path | None:
 
 
 def _is_ours(run: Path, known: list[str]) -> bool:
+    if not (run / NOTE).is_file():  # nothing, or something that would block a reader
+        return False
     try:
         told = json.loads((run / NOTE).read_bytes())
         return told["call"] == _Call.number and any(name in told["launch"] for name in known)
@@ -125,7 +127,7 @@ def _is_ours(run: Path, known: list[str]) -> bool:
 
 def last_step(run: Path | None) -> int | None:
     """The step of a run's last snapshot; None if it has none."""
-    if run is not None:
+    if run is not None and (run / "snapshots" / "last").is_file():
         with suppress(OSError, UnicodeDecodeError):
             # Read from the `last` pointer because the launcher, which calls this, loads neither torch nor snapshots.
             named = re.match(r"step-(\d+)", (run / "snapshots" / "last").read_text(encoding="utf-8"))

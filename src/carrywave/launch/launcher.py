@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from carrywave.launch.hosts import Hosts
 from carrywave.launch.restart_policy import RESTARTS, Place, RestartPolicy
 from carrywave.launch.shares import Shares
 from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, supervise
+from carrywave.launch.work_folder import work_folder
 from carrywave.launch.worker_ends import asked_to_stop, with_logs
 from carrywave.launch.worker_environment import of_workers
 from carrywave.parallel.startup.environment import SHARE_GPU
@@ -53,6 +53,7 @@ def start(
     min_devices: int | None = None,
     shares: int = 1,
     direct_output: bool = False,
+    resumes: Path | None = None,
     say: Callable[[str], None] | None = None,
     attend: Callable[[WorkerGroup, Path, Signals], AttemptOutcome] = supervise,
 ) -> Ended:
@@ -60,39 +61,41 @@ def start(
 
     If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
     With several hosts, those of all hosts are, and `min_devices` counts the workers of all of them. With `shares` above 1 each GPU is
-    divided among so many workers. With `direct_output`, rank 0 writes to our standard output itself. `attend` runs one
-    attempt, if not on this host then elsewhere.
+    divided among so many workers. With `direct_output`, rank 0 writes to our standard output itself. `resumes` is the run that the
+    workers go on with, if that is known before they say so. `attend` runs one attempt, if not on this host then elsewhere.
     """
     say = say or _say
     if shares > 1:
         say(_of_shares(devices, shares))
     name = uuid.uuid4().hex
-    elsewhere = None if hosts is None else _on_hosts(command, devices, hosts, environment or {}, restarts, min_devices, name, say)
+    elsewhere = None if hosts is None else _on_hosts(command, devices, hosts, environment or {}, restarts, min_devices, name, resumes, say)
     parts = Shares(shares) if shares > 1 else nullcontext(None)
-    with tempfile.TemporaryDirectory(prefix="carrywave-") as place, Signals() as signals, parts as divided:
+    with work_folder() as place, Signals() as signals, parts as divided:
         of_shares = {} if divided is None else divided.environment
         settle = _nothing if divided is None else divided.settle
         if elsewhere is not None:
-            return elsewhere(Path(place), signals, of_shares, settle)
+            return elsewhere(place, signals, of_shares, settle)
         launch = {**of_shares, **(environment or {}), LAUNCH: name}
         policy = RestartPolicy((Place(0, device) for device in range(devices)), restarts, min_devices)
         number = 0
         run: Path | None = None
         while True:
             shared = launch | {launch_record.ATTEMPT: str(number)} | ({launch_record.FEWER: "1"} if policy.fewer else {})
-            folder = Path(place) / f"attempt-{number}"
+            folder = place / f"attempt-{number}"
             crew = _crew(command, [each.device for each in policy.places], shared, folder, direct_output)
             outcome = attend(crew, folder, signals)
             # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
             run = outcome.run
             ended = with_logs(outcome, signals)
+            if signals.asked is not None:
+                ended = asked_to_stop(ended, run or resumes)
             if ended.died and signals.asked is None and signals.noted:
                 # The signal arrived when no worker was left to receive it.
                 signals.asked = signals.noted.pop()
-                return asked_to_stop(Ended(128 + signals.asked), outcome.run)
+                return asked_to_stop(Ended(128 + signals.asked), run or resumes)
             finished = signals.asked is not None or not ended.died
-            again = None if finished else policy.after(outcome.ended, outcome.steps, launch_record.last_step(run))
+            again = None if finished else policy.after(outcome.ended, outcome.steps, launch_record.last_step(run or resumes))
             if again is None:
                 return replace(ended, message=ended.message + policy.given_up) if ended.died else ended
             say(again)
@@ -108,13 +111,14 @@ def _on_hosts(
     restarts: int,
     least: int | None,
     name: str,
+    resumes: Path | None,
     say: Callable[[str], None],
 ) -> Callable[[Path, Signals, Mapping[str, str], Callable[[], None]], Ended]:
     """Meet the other hosts; returns what runs the workers of this one, together with those of the others, until the end."""
     from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
     from carrywave.parallel.startup.rendezvous import start_seconds
 
-    launcher = HostLauncher(HostJob(command, devices, hosts, environment, restarts, least, start_seconds(), name), say)
+    launcher = HostLauncher(HostJob(command, devices, hosts, environment, restarts, least, start_seconds(), name, resumes), say)
     return launcher.run_until_the_end
 
 

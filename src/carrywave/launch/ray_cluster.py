@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.errors import WorkerError, option
-from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended
 from carrywave.launch.ray_seat import Outcome, Place, Seat
 from carrywave.launch.supervisor import FAULT_SECONDS, GRACE_SECONDS, AttemptOutcome, Signals, WorkerGroup
 from carrywave.launch.worker_logs import Outputs, show
@@ -127,10 +127,12 @@ def connected(device: str) -> Iterator[RayCluster]:
         raise WorkerError("--on ray needs Ray, which is not installed; install it with: pip install 'carrywave[ray]'") from error
     from carrywave.parallel.startup.rendezvous import start_seconds
 
-    _check_head(ray)
+    exists = _check_head(ray)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that we start tells nobody
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        # A Ray that we start listens on loopback alone; one that is there already listens where its owner has it listen.
+        own = {} if exists else {"address": "local", "_node_ip_address": "127.0.0.1"}
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False, **own)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS")
         named = f"at RAY_ADDRESS={where}" if where else "of this machine"
@@ -148,16 +150,18 @@ def connected(device: str) -> Iterator[RayCluster]:
         ray.shutdown()
 
 
-def _check_head(ray: Any) -> None:
-    """Ray joins the cluster that was last started on this machine, and waits for minutes if that is gone: better to ask first."""
+def _check_head(ray: Any) -> bool:
+    """Whether there is a cluster to join. Ray joins the one that was last started on this machine, and waits for minutes if that is gone:
+    better to ask first.
+    """
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
-        return
+        return True
     noted = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     try:
         host, _, port = noted.read_text(encoding="utf-8").strip().rpartition(":")
         number = int(port)
     except (OSError, ValueError):
-        return
+        return False
     try:
         socket.create_connection((host, number), HEAD_SECONDS).close()
     except OSError as error:
@@ -165,6 +169,7 @@ def _check_head(ray: Any) -> None:
             f"{noted} names a Ray cluster at {host}:{port}, but nothing answers there ({error}); start it again with ray start, "
             f"or remove {noted}, so that a cluster of this machine is started"
         ) from error
+    return True
 
 
 def by_node(places: Sequence[Place]) -> list[int]:
@@ -251,7 +256,7 @@ class _Watch:
         now = time.monotonic()
         failed = [outcome.ended for outcome in self._ends if outcome.ended.code not in (0, STOPPED, INTERRUPTED)]
         if failed and self._deadline is None:
-            self._deadline = now + (GRACE_SECONDS if failed[0].code == MISTAKE else FAULT_SECONDS)
+            self._deadline = now + (GRACE_SECONDS if failed[0].code in (MISTAKE, RESOURCE) else FAULT_SECONDS)
         elif self._deadline is not None and now > self._deadline:
             for rank in self._running.values():
                 if self._told:

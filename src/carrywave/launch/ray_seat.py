@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import IO
 from carrywave.launch.cluster.interfaces import interface_of
 from carrywave.launch.exit_reports import MISTAKE, Ended
 from carrywave.launch.supervisor import Signals, WorkerGroup, supervise
+from carrywave.launch.work_folder import work_folder
 from carrywave.launch.worker_logs import ERR, OUT
 
 LOG_BYTES = 1 << 20  # of each log that is sent to the process that started the run: its end
@@ -57,7 +57,7 @@ class Seat:
         import ray
 
         address = ray.util.get_node_ip_address()
-        with socket.create_server(("", 0)) as free:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
             port = free.getsockname()[1]
         node = ray.get_runtime_context().get_node_id()
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
@@ -71,10 +71,10 @@ class Seat:
         except OSError as error:
             why = f"{socket.gethostname()} has no folder {folder} ({error.strerror}); start the run in a folder that all nodes of Ray have"
             return Outcome(Ended(MISTAKE, why, "WorkerError", rank=rank))
-        with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
-            self._show(Path(name))
+        with work_folder() as place:
+            self._show(place)
             crew = WorkerGroup([sys.executable, *command], {}, {rank: variables}, size)
-            outcome = supervise(crew, Path(name) / "attempt", self._signals)
+            outcome = supervise(crew, place / "attempt", self._signals)
             outcome.outputs.close()
             logs = {path.name: path.read_bytes()[-LOG_BYTES:] for path in outcome.outputs.folder.iterdir()}
         return Outcome(outcome.ended, outcome.steps, None if outcome.run is None else str(outcome.run), logs)

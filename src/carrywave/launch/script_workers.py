@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from carrywave.errors import UserError, WorkerError
 from carrywave.launch import exit_reports, slurm
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.launch.launcher import RESTARTS, start
+from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.liveness import device_faults, heartbeat
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import is_first, launched
@@ -66,8 +66,8 @@ def remember(told: Told) -> None:
 def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> Told:
     """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
-    with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
-        earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
+    with work_folder() as folder:
+        earlier, result = folder / "earlier.json", folder / "result.json"
         earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
         variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
         ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices, shares=shares)
@@ -104,8 +104,9 @@ def working() -> Iterator[None]:
             remember({FAILED: type(error).__name__, "message": str(error)})
             raise
         if isinstance(error, UserError):
-            exit_reports.leave(where, "user", MISTAKE, str(error), error)
-            _leave(MISTAKE)
+            code = exit_reports.code_of(error)
+            exit_reports.leave(where, "user", code, str(error), error)
+            _leave(code)
         if isinstance(error, KeyboardInterrupt):
             exit_reports.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
             _leave(INTERRUPTED)

@@ -19,14 +19,16 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from carrywave.launch import exit_reports
-from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, STOPPED, Ended, WorkerEnds
+from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds
 from carrywave.launch.signals import ECHO_SECONDS, let_go_of_terminal, wanted
+from carrywave.launch.work_folder import held
 from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # after a user error: for the others to report it too, and then again between SIGTERM and SIGKILL
 FAULT_SECONDS = 1.5  # after an internal error, which the others may hit too
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # signals that ask a run to stop
 DEATH_SECONDS = 0.2  # after a death without a report: nobody has anything to add
 
 
@@ -103,7 +105,9 @@ def supervise(
         for rank, own in crew.own.items():
             out, err = outputs.of(rank)
             # In a process group of its own, so that Ctrl-C reaches this process alone, which forwards it once.
-            workers[rank] = subprocess.Popen(crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err)
+            workers[rank] = subprocess.Popen(
+                crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err, pass_fds=held()
+            )
         watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()), elsewhere)
         watch.until_all_have_ended()
     finally:
@@ -137,10 +141,12 @@ class _Watch:
         self._deadline: float | None = None
         self._called_off_at: float | None = None
         self._harder = signal.SIGKILL
+        self._stopped_by: int | None = None  # a signal that came from elsewhere and ended a worker
 
     def until_all_have_ended(self) -> None:
         while running := {rank: worker for rank, worker in self.workers.items() if worker.poll() is None}:
             self.outputs.pass_on()
+            self._heed_stopped()
             if self._pass_on_signals(running):
                 return
             now = time.monotonic()
@@ -161,6 +167,19 @@ class _Watch:
                 self.killed |= set(running)
                 self._harder, self._deadline = signal.SIGKILL, now + GRACE_SECONDS
             time.sleep(POLL_SECONDS)
+        self._heed_stopped()
+        if self.signals.asked is None and self._stopped_by is not None:
+            self.signals.asked = self._stopped_by
+
+    def _heed_stopped(self) -> None:
+        """Take a signal that ended a worker before its first step, and came from elsewhere, as what it is to one that trains: a request."""
+        if self._stopped_by is not None or self.signals.asked is not None:
+            return
+        ours = self.killed | self.called_off
+        ends = (-worker.returncode for rank, worker in self.workers.items() if worker.returncode is not None and rank not in ours)
+        self._stopped_by = next((number for number in ends if number in REQUESTS), None)
+        if self._stopped_by is not None:
+            self.signals.noted.append(self._stopped_by)
 
     def _pass_on_signals(self, running: Mapping[int, subprocess.Popen[bytes]]) -> bool:
         """Forward recorded signals; True if one was a second request, and all workers have been killed."""
@@ -187,7 +206,7 @@ class _Watch:
             spoke = (self.told / f"{rank}.json").exists()
             if code in (None, 0) or (code in (STOPPED, INTERRUPTED) and not spoke):
                 continue
-            if code in (MISTAKE, STOPPED, INTERRUPTED):
+            if code in (MISTAKE, RESOURCE, STOPPED, INTERRUPTED):
                 self._harder = signal.SIGTERM
                 return GRACE_SECONDS
             return FAULT_SECONDS if spoke else DEATH_SECONDS

@@ -134,6 +134,7 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     where = _taken(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
+    environment.check_descriptors(size)
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     native_logs.hush()
     opened = launch_store(rank, size, start)

@@ -28,6 +28,8 @@ class Trace:
 
 def last_trace(timing: Path) -> Trace | None:
     """The last line of timing.jsonl; None if there is none that can be read."""
+    if not timing.is_file():  # nothing, or something that would block a reader
+        return None
     try:
         with timing.open("rb") as file:
             file.seek(max(0, timing.stat().st_size - TAIL_BYTES))
@@ -42,6 +44,8 @@ def last_trace(timing: Path) -> Trace | None:
 
 def unended(folder: Path) -> bool:
     """True if the process that was started last recorded no end: it was killed, or it failed."""
+    if not (folder / HISTORY).is_file():
+        return False
     try:
         events = [json.loads(line)["event"] for line in (folder / HISTORY).read_text().splitlines()]
     except (OSError, ValueError, TypeError, KeyError):

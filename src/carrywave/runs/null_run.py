@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,9 @@ class NullRun(Run):
         """Do nothing."""
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
+        """Do nothing."""
+
+    def write_timeline(self, value: Any) -> None:
         """Do nothing."""
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from carrywave.errors import UserError
+from carrywave.errors import UserError, from_system, remedy_for
 
 MOST_LINKS = 40
 OPEN_FILE = re.compile(r"/proc/(?:self|[0-9]+)(?:/task/[0-9]+)?/fd/([0-9]+)")  # what /dev/stdout and /dev/fd/3 resolve to
@@ -105,7 +105,8 @@ class OutputFile:
                 os.close(handle)
 
     def _failed(self, error: OSError) -> UserError:
-        return UserError(f"{self.path} could not be written: {error.strerror or error}; free disk space, or use another path")
+        remedy = remedy_for(error, "make the folder writable")
+        return from_system(error)(f"{self.path} could not be written: {error.strerror or error}; {remedy}, or use another path")
 
 
 def _known(path: Path) -> os.stat_result | None:

@@ -1,8 +1,8 @@
 """A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is created at the first write, not before.
 
 `metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; timings go to `timing.jsonl`. Both are
-truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. While a run is trained its folder has one owner (`owner`), from
-`hold` or the first write to the end of the context.
+truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. What there is no room for is kept in memory (`backlog`).
+While a run is trained its folder has one owner (`owner`), from `hold` or the first write to the end of the context.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.runs import owner
+from carrywave.runs.backlog import Backlog
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, save_weights
+from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
 from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
 from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.remote_run import RemoteRun
-from carrywave.runs.run_place import check_name, free_place, never_began, refuse_occupied, remove_empty
+from carrywave.runs.run_place import check_name, check_place, free_place, never_began, refuse_occupied, remove_empty
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
@@ -61,7 +62,7 @@ class Run:
         self._anew = anew
         self._made = not new
         self._founded: list[Path] | None = None  # folders that this run created, innermost first; None: it is not new
-        self._files: dict[str, IO[bytes]] = {}
+        self.backlog = Backlog(path, self._look)
         self._events = EventLog(path / EVENTS) if events else None
         self._hashed: HashedLog | None = None
         self._claim: owner.Claim | None = None
@@ -75,6 +76,7 @@ class Run:
             path = free_place(task)
         check_name(path)
         refuse_occupied(path)
+        check_place(path)
         return cls(path, new=True, events=events)
 
     @classmethod
@@ -202,8 +204,7 @@ class Run:
         ordered = {key: row[key] for key in FIRST} | {key: row[key] for key in sorted(row.keys() - set(FIRST))}
         self._append(METRICS, ordered)
         if self._events is not None:
-            with self._writing(str(self._events.folder)):
-                self._events.add(ordered)
+            self.backlog.note(EVENTS, self._events.add(ordered))
         if self.tracking is not None:
             self.tracking.wake()
 
@@ -215,28 +216,40 @@ class Run:
         """Append a line to history.jsonl."""
         self._append(HISTORY, row)
 
-    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Replace weights.safetensors; its metadata holds the spec and the codec, so that the file is self-contained."""
+    def write_timeline(self, value: Any) -> None:
+        """Replace timeline.json, now or when there is room."""
         self.make()
-        if self._claim is not None:
-            self._claim.look()
+        data = json.dumps(value, indent=1).encode() + b"\n"
+        self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
+
+    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Replace weights.safetensors, now or when there is room; no snapshot is published before.
+
+        Its metadata holds the spec and the codec, so that the file is self-contained.
+        """
+        self.make()
+        refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
         metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-        with self._writing(str(self.weights)):
-            save_weights(self.weights, parameters, {"format": "pt", **metadata})
+        metadata["format"] = "pt"
+
+        def later() -> Callable[[], None]:
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
+            return lambda: write_weights(self.weights, copies, metadata)
+
+        self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
         if self._events is not None:
-            with self._writing(str(self._events.folder)):
-                self._events.flush()
+            self.backlog.note(EVENTS, self._events.flush())
         metrics = self._metrics()
-        return metrics.num_bytes, _size(self.path / TIMING), metrics.digest.hexdigest()
+        return metrics.num_bytes, _size(self.path / TIMING) + self.backlog.num_bytes(TIMING), metrics.digest.hexdigest()
 
     def sync(self) -> None:
-        """Flush both logs to disk, after checking that this process still owns the run; can be called from any thread."""
-        if self._claim is not None:
-            self._claim.look()
+        """Bring to disk what a snapshot relies on, after checking that this process still owns the run; can be called from any thread."""
+        self._look()
+        self._demand(self.backlog.work_off())
         with self._writing(str(self.path / METRICS)):
             for name in (METRICS, TIMING):
                 if (self.path / name).is_file():
@@ -259,7 +272,9 @@ class Run:
         if sha256 is not None and HashedLog.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
             fact = f"{self.path / METRICS} was changed: its first {metrics_bytes} bytes differ from what the run wrote"
             raise RunError(f"{fact}; restore the file, or start a new run with {option('init')}")
-        self.close()
+        self.backlog.close(without=(METRICS, TIMING))
+        if self._events is not None:
+            self._events.close()
         self._hashed = None
         with self._writing(str(self.path / METRICS)):
             for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
@@ -274,8 +289,7 @@ class Run:
     def close(self) -> None:
         """Close all open files; a later write opens them again."""
         with self._writing(str(self.path)):
-            while self._files:
-                self._files.popitem()[1].close()
+            self.backlog.close()
             if self._events is not None:
                 self._events.close()
 
@@ -284,7 +298,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self._settle(failed=error is not None)
         finally:
             withdrawn = isinstance(error, UserError | OSError | KeyboardInterrupt) and self._withdraw(error)
             self.release()
@@ -305,7 +319,11 @@ class Run:
         """
         if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file():
             return False
-        if self._claim is None or self._claim.lost:
+        if self._claim is None:
+            return False
+        with suppress(RunError):
+            self._claim.look()
+        if self._claim.lost:
             return False  # the folder is another process's
         if _size(self.path / METRICS) and not isinstance(error, DataError | SpecError | PlanError):
             return False
@@ -313,6 +331,27 @@ class Run:
             for entry in (self.path / name for name in MADE):
                 atomic_files.remove(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
         return True
+
+    def _look(self) -> None:
+        """Raise if this process no longer owns the run: what is opened by name now would be another's."""
+        if self._claim is not None:
+            self._claim.look()
+
+    def _demand(self, failures: Mapping[str, OSError]) -> None:
+        """Raise if rows of metrics or the weights are not on disk, which nothing that follows may contradict."""
+        for name in (METRICS, WEIGHTS):
+            if (why := failures.get(name)) is not None:
+                with self._writing(str(self.path / name)):
+                    raise why
+
+    def _settle(self, *, failed: bool) -> None:
+        """Write all that waits, and close the files. After a failure what remains is lost with it."""
+        with suppress(RunError) if failed else nullcontext():
+            waits = self.backlog.work_off() if self.backlog.waiting else {}
+            self._demand(waits)
+            for name, why in waits.items():
+                self.backlog.say(f"{self.path / name} is not complete: {why.strerror or why}")
+        self.close()
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -327,6 +366,7 @@ class Run:
 
     def _write(self, name: str, text: str) -> None:
         self.make()
+        self._look()
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
@@ -341,16 +381,9 @@ class Run:
         plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         line = json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
         self.make()
-        with self._writing(str(self.path / name)):
-            written = self._metrics() if name == METRICS else None
-            if name not in self._files:
-                # Unbuffered: one write per line, so that the file on disk ends with a complete line.
-                self._files[name] = (self.path / name).open("ab", buffering=0)
-            data = line.encode()
-            if written is not None:
-                written.add(data)
-            while data:  # a nearly full disk accepts a part, and refuses the rest
-                data = data[self._files[name].write(data) :]
+        if name == METRICS:
+            self._metrics().add(line.encode())
+        self.backlog.append(name, line.encode())
 
     def _metrics(self) -> HashedLog:
         if self._hashed is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from carrywave.errors import RunError, option
+from carrywave.errors import RunError, from_system, option, remedy_for
 from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER
@@ -28,6 +30,21 @@ def check_name(path: Path) -> None:
         str(path).encode()
     except UnicodeEncodeError:
         raise RunError(f"the folder name {path} is not valid UTF-8; use another {option('run')}, or rename the folder") from None
+
+
+def check_place(path: Path) -> None:
+    """Refuse a folder that cannot be created, before the work: it is created and removed again."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        if missing:
+            path.mkdir(parents=True, exist_ok=True)
+        elif not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        remedy = remedy_for(error, f"use another {option('run')}")
+        raise from_system(error, RunError)(f"the run's folder {path} cannot be created: {error.strerror or error}; {remedy}") from error
+    finally:
+        remove_empty(missing)
 
 
 def refuse_occupied(path: Path) -> None:

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from carrywave.errors import SpecError
+from carrywave.errors import SpecError, from_system, remedy_for
 from carrywave.spec.describe import Key, keys
 from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
@@ -28,6 +28,7 @@ from carrywave.spec.spec import Spec
 OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}
 TYPE_ERRORS = ("_type", "literal_error", "int_from_float")
 SHOWN_CHARACTERS = 60
+MOST_DIGITS = 100
 MOST_BYTES = 1 << 20  # upper limit on the size of a spec file
 # Suffixes of data files that users pass in place of a spec, and the override that training on them also needs.
 DATA_FILES = {
@@ -159,6 +160,9 @@ _Loader.add_implicit_resolver(f"{YAML_TAG}bool", re.compile(f"^(?:{TRUTH.pattern
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     _refuse_doubtful(node)
+    if len(node.value) > MOST_DIGITS:
+        problem = f"{node.value[:20]}… is a number of {len(node.value):,} digits; use one of at most {MOST_DIGITS}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     return int(loader.construct_yaml_int(node))
 
 
@@ -243,7 +247,8 @@ def read_values(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text; pass a spec file in YAML") from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}; pass the path of a spec file") from None
+        remedy = remedy_for(error, "pass the path of a spec file")
+        raise from_system(error, SpecError)(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     tree = parse_yaml(text, str(path))
     if tree is None:
         return {}

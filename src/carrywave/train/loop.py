@@ -23,7 +23,7 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs.evaluation import evaluate
-from carrywave.runs.history import TIMELINE, back_row
+from carrywave.runs.history import back_row
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.spec.spec import Spec
@@ -216,7 +216,7 @@ class Loop:
         at.step += 1
         if self.compare is not None and (measured := self.compare.after()) is not None:
             self.folder.write_timing(place_of(at) | measured)
-            self.folder.write_json(TIMELINE, {"step": at.step, **(self.compare.timeline or {})})
+            self.folder.write_timeline({"step": at.step, **(self.compare.timeline or {})})
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]

@@ -78,7 +78,7 @@ def begin(
                     kept.prepare(resume=resume, restarted=restarted, hold=holds)
                 where = kept.folder if kept is not None else None if run is None else Path(run)
                 folder, snapshot = open_folder(spec, where, resume, init, restarted=restarted, hold=holds)
-                folder.remote = kept
+                folder.remote, folder.backlog.say = kept, watch.say
                 exit_reports.tell_run(folder.path)
                 if resume and snapshot is None:
                     watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")

@@ -26,7 +26,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
 from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError
+from carrywave.errors import DataError, ResourceError, from_system, remedy_for
 
 FORMAT = 6  # part of every key, so that entries of another format, or read in another way, are never used
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm", "units")
@@ -195,17 +195,20 @@ def _matching(place: Path) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise  # a lack of resources; the file itself is fine
-        if number in (errno.EACCES, errno.EPERM, errno.EIO):
+        if isinstance(error, OSError) and number in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE):
             why = os.strerror(number)
-            raise DataError(f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a readable folder") from error
+            raise from_system(error, DataError)(
+                f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a readable folder"
+            ) from error
         raise DataError(f"the cache {place} does not match its hash; delete the folder {place}") from error
 
 
 def _refuse(where: Path, error: OSError) -> NoReturn:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise DataError(
+        raise ResourceError(
             f"no disk space left for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with enough space"
         ) from error
-    raise DataError(
-        f"the cache {where} cannot be written ({error.strerror or error}); set $CARRYWAVE_CACHE to a writable folder"
-    ) from error
+    remedy = "set $CARRYWAVE_CACHE to a writable folder"
+    if error.errno != errno.EROFS:
+        remedy = remedy_for(error, remedy)
+    raise from_system(error, DataError)(f"the cache {where} cannot be written ({error.strerror or error}); {remedy}") from error

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pa_parquet
 
-from carrywave.errors import DataError, one_line
+from carrywave.errors import DataError, from_system, one_line
 
 Row = dict[str, Any]
 BATCH_ROWS = 1024
@@ -151,7 +151,7 @@ def _write(dataset: Any, name: str, place: Path) -> None:
         writer.close()
         os.replace(draft, place)
     except OSError as error:
-        raise DataError(
+        raise from_system(error, DataError)(
             f"{name} cannot be written to the cache {place.parent} ({error.strerror}); set data.cache to another folder"
         ) from error
     finally:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from carrywave.errors import DataError, UserError
+from carrywave.errors import DataError, UserError, from_system
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters, unlike a drive
 # What stores report about an object that changes when its content does.
@@ -160,7 +160,8 @@ def _fetch(store: Store, place: Path, marks: dict[str, str]) -> bool:
         draft.replace(place)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DataError(f"{store.address} cannot be kept in {place.parent} ({reason}); set $CARRYWAVE_CACHE to another folder") from error
+        fact, remedy = f"{store.address} cannot be kept in {place.parent} ({reason})", "set $CARRYWAVE_CACHE to another folder"
+        raise from_system(error, DataError)(f"{fact}; {remedy}") from error
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

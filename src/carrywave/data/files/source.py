@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from carrywave.data.files import dialect, hashes, hub_datasets, remote
-from carrywave.errors import DataError, one_line
+from carrywave.errors import DataError, ResourceError, from_system, one_line, remedy_for
 from carrywave.spec.data_spec import BUILTIN_TEXT
 
 Format = Literal["text", "jsonl", "csv", "parquet"]
@@ -46,6 +46,7 @@ PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (
 }
 BLOCK_OF_BZIP2 = b"1AY&SY"  # follows the block-size digit; BZh alone may start a text
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+MOST_COLUMNS = 20_000
 HEAD_BYTES = 16
 STANDARD_INPUT = "standard input"
 STANDARD_FOLDER = "carrywave-standard-input-"  # how the name of a temporary folder begins that keeps standard input in a file
@@ -107,6 +108,8 @@ class Source:
         except (OSError, pa.ArrowException) as error:
             if "Empty CSV file" in str(error):
                 raise DataError(f"{self.name} is empty; use a file with a line of column names and at least one row") from error
+            if isinstance(error, OSError) and from_system(error) is ResourceError:
+                raise ResourceError(f"{self.name} cannot be read ({error.strerror or error}); {remedy_for(error, '')}") from error
             raise DataError(
                 f"{self.name} cannot be read ({one_line(error)}); check that the file is complete and in the format its name implies"
             ) from error
@@ -115,6 +118,14 @@ class Source:
         """Return the mark between columns: as asked; else tab or comma according to the name, unless the first lines show another one."""
         usual = "\t" if self.tabs else ","
         found = dialect.first_lines(self.lines())
+        mark = self._found_separator(found, usual)
+        columns = found[0].count(mark) + 1 if found else 0
+        if columns > MOST_COLUMNS:  # reading their types alone would take minutes, without a word
+            fact = f"{self.name} has {columns:,} columns, and at most {MOST_COLUMNS:,} are read"
+            raise DataError(f"{fact}; keep those that matter, or write one row for each series and time, with a column of names")
+        return mark
+
+    def _found_separator(self, found: list[str], usual: str) -> str:
         if self.mark is None:
             return dialect.find_separator(found, self.name, usual)
         others = [mark for mark in dialect.SEPARATORS if found and mark in found[0]]
@@ -225,7 +236,8 @@ def find(
         with path.open("rb"):
             pass
     except OSError as error:
-        raise DataError(f"{field}={name} cannot be opened ({error.strerror}); check its permissions") from error
+        remedy = remedy_for(error, "check its permissions")
+        raise from_system(error, DataError)(f"{field}={name} cannot be opened ({error.strerror}); {remedy}") from error
     if source.format == "parquet" or any_bytes:
         return source
     head = source.head()

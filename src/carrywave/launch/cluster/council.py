@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
-from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended, WorkerEnds, together
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds, together
 from carrywave.launch.hosts import Hosts
 from carrywave.launch.restart_policy import Place, RestartPolicy, where_from
 from carrywave.launch.supervisor import DEATH_SECONDS, FAULT_SECONDS, GRACE_SECONDS
@@ -214,6 +214,6 @@ def _grace(ends: WorkerEnds) -> float | None:
         return GRACE_SECONDS
     if ends.silent or any(code < 0 and rank not in ends.causes for rank, code in codes.items()):
         return DEATH_SECONDS
-    if any(cause.kind == "user" for cause in ends.causes.values()) or MISTAKE in codes.values():
+    if any(cause.kind == "user" for cause in ends.causes.values()) or not {MISTAKE, RESOURCE}.isdisjoint(codes.values()):
         return GRACE_SECONDS
     return FAULT_SECONDS if codes else None

@@ -45,6 +45,7 @@ class HostJob:
     least: int | None
     start_seconds: float
     launch: str  # a name that no other launcher has; that of the launch if this is the first host
+    resumes: Path | None = None  # the run that the workers go on with, if that is known before they say so
 
 
 class HostLauncher:
@@ -144,7 +145,7 @@ class HostLauncher:
     def _known_run(self) -> Path | None:
         """The run's folder: of this host's workers, or as others know it."""
         others = [Path(seen.state.run) for seen in self.board.seen.values() if seen.state.run]
-        return self.run or next(iter(others), None)
+        return self.run or next(iter(others), self.job.resumes)
 
     def _elsewhere(self, attempt: int) -> float | None:
         """Whether this attempt is over on the other hosts: the seconds that are left to the workers of this one, or None."""

@@ -1,7 +1,8 @@
 """Writes the task file of a job for SkyPilot, which runs it on machines of any cloud. Torch-free.
 
 SkyPilot tells every node its place in SKYPILOT_* variables, which the command reads. It has no time limit of its own: `timeout` asks the
-run to stop. A managed job (`sky jobs launch`) that is preempted is started again elsewhere, and goes on if its run outlives the machine.
+run to stop. A managed job (`sky jobs launch`) that is preempted is started again elsewhere, and goes on if its run outlives the machine; so
+is one whose machine was at fault. A mistake in the input (2) is final, and so is an error that the workers' own restarts have not mended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import yaml
 from carrywave.errors import UserError
 from carrywave.launch.job_files.job import STOP_SECONDS, Job
 
-RESTARTS = 3  # of a managed job whose command fails
+AGAIN = [74, 137]  # exit codes after which a managed job is started again: a fault of the machine, and a command that was killed
 
 
 def task(job: Job, setup: str | None) -> str:
@@ -29,7 +30,7 @@ def task(job: Job, setup: str | None) -> str:
     resources["cpus"] = f"{job.devices * job.cpus}+"
     if job.image is not None:
         resources["image_id"] = f"docker:{job.image}"
-    resources["job_recovery"] = {"max_restarts_on_errors": RESTARTS}
+    resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": AGAIN}
     # On GPUs SkyPilot says how many a node has; of CPU workers it knows nothing.
     command = shlex.join(job.command(devices=not job.on_gpus))
     if job.seconds is not None:

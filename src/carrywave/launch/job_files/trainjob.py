@@ -1,7 +1,8 @@
-"""Writes a job for Kubernetes with Kubeflow Trainer: a `TrainJob` of the runtime `torch-distributed`, and a ConfigMap with the spec.
+"""Writes a job for Kubernetes with Kubeflow Trainer: a `TrainJob`, the `TrainingRuntime` that it runs in, and a ConfigMap with the spec.
 
-The trainer tells every pod its place in PET_* variables, which the command reads. Runs and data lie on a claim that all pods mount.
-Torch-free.
+The trainer tells every pod its place in PET_* variables, which the command reads. Runs and data lie on a claim that all pods mount. The
+runtime is the job's own, because only a runtime can say which exit codes are final: a mistake in the input (2) ends the job, a fault of
+the machine (74) or a death has its pod started again, and pods that are evicted do not count. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from carrywave.errors import UserError
 from carrywave.launch.job_files.job import STOP_SECONDS, Job
 
 API = "trainer.kubeflow.org/v1alpha1"
-RUNTIME = "torch-distributed"
-NODE = "node"  # what that runtime calls its job and its container
+NODE = "node"  # what the trainer calls the job of its nodes, and their container
+RESTARTS = 3  # of each pod
 WORK, SPEC = "/workspace", "/etc/carrywave"  # where the claim and the spec are mounted
 
 
 def manifest(job: Job, spec_text: str | None, claim: str | None) -> str:
-    """The text to give to `kubectl apply -f`: YAML of one or two objects."""
+    """The text to give to `kubectl apply -f`: YAML of two or three objects."""
     if job.image is None:
         raise UserError("--to kubernetes needs an image that has carrywave in it; pass --image IMAGE")
     if claim is None and "://" not in job.run:
@@ -41,11 +42,34 @@ def manifest(job: Job, spec_text: str | None, claim: str | None) -> str:
         documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": named}, "data": {"spec.yaml": spec_text}})
         volumes["spec"] = {"configMap": {"name": named}}, SPEC
         job = replace(job, spec=f"{SPEC}/spec.yaml")
-    documents.append(_train_job(job, volumes, within=WORK if claim is not None else None))
+    documents.append(_runtime(job, volumes))
+    documents.append(_train_job(job, within=WORK if claim is not None else None))
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _train_job(job: Job, volumes: dict[str, tuple[dict[str, Any], str]], within: str | None) -> dict[str, Any]:
+def _runtime(job: Job, volumes: dict[str, tuple[dict[str, Any], str]]) -> dict[str, Any]:
+    container: dict[str, Any] = {"name": NODE, "image": job.image}
+    pod: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": STOP_SECONDS, "containers": [container]}
+    if volumes:
+        pod["volumes"] = [{"name": name, **source} for name, (source, _) in volumes.items()]
+        container["volumeMounts"] = [{"name": name, "mountPath": path} for name, (_, path) in volumes.items()]
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [2]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
+    # The pods of a run fail together, and every one counts.
+    spec = {"backoffLimit": RESTARTS * job.nodes, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod}}
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    replicated = {"name": NODE, "template": {"metadata": {"labels": labels}, "spec": spec}}
+    return {
+        "apiVersion": API,
+        "kind": "TrainingRuntime",
+        "metadata": {"name": job.name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [replicated]}}},
+    }
+
+
+def _train_job(job: Job, within: str | None) -> dict[str, Any]:
     words = job.command(devices=False)
     cores = str(job.devices * job.cpus)
     trainer: dict[str, Any] = {
@@ -56,17 +80,10 @@ def _train_job(job: Job, volumes: dict[str, tuple[dict[str, Any], str]], within:
         "numProcPerNode": job.devices,
         "resourcesPerNode": {"requests": {"cpu": cores}, "limits": {"nvidia.com/gpu": str(job.devices)} if job.on_gpus else {"cpu": cores}},
     }
-    spec: dict[str, Any] = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer}
+    runtime = {"name": job.name, "apiGroup": API.partition("/")[0], "kind": "TrainingRuntime"}
+    spec: dict[str, Any] = {"runtimeRef": runtime, "trainer": trainer}
     if job.seconds is not None:
         spec["activeDeadlineSeconds"] = job.seconds
-    pod: dict[str, Any] = {"terminationGracePeriodSeconds": STOP_SECONDS}
-    if volumes:
-        pod["volumes"] = [{"name": name, **source} for name, (source, _) in volumes.items()]
-        mounts = [{"name": name, "mountPath": path} for name, (_, path) in volumes.items()]
-        pod["containers"] = [{"name": NODE, "volumeMounts": mounts}]
-    replicated = {"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}
-    patch = {"template": {"spec": {"replicatedJobs": [replicated]}}}
-    spec["runtimePatches"] = [{"manager": "carrywave", "trainingRuntimeSpec": patch}]
     return {"apiVersion": API, "kind": "TrainJob", "metadata": {"name": job.name}, "spec": spec}
 
 

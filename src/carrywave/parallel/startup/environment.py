@@ -6,16 +6,18 @@ Variables that identify a worker (RANK and the like) are read and checked where 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from carrywave.errors import WorkerError
+from carrywave.errors import ResourceError, WorkerError
 
 MOST_THREADS = 4096
 SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may take turns on a GPU; N: each GPU is divided among N workers; 0: neither
 TRANSPORT = "CARRYWAVE_TRANSPORT"  # what carries messages and sums: device, nccl or gloo; auto: the best that there is
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # 1: torch lets several workers share memory of one GPU
+OWN_FILES, FILES_OF_PEER = 40, 4  # descriptors that a worker needs for itself, and for each other worker
 MOST_SHARES = 48  # clients of MPS on one GPU
 
 
@@ -88,3 +90,18 @@ def shares_of_a_gpu() -> int:
     """Among how many workers each GPU is divided; 1 if it is not."""
     check(SHARES)
     return max(1, int(os.environ.get(SHARE_GPU) or 1))
+
+
+def check_descriptors(workers: int) -> None:
+    """Raise the limit of open files as far as this process may, and refuse one that is too low: gloo would abort, or wait for ever."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN_FILES + FILES_OF_PEER * workers
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < needed:
+        raise ResourceError(
+            f"a process may have {most} open files, but one of {workers} workers needs {needed}; raise the limit (ulimit -n 1024)"
+        )

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from carrywave.errors import ContactLost, UserError, WorkerError
+from carrywave.errors import ContactLost, PortError, UserError, WorkerError
 from carrywave.parallel.startup import door, native_logs
 
 START_SECONDS = 60.0
@@ -153,14 +153,15 @@ def _listen(address: str, port: int) -> int | None:
     return listener.detach()
 
 
-def _taken(address: str, port: int) -> WorkerError:
+def _taken(address: str, port: int) -> WorkerError | PortError:
     remedy = "use a free one (--hosts HOST:PORT, MASTER_PORT, --master-port)"
     try:
         job = door.holder(open_store(address, port, False, ASK_SECONDS))
     except (WorkerError, RuntimeError):
         job = None
-    what = f"{job} uses port {port} on {address}" if job else f"port {port} on {address} is in use by another program"
-    return WorkerError(f"{what}; {remedy}")
+    if job is not None:
+        return WorkerError(f"{job} uses port {port} on {address}; {remedy}")
+    return PortError(f"port {port} on {address} is in use by another program; {remedy}")
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import shutil
+import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -22,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from carrywave.errors import RunError
+from carrywave.errors import RunError, from_system, remedy_for
 
 DTYPES = {
     torch.float64: "F64",
@@ -50,10 +52,8 @@ def writing(what: str, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise RunError(
-            f"{what} could not be written: {reason}; {kept}free disk space or make the folder writable, then try again"
-        ) from error
+        reason, remedy = error.strerror or str(error), remedy_for(error, "make the folder writable")
+        raise from_system(error, RunError)(f"{what} could not be written: {reason}; {kept}{remedy}, then try again") from error
 
 
 def sync_path(path: Path) -> None:
@@ -212,11 +212,23 @@ def refuse_pickle(path: Path, head: bytes) -> None:
     """Refuse files that torch.save wrote, recognized by their first nine bytes."""
     # A zip archive, or in the old format a bare pickle: protocol 2 and above begin with 0x80.
     bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
-    if head[:4] == b"PK\x03\x04" or bare:
+    zipped = head[:4] == b"PK\x03\x04"
+    if zipped and not _holds_pickle(path):
+        raise RunError(f"{path} is not a safetensors file: it begins like a ZIP archive; pass the path of a safetensors file")
+    if zipped or bare:
         raise RunError(
             f"{path} is a pickle (torch.save), which can run code when it is loaded; "
             "convert it: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE)"
         )
+
+
+def _holds_pickle(path: Path) -> bool:
+    """True if a ZIP archive is one of torch.save's. Only its table of contents is read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
+        return False
 
 
 def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:

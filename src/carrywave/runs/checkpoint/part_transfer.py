@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from carrywave.errors import RunError
+from carrywave.errors import RunError, from_system, remedy_for
 from carrywave.parallel.byte_channel import PIECE_BYTES, Channel
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
@@ -159,9 +159,9 @@ def _fetch(reach: Reach, stored: Stored, folder: Path) -> None:
         except OSError as error:
             failure = failure or error
     if failure is not None:
-        raise RunError(
+        raise from_system(failure, RunError)(
             f"the snapshot cannot be received on {os.uname().nodename}: {failure.strerror or failure}; "
-            f"free disk space in {folder.parent}, or set $CARRYWAVE_CACHE to a folder with enough of it"
+            f"{remedy_for(failure, 'make room')} in {folder.parent}, or set $CARRYWAVE_CACHE to another folder"
         ) from failure
 
 

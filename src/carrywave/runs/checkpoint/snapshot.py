@@ -158,7 +158,12 @@ def load(path: Path) -> Snapshot:
 def open_stored(path: Path) -> Stored:
     """Open the last snapshot in a folder of snapshots, or the one in this very folder."""
     folder = path if (path / MANIFEST).is_file() else last(path)
-    return Stored(folder, read_manifest(folder))
+    stored = Stored(folder, read_manifest(folder))
+    named, progress = re.match(r"step-(\d{8,})", folder.name), stored.meta.get("progress")
+    step = progress.get("step") if isinstance(progress, dict) else None
+    if named is not None and type(step) is int and int(named[1]) != step:
+        raise RunError(f"{folder} holds the snapshot of step {step}; give it back its name, step-{step:08d}, and name that in {POINTER}")
+    return stored
 
 
 def last(folder: Path) -> Path:
@@ -226,12 +231,22 @@ def mend_best(stored: Stored) -> None:
 
 def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write only the weights, as one safetensors file, atomically."""
-    if (bad := not_finite(parameters)) is not None:
-        raise Diverged(f"parameter {bad} is not finite, so {path} is not written; lower train.lr or set train.clip")
+    refuse_not_finite(path, parameters)
     with atomic_files.writing(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_files.replacing(path) as file:
-            atomic_files.write_tensors(file, parameters, metadata, sealed=True)
+        write_weights(path, parameters, metadata)
+
+
+def refuse_not_finite(path: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not finite: they are never written."""
+    if (bad := not_finite(parameters)) is not None:
+        raise Diverged(f"parameter {bad} is not finite, so {path} is not written; lower train.lr or set train.clip")
+
+
+def write_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write weights that are known to be finite, atomically."""
+    with atomic_files.replacing(path) as file:
+        atomic_files.write_tensors(file, parameters, metadata, sealed=True)
 
 
 def load_weights(

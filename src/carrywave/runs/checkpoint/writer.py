@@ -11,6 +11,7 @@ A worker that dies leaves a draft, which the next start removes; the previous sn
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -27,10 +28,11 @@ from torch import Tensor
 
 from carrywave import errors
 from carrywave.data.copy_stream import copy_stream
-from carrywave.errors import RunError, UserError, option
+from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.plan.search.partition import say
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import File, Manifest
 from carrywave.runs.checkpoint.part_transfer import receive_part, send_part
@@ -206,7 +208,7 @@ class Writer:
                 if self.world.rank > 0:
                     self._report(job, {"files": {name: file.to_json() for name, file in files.items()}})
         except Exception as error:
-            job.part_failure = _failure(job.target, error)
+            job.part_failure = _failure(job.target, error, job.groups)
         job.written.set()
         if self.world.rank > 0:
             if job.part_failure is not None and self.reach.sees(self.world.rank):
@@ -220,7 +222,7 @@ class Writer:
                 publish(job.draft, job.target.name, Manifest(files, job.meta or {}), job.keep, best=job.best)
                 job.after()
         except Exception as error:
-            job.failure = _failure(job.target, error)
+            job.failure = _failure(job.target, error, job.groups)
         atomic_files.remove(job.draft)  # does nothing if it was published
 
     def _send(self, job: _Job) -> None:
@@ -308,12 +310,18 @@ def _report_of(draft: Path, rank: int) -> Path:
     return draft / f"report-{rank}.json"
 
 
-def _failure(target: Path, error: Exception) -> Failure:
+def _failure(target: Path, error: Exception, groups: Groups | None = None) -> Failure:
     """What went wrong as a class and one line, so that it can be sent as text."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error)
     if lost_contact.lost(error):
         return "RunError", f"snapshot {target} could not be completed: a worker was lost on the way; the previous snapshot is kept"
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-    kept = "the previous snapshot is kept; free disk space or make the folder writable, then resume"
-    return "RunError", f"snapshot {target} could not be written: {' '.join(reason.split())}; {kept}"
+    said = f"snapshot {target} could not be written: {' '.join(reason.split())}; the previous snapshot is kept"
+    if not isinstance(error, OSError):
+        return "RunError", f"{said}; remove the cause, then resume"
+    remedy = remedy_for(error, "make the folder writable")
+    if error.errno == errno.ENOSPC and groups:
+        own = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
+        remedy += f" in {target.parent} (this worker's part takes {say(own)})"
+    return from_system(error, RunError).__name__, f"{said}; {remedy}, then resume"
