@@ -84,8 +84,12 @@ REFUSED: list[tuple[str | bytes, str]] = [
         "date,a\n" + "".join(f"2024-10-27 {time},1\n" for time in ("01:30", "02:00", "02:30", "02:00", "02:30", "03:00")),
         r"row 4, .* repeats 2024-10-27 02:00:00; if clocks were set back then, .* with their offset \(2024-10-27 02:00:00\+01:00\)",
     ),
+    ("date,a\n" + "".join(f"2024-10-{day} 00:00,1\n" for day in (26, 27, 27)), "repeats 2024-10-27 00:00:00; keep one row per time"),
     ("date,a\n2024-10-27 12:00,1\n2024-10-27 12:00,2\n", "repeats 2024-10-27 12:00:00; keep one row per time"),
-    ("date,a\n" + "".join(f"2024-10-{day} 01:00,1\n" for day in (11, 11, 12, 12)), "repeats 2024-10-11 01:00:00; keep one row per time"),
+    (
+        "date,a\n" + "".join(f"2024-10-{day} 01:00,1\n" for day in (11, 11, 12, 12)) + "2024-10-13 02:00,1\n",
+        "repeats 2024-10-11 01:00:00; keep one row per time",
+    ),
     ("date,time,a\n2024-01-01,00:00:00,1\n2024-01-01,01:00:00,2\n", "combine columns date and time into one"),
     ("date;a|b\n2024-01-01;1\n2024-01-02;2;3\n", "columns seem to be separated by `;`, but not equally many in every row"),
     ("date;a,b\n2024-01-01;1,5\n", "columns may be separated by commas or by `;`; set data.separator"),

@@ -333,5 +333,8 @@ def _set_back(times: Times, repeated: Keys) -> bool:
     """True if repeated times may be those of clocks that are set back: local times of day in the small hours, one day a year."""
     if times.shape != "datetime" or times.zone is not None:
         return False
+    clock = times.keys - times.keys.astype("datetime64[D]")
+    if (clock == clock[0]).all():
+        return False  # dates, all at midnight or the like
     days = repeated.astype("datetime64[D]")
     return bool((repeated - days < SMALL_HOURS).all()) and len(np.unique(days)) <= len(np.unique(days.astype("datetime64[Y]")))
