@@ -189,7 +189,7 @@ def come(monkeypatch: pytest.MonkeyPatch, job: dict[str, str], **variables: obje
     store = open_store("127.0.0.1", port, True, 5.0)
     door.put_up(store, door.WORKERS, {"size": "2", **ONE})
     own: dict[str, object] = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    launcher(monkeypatch, CARRYWAVE_START_SECONDS=0.2, **(own | variables))
+    launcher(monkeypatch, CARRYWAVE_START_SECONDS=60, **(own | variables))
     with pytest.raises(WorkerError) as raised:
         join("cpu", job)
     assert str(raised.value).startswith(f"another job (run one) uses port {port} on 127.0.0.1"), raised.value
