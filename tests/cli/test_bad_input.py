@@ -821,8 +821,29 @@ def test_no_room_for_predictions(run: Path, disk: Disk) -> None:
 def test_a_folder_that_is_read_only(disk: Disk, work: Path) -> None:
     disk.read_only("runs")
     assert refused("train", *LANGUAGE, expected=74) == (
-        "runs/language-1 could not be written: Read-only file system; make the file system writable, then try again"
+        "the run's folder runs/language-1 cannot be created: Read-only file system; make the file system writable"
     )
+
+
+@pytest.mark.parametrize("place", ["/dev/null/run", "train.txt/run"])
+@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "real"])
+def test_a_run_that_can_have_no_folder(place: str, words: list[str]) -> None:
+    message = f"the run's folder {place} cannot be created: Not a directory; use another --run"
+    assert refused("train", *LANGUAGE, "--run", place, *words) == message
+
+
+def test_numbers_that_nobody_means() -> None:
+    number = "0x" + "f" * 900_000
+    message = ": 0xffffffffffffffffff… is a number of 900,002 digits; use one of at most 100"
+    assert refused("train", *LANGUAGE, f"model.hidden={number}").endswith(message)
+    assert refused("train", *LANGUAGE, f"model.hidden={'9' * 5000}").endswith("is a number of 5,000 digits; use one of at most 100")
+
+
+def test_a_table_of_very_many_columns() -> None:
+    names = ",".join(f"c{number}" for number in range(20_001))
+    write("wide.csv", f"{names}\n{','.join('1' for _ in range(20_001))}\n")
+    message = "wide.csv has 20,001 columns, and at most 20,000 are read; keep those that matter, or write one row for each series and time"
+    assert refused("train", "task=forecasting", "data.train=wide.csv").startswith(message)
 
 
 def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:

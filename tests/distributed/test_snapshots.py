@@ -94,7 +94,7 @@ def test_a_part_that_cannot_be_written_is_said_once_and_the_run_goes_on(told: To
 
 def test_the_last_one_is_an_error_for_all(told: Told) -> None:
     folder, ended = told
-    line = f"RunError: rank 1: snapshot last/snapshots/step-00000010 {FULL}; the previous snapshot is kept; free disk space or make"
+    line = f"ResourceError: rank 1: snapshot last/snapshots/step-00000010 {FULL}; the previous snapshot is kept; free disk space"
     assert all(each["error"].startswith(line) for each in ended["last"]), ended["last"]
     assert snapshots(folder / "last") == ["last", "step-00000003", "step-00000006", "step-00000009"]
     assert (folder / "last" / "snapshots" / "last").read_text() == "step-00000009\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,3 +74,45 @@ def test_a_full_disk_in_mid_run(devices: int, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "after").glob(".*")] == []
     for name in ("weights.safetensors", "metrics.jsonl"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "calm" / name).read_bytes()
+
+
+# All of the run is on the small disk, and a filler takes what is left of it.
+WHOLE = """
+set -e
+mkdir small
+mount -t tmpfs -o size=2m tmpfs small
+"$@" > out 2> err &
+until [ -e small/run/metrics.jsonl ]; do kill -0 $! || break; sleep 0.05; done
+dd if=/dev/zero of=small/filler bs=1k count=4096 2> /dev/null || true
+until grep -q "keeps it in memory" out; do kill -0 $! || break; sleep 0.05; done
+if [ -n "$FREE" ]; then rm small/filler; fi
+wait $! && echo 0 > code || echo $? > code
+cp -r small/run after
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("free", ["yes", ""])
+def test_a_disk_that_is_full_for_all_of_a_run(free: str, tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip("file systems cannot be mounted here")
+    (tmp_path / "text.txt").write_text("the carry is passed along, and work moves through layers and time as a wave. " * 12)
+    small = ["train.max_steps=200", "model.hidden=16", "train.log_every=1"]
+    command = train("small/run", 200, *small)
+    command = ["unshare", "-rm", "bash", "-c", WHOLE, "bash", *command]
+    subprocess.run(command, cwd=tmp_path, check=True, env={**os.environ, "PYTHONUNBUFFERED": "1", "FREE": free})
+    out, err = (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+    code = int((tmp_path / "code").read_text())
+    assert out.count("; the run continues, and keeps it in memory; free disk space") == 1, out
+    if not free:
+        assert code == 74, err
+        assert re.fullmatch(r"carrywave: .* could not be written: No space left on device; .*free disk space.*\n", err)
+        return
+    assert (code, err) == (0, ""), out
+    assert "small/run: all that was kept in memory is written" in out
+    subprocess.run(train("calm", 200, *small), cwd=tmp_path, check=True, capture_output=True)
+    for name in ("weights.safetensors", "metrics.jsonl"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "calm" / name).read_bytes()
+    rows = {name: (tmp_path / name / "timing.jsonl").read_text().count("\n") for name in ("after", "calm")}
+    assert rows["after"] == rows["calm"]

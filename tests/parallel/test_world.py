@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.errors import ContactLost, DataError, SpecError, WorkerError
+from carrywave.errors import ContactLost, DataError, ResourceError, SpecError, WorkerError
 from carrywave.parallel import world
 from carrywave.parallel.liveness.lost_contact import lost
-from carrywave.parallel.startup import door
+from carrywave.parallel.startup import door, environment
 from carrywave.parallel.startup.rendezvous import open_store
 from carrywave.parallel.world import World, all_gather_text, check_agreement, check_gpus, join, leave, pick_device, raise_on_all, tell_once
 
@@ -314,3 +314,14 @@ def test_workers_of_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyP
     for allowed in ("1", "2"):
         monkeypatch.setenv("CARRYWAVE_SHARE_GPU", allowed)
         check_gpus(there(("a", "1"), ("a", "1")))
+
+
+def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, raised = [(24, 24)], []
+    monkeypatch.setattr(environment.resource, "getrlimit", lambda _: limits[0])
+    monkeypatch.setattr(environment.resource, "setrlimit", lambda _, to: raised.append(to))
+    with pytest.raises(ResourceError, match=r"may have 24 open files, but one of 2 workers needs 48; raise the limit \(ulimit -n 1024\)"):
+        environment.check_descriptors(2)
+    limits[0] = (24, 4096)
+    environment.check_descriptors(2)
+    assert raised == [(48, 4096)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import carrywave as cw
-from carrywave.runs.history import TAIL_BYTES, Trace, last_trace
+from carrywave.errors import RunError
+from carrywave.runs.history import TAIL_BYTES, Trace, last_trace, unended
+from carrywave.runs.run import Run
 
 
 def test_the_last_line_is_found(tmp_path: Path) -> None:

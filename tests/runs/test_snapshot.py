@@ -458,3 +458,21 @@ def test_refuses_weights_that_are_not_there(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "nothing", "cannot be read"), (tmp_path, "is not a regular file")):
         with pytest.raises(RunError, match=said):
             load_weights(path, EXPECTED)
+
+
+def test_a_snapshot_under_the_name_of_another_step(tmp_path: Path) -> None:
+    for step in (190, 200):
+        save(tmp_path, f"step-{step:08d}", Snapshot({"w": torch.full((2,), float(step))}, meta={"progress": {"step": step}}), keep=2)
+    assert load(tmp_path).meta["progress"]["step"] == 200
+    shutil.rmtree(tmp_path / "step-00000200")
+    (tmp_path / "step-00000190").rename(tmp_path / "step-00000200")
+    with pytest.raises(RunError, match=r"step-00000200 holds the snapshot of step 190; give it back its name, step-00000190"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("torch_made", [True, False])
+def test_a_zip_archive_is_a_pickle_only_if_it_holds_one(tmp_path: Path, torch_made: bool) -> None:
+    path = tmp_path / "w.safetensors"
+    torch.save({"w": torch.ones(1)}, path) if torch_made else path.write_bytes(b"PK\x03\x04" + bytes(range(256)) * 8)
+    with pytest.raises(RunError, match="is a pickle" if torch_made else "is not a safetensors file: it begins like a ZIP archive; pass"):
+        atomic_files.read_tensors(path)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.export.run_export import export_run
+from carrywave.exporting.run_export import export_run
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.step.trainer import Trainer

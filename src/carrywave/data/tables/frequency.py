@@ -232,7 +232,7 @@ def _in_month(times: Keys) -> tuple[Counts, NDArray[np.bool_], Keys]:
 
 
 def _lengths(months: Keys) -> Counts:
-    lengths: Counts = ((months + 1).astype("datetime64[D]") - months.astype("datetime64[D]")).astype(np.int64)
+    lengths: Counts = ((months + np.timedelta64(1, "M")).astype("datetime64[D]") - months.astype("datetime64[D]")).astype(np.int64)
     return lengths
 
 
