@@ -341,7 +341,7 @@ def test_a_carry_of_another_dtype_is_refused() -> None:
 
 def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
     lstm, x = cw.LSTM(3, 4, dtype=DOUBLE), numbers(5, 2, 3)
-    assert "dtype torch.bool; pass 2 whole numbers" in refused(lambda: lstm(x, lengths=torch.tensor([True, True])))
+    assert "dtype torch.bool; pass a whole number for each of the 2 lanes" in refused(lambda: lstm(x, lengths=torch.tensor([True, True])))
     packed: Any = pack_padded_sequence(x, [5, 3])
     assert refused(lambda: lstm(packed, lengths=[5, 3])) == "LSTM got a PackedSequence, which has its own lengths; remove lengths"
     tokens = pack_padded_sequence(torch.zeros(5, 2, 3, dtype=torch.int64), [5, 3])

@@ -126,7 +126,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "train": (
         *("optimizer", "lr", "weight_decay", "clip", "epochs", "max_steps", "accumulate", "precision", "reproducible", "shard_optimizer"),
         *("seed", "schedule", "warmup", "alpha", "beta", "evaluate_every", "best", "early_stop", "on_nan", "log_every", "track"),
-        *("snapshot_every", "keep", "sync"),
+        *("snapshot_every", "keep", "sync", "ema"),
     ),
 }
 

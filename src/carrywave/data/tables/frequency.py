@@ -101,7 +101,7 @@ class Months:
     def ahead(self, known: Keys, count: int) -> Keys:
         """Return the times that follow the last one."""
         day, end, clock = _in_month(known)
-        months = known[-1].astype("datetime64[M]") + np.arange(1, count + 1) * self.size
+        months = known[-1].astype("datetime64[M]") + (np.arange(1, count + 1) * self.size).astype("timedelta64[M]")
         lengths = _lengths(months)
         days = lengths if bool(end.all()) else np.minimum(int(day.max()), lengths)
         found: Keys = months.astype("datetime64[us]") + (days - 1) * np.timedelta64(DAY, "us") + clock[-1]

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from carrywave.data.batch import IGNORED
-from carrywave.errors import UserError
 from carrywave.step.checks.cuts import Axis, Cut
 from carrywave.step.checks.module_runs import Ran, Run
 from carrywave.step.checks.module_traces import Kept, Left
@@ -51,7 +50,7 @@ class Finding(NamedTuple):
 
 
 def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Sequence[Cut], how: Trial) -> list[Finding]:
-    """The faults found, plainest first. If the module raises on the whole sample too, in every dtype, nothing is known of it."""
+    """The faults found, plainest first. Of a module that raises on the whole sample, in every dtype, but not in pieces, nothing is known."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
         return [Finding("unknown", path, type(root).__name__, "TorchScript does not run on copies of its weights")]
     if any(getattr(module, "rows", None) is not None for module in root.modules()):
@@ -69,8 +68,7 @@ def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Seque
                 return _Probe(run, root, path, sample.to(dtype), kept, tolerances).findings(cuts, how)
         except Exception as error:
             cause = error.with_traceback(None)  # frames hold tensors
-    detail = str(cause) if isinstance(cause, UserError) else _words(cause)
-    return [Finding("unknown", path, type(root).__name__, detail, None, cause)]
+    return [] if isinstance(cause, _Fails) else [Finding("unknown", path, type(root).__name__, _words(cause), None, cause)]
 
 
 class Trial(NamedTuple):
@@ -79,6 +77,10 @@ class Trial(NamedTuple):
     modes: tuple[bool, ...] = (True, False)  # in training, in evaluation
     thorough: bool = True  # also whether it draws random numbers, keeps state or adds terms without targets; otherwise it is only cut
     precision: str = "fp32"  # of the step
+
+
+class _Fails(Exception):
+    """A module raises however its input is cut."""
 
 
 class _Probe:
@@ -97,9 +99,11 @@ class _Probe:
             with torch.set_grad_enabled(training):
                 try:
                     whole = self._run(self.sample.whole)
-                except Exception:
+                except Exception as error:
                     if not training and True in how.modes:
                         continue  # it may take no gradients to evaluate, and may never be evaluated; if it is, that is checked then
+                    if self._raises(cuts):
+                        raise _Fails from error
                     raise
                 thorough = training and how.thorough
                 if thorough and (found := self._draws() + self._leaves()):
@@ -108,6 +112,15 @@ class _Probe:
                     if cut.axis is not None and all(each.axis != cut.axis for each in found):
                         found += self._compared(whole, cut, thorough=thorough)
         return found
+
+    def _raises(self, cuts: Sequence[Cut]) -> bool:
+        """True if the module raises in pieces as well: then so will the step, in the module's own words."""
+        try:
+            for cut in cuts:
+                self._run(cut)
+        except Exception:
+            return True
+        return False
 
     def _compared(self, whole: Ran, cut: Cut, *, thorough: bool) -> list[Finding]:
         """What differs between the whole and its pieces; if both time and lanes are cut, along which of them alone it does."""

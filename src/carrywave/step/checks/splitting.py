@@ -179,8 +179,6 @@ def _is_safe(stage: Stage | Whole, module: nn.Module) -> bool:
 def say(found: Finding, root: nn.Module) -> str:
     """The message for a finding: the fact and the remedy."""
     what, when = f"{found.path} ({found.kind})", _WHEN[found.axis]
-    if found.fault == "unknown" and isinstance(found.cause, UserError):
-        return found.detail
     if found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in root.modules()):
         return (
             f"{what} gives different results for a lane depending on the other lanes in its input, which is [time, lane, …], and a layer "
