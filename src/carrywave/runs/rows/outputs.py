@@ -89,7 +89,7 @@ class Outputs:
         part = Part("input", data, saved.task.unlabelled(data))
         each = passes(saved.model, self._spec, part, mesh=saved.mesh, stage=saved.stage, observe=observe, capture=self._capture)
         for batch, _ in each:
-            if not saved.stage.has_head:
+            if not saved.stage.has_head or not seen:  # a module in one piece is not run on a worker without lanes
                 continue
             # Chunks are concatenated over time; a pooled head's output counts after the last one.
             out = torch.cat(seen) if len(seen) > 1 and not saved.stage.pooled else seen[-1]
