@@ -134,7 +134,6 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     where = _taken(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
-    environment.check_descriptors(size)
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     native_logs.hush()
     opened = launch_store(rank, size, start)
@@ -153,6 +152,7 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     apart = "" not in gpus and len(set(gpus)) == size
     backend = "nccl" if apart and os.environ.get(environment.TRANSPORT) != "gloo" else "gloo"
     lost_contact.remember(there)
+    environment.check_descriptors(size)
     process_groups.limit(timeout)
     try:
         with native_logs.silent():

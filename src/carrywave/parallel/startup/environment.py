@@ -102,6 +102,5 @@ def check_descriptors(workers: int) -> None:
     if most > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < needed:
-        raise ResourceError(
-            f"a process may have {most} open files, but one of {workers} workers needs {needed}; raise the limit (ulimit -n 1024)"
-        )
+        fact = f"a process may have {most} open files, but one of {workers} workers needs {needed}"
+        raise ResourceError(f"{fact}; raise the limit (ulimit -n {max(1024, needed)})")
