@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
 
 def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Sequence[Cut], how: Trial) -> list[Finding]:
-    """The faults found, plainest first. Of a module that raises on the whole sample, in every dtype, but not in pieces, nothing is known."""
+    """The faults found, plainest first. Of a module that raises on the whole sample but not in pieces, in every dtype, nothing is known."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
         return [Finding("unknown", path, type(root).__name__, "TorchScript does not run on copies of its weights")]
     if any(getattr(module, "rows", None) is not None for module in root.modules()):
