@@ -42,7 +42,7 @@ def test_the_script_goes_to_stdout_or_into_a_file() -> None:
 def test_the_spec_goes_along_to_kubernetes() -> None:
     code, out, _ = call("launch", "--to", "kubernetes", "Words_1.yaml", "--image", "i", "--claim", "c", "--name", "n", "--time", "1h")
     assert code == 0
-    config, job = yaml.safe_load_all(out)
+    config, *_, job = yaml.safe_load_all(out)
     assert config["data"] == {"spec.yaml": Path("Words_1.yaml").read_text()}
     assert (job["metadata"]["name"], job["spec"]["activeDeadlineSeconds"]) == ("n", 3600)
 

@@ -155,8 +155,7 @@ NO_SPEC = {
     "deep.yaml": ("[" * 3000, "deep.yaml: lists or mappings are nested too deeply; use keys such as model.hidden=256"),
     "digits.yaml": (
         "model: {hidden: " + "9" * 6000 + "}",
-        "digits.yaml: Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits; "
-        "correct the YAML, perhaps by putting text in quotes",
+        "digits.yaml: 99999999999999999999… is a number of 6,000 digits; use one of at most 100",
     ),
     "ansi.yaml": ('"mod\\e[31mel": 3', "unknown key mod\\x1b[31mel; did you mean model?"),
 }

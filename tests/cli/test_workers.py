@@ -54,6 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             min_devices: int | None,
             shares: int,
             direct_output: bool,
+            resumes: Any,
             say: Any,
         ) -> Ended:
             started.append((devices, hosts and hosts.node))

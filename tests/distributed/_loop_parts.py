@@ -96,7 +96,7 @@ def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "
             found = trainer.gathered()
     elif case == "profiled":
         trainer.step(batch(0))
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
             losses.append(float(trainer.step(batch(1))))
         names = sorted(event.name.removeprefix(PREFIX) for event in recorded.events() if event.name.startswith(PREFIX))
         return {"losses": losses, "tensors": {}, "ranges": names}

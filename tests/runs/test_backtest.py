@@ -171,7 +171,7 @@ def test_a_forecast_is_that_of_a_file_that_ends_at_its_origin(tmp_path: Path, re
     assert all(row["truth"] == truth[row["unique_id"], row["ds"]] for row in rows)
     # The seasonal-naive forecast is the last value of the same phase that was known.
     day = np.datetime64(rows[0]["ds"])
-    assert rows[0]["naive"] == pytest.approx(truth["a", str(day - 6)], rel=1e-6)
+    assert rows[0]["naive"] == pytest.approx(truth["a", str(day - np.timedelta64(6, "D"))], rel=1e-6)
 
 
 def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:

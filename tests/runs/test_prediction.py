@@ -202,7 +202,10 @@ def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Pat
         rows = ["unique_id,ds,y"]
         for name in names:
             level, swing = levels[name]
-            rows += [f"{name},{np.datetime64('2024-01-01') + day},{level + swing * np.sin(day * np.pi / 3.5):.4f}" for day in range(days)]
+            rows += [
+                f"{name},{np.datetime64('2024-01-01') + np.timedelta64(day, 'D')},{level + swing * np.sin(day * np.pi / 3.5):.4f}"
+                for day in range(days)
+            ]
         path.write_text("\n".join(rows) + "\n")
         return path
 

@@ -35,6 +35,8 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
         ({"train": {"factor": 0.5}}, "train.factor is for train.schedule=plateau or step, not for constant; remove it"),
         ({"train": {"schedule": "cosine", "every": 3}}, "train.every is for train.schedule=step, not for cosine; remove it"),
         ({"train": {"hold": 3}}, "train.hold is for train.schedule=cosine or linear, not for constant; remove it"),
+        ({"train": {"hold": 3, "schedule": "step"}}, "train.hold is for train.schedule=cosine or linear, not for step; remove it"),
+        ({"train": {"hold": 3, "schedule": "plateau"}}, "train.hold is for train.schedule=cosine or linear, not for plateau; remove it"),
         (
             {"train": {"min_lr": 1e-4}},
             "train.min_lr is the lowest learning rate of a schedule, but train.schedule=constant never lowers it",

@@ -21,7 +21,7 @@ from carrywave.step.profiler_ranges import PREFIX
 def ranges(trainer: cw.Trainer, *, apart: bool = False) -> list[str]:
     batch = batch_of(4, [4, 3, 4, 2])
     trainer.step(batch)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         if apart:
             trainer.backward(batch)
             trainer.apply()

@@ -63,12 +63,6 @@ def test_the_full_rate_held_to_the_end(hold: int) -> None:
     assert course(spec(schedule="linear", hold=hold), [0, 99], total=100) == [8.0, 8.0]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "step", "plateau"])
-def test_nothing_to_hold_where_the_schedule_does_not_decay_by_steps(schedule: str) -> None:
-    with pytest.raises(ValueError, match=f"hold is for schedule=cosine or linear, not for schedule={schedule}; remove it"):
-        spec(schedule=schedule, hold=5)
-
-
 def test_warm_up_longer_than_the_run() -> None:
     assert course(spec(schedule="cosine", warmup=7), [0, 1], total=2) == [1.0, 2.0]
 
