@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.dealing import deal
+from carrywave.data.dealing import _size, deal
 from carrywave.data.order import Cursor, StreamOrder
 
 many_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=20).map(lambda values: np.array(values))
@@ -21,7 +21,7 @@ def waste(order: StreamOrder, lengths: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("lengths", "lanes", "before", "windows", "most_waste"),
-    [([600, 550], 2, 25, 17, 0.02), ([600, 550, 500], 3, 24, 17, 0.03), ([600, 550], 50, 2, 1, 0.05)],
+    [([600, 550], 2, 25, 17, 0.02), ([600, 550, 500], 3, 24, 17, 0.03), ([600, 550], 50, 2, 1, 0.05), ([537, 492], 32, 2, 1, 0.06)],
 )
 def test_series_of_unlike_lengths_fill_their_lanes(lengths: list[int], lanes: int, before: int, windows: int, most_waste: float) -> None:
     given_lengths = np.array(lengths)
@@ -36,6 +36,24 @@ def test_an_epoch_has_as_few_windows_as_can_be(lengths: np.ndarray, lanes: int, 
     lanes = min(lanes, int(lengths.sum()))
     order = StreamOrder(lengths, lanes=lanes, steps=steps)
     assert order.num_steps(0) == -(-int((-(-lengths // steps)).sum()) // lanes)
+
+
+def test_a_last_window_for_a_single_lane_is_avoided() -> None:
+    lengths = np.array([537, 492])  # in ten even pieces, for nine lanes
+    before, now = (StreamOrder(lengths, lanes=9, steps=120, dealing=dealing) for dealing in (1, 2))
+    assert (before.num_steps(0), now.num_steps(0)) == (2, 2)
+    assert waste(before, lengths) > 0.4
+    assert waste(now, lengths) < 0.1
+
+
+@given(many_lengths, st.integers(1, 12), st.integers(1, 9), st.booleans())
+def test_an_epoch_is_never_more_work_than_before(lengths: np.ndarray, lanes: int, steps: int, cut: bool) -> None:
+    lanes = min(lanes, int(lengths.sum()))
+    before, now = (StreamOrder(lengths, lanes=lanes, steps=steps, cut=cut, dealing=dealing) for dealing in (1, 2))
+    assert (now.num_steps(0), waste(now, lengths)) <= (before.num_steps(0), waste(before, lengths))
+    sized = [_size(deal(lengths, order.lanes, steps, cut=cut, dealing=order.dealing), order.lanes, steps) for order in (before, now)]
+    windows = [[order.window(Cursor(0, step)).steps for step in range(order.num_steps(0))] for order in (before, now)]
+    assert sized == [(len(each), sum(each)) for each in windows]
 
 
 @given(many_lengths, st.integers(1, 12), st.integers(1, 9))

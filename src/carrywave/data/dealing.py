@@ -14,8 +14,9 @@ import numpy as np
 from carrywave.data.sequences import Ints
 
 Dealing = Literal[1, 2]
-"""1: pieces are even shares of their sequence, and each goes to the least loaded lane. 2: as 1, unless another way takes fewer windows."""
+"""1: pieces are even shares of their sequence, and each goes to the least loaded lane. 2: as 1, unless another way is clearly better."""
 LATEST: Dealing = 2
+LESS_WORK = 0.95  # of the steps of an epoch, padding included: worth other pieces where there are as many windows
 
 
 class Dealt(NamedTuple):
@@ -32,16 +33,34 @@ def deal(lengths: Ints, lanes: int, steps: int, *, cut: bool, dealing: Dealing =
     even = _even_pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
     windows = -(-even[2] // steps)
     found = Dealt(*even, _least_loaded(windows, lanes))
-    fewest = -(-int((-(-lengths // steps)).sum()) // lanes)
-    most = int(np.bincount(found.lane, weights=windows).max())
-    if dealing == 1 or most <= fewest:
+    if dealing == 1 or len(lengths) == 1:
         return found
     if cut:
-        return _laid_end_to_end(lengths, lanes, steps, fewest)
-    longest_first = np.argsort(-windows, kind="stable")
-    better = np.empty_like(found.lane)
-    better[longest_first] = _least_loaded(windows[longest_first], lanes)
-    return found._replace(lane=better) if int(np.bincount(better, weights=windows).max()) < most else found
+        other = _laid_end_to_end(lengths, lanes, steps)
+    else:
+        longest_first = np.argsort(-windows, kind="stable")
+        lane = np.empty_like(found.lane)
+        lane[longest_first] = _least_loaded(windows[longest_first], lanes)
+        other = found._replace(lane=lane)
+    (many, work), (other_many, other_work) = (_size(each, lanes, steps) for each in (found, other))
+    return other if other_many < many or (other_many == many and other_work < LESS_WORK * work) else found
+
+
+def _size(dealt: Dealt, lanes: int, steps: int) -> tuple[int, int]:
+    """Return the windows of an epoch, and the steps in all of them: a window is as long as the longest piece in it."""
+    by_lane = np.argsort(dealt.lane, kind="stable")
+    length, lane = dealt.length[by_lane], dealt.lane[by_lane]
+    windows = -(-length // steps)
+    after = np.cumsum(windows)
+    of_lane = np.bincount(lane, weights=windows, minlength=lanes).astype(np.int64)
+    last = after - (np.cumsum(of_lane) - of_lane)[lane] - 1  # the window in which each piece ends
+    longest = np.zeros(int(of_lane.max()), np.int64)
+    np.maximum.at(longest, last, length - (windows - 1) * steps)
+    begun = np.zeros(len(longest) + 1, np.int64)  # pieces that fill a window, by where they begin and no longer do
+    np.add.at(begun, last - windows + 1, 1)
+    np.add.at(begun, last, -1)
+    longest[np.cumsum(begun)[:-1] > 0] = steps
+    return len(longest), int(longest.sum())
 
 
 def _even_pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
@@ -67,12 +86,13 @@ def _least_loaded(loads: Ints, lanes: int) -> Ints:
     return np.array(lane_of, dtype=np.int64)
 
 
-def _laid_end_to_end(lengths: Ints, lanes: int, steps: int, fewest: int) -> Dealt:
+def _laid_end_to_end(lengths: Ints, lanes: int, steps: int) -> Dealt:
     """Fill one lane after the other, and continue in the next with what is left of a sequence: at most one cut for each lane.
 
-    Lanes of `fewest` windows always suffice: every piece then begins and ends with a window. A shorter last window, which would have less
-    padding, is found by bisection.
+    Lanes of as many windows as all sequences have, divided by the lanes, always suffice: every piece then begins and ends with a window.
+    A shorter last window, which would have less padding, is found by bisection.
     """
+    fewest = -(-int((-(-lengths // steps)).sum()) // lanes)
     low, high = (fewest - 1) * steps, fewest * steps
     best = _filled(lengths, lanes, steps, high)
     assert best is not None
