@@ -132,7 +132,7 @@ def test_an_environment_that_cannot_be(tmp_path: Path) -> None:
         for name, (process, message, began) in running.items():
             err = process.communicate(timeout=200)[1]
             print(f"{name}: {time.monotonic() - began:.1f} s with the start of python")
-            assert process.returncode == 2, err
+            assert process.returncode == (74 if name == "30 port busy" else 2), err
             assert err.count("\n") == 1, err
             assert re.match(rf"carrywave: (rank \d: )?{re.escape(message)}", err), err
     assert not (tmp_path / "run").exists()
