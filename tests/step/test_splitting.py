@@ -365,7 +365,7 @@ def test_the_step_that_follows_is_the_one_that_would_have_been(monkeypatch: pyte
     ends = []
     for probed in (True, False):
         if not probed:
-            monkeypatch.setattr("carrywave.step.trainer.SplitCheck.look", lambda *args, **options: None)
+            monkeypatch.setattr("carrywave.step.checks.splitting.SplitCheck.look", lambda *args, **options: None)
         torch.manual_seed(1)
         made = model(PerFrame())
         trainer = cw.Trainer(made, {"lr": 0.1}, plan=CHUNKS)

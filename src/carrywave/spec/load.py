@@ -27,8 +27,7 @@ from carrywave.spec.spec import Spec
 # Values that stand for a whole section; overriding a key inside the section replaces them.
 OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}
 TYPE_ERRORS = ("_type", "literal_error", "int_from_float")
-SHOWN_CHARACTERS = 60
-MOST_DIGITS = 100
+SHOWN_CHARACTERS, MOST_DIGITS = 60, 100
 MOST_BYTES = 1 << 20  # upper limit on the size of a spec file
 # Suffixes of data files that users pass in place of a spec, and the override that training on them also needs.
 DATA_FILES = {

@@ -44,7 +44,7 @@ from carrywave.step.checks.finite import look
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
-from carrywave.step.checks.splitting import SplitCheck
+from carrywave.step.checks.splitting import split_checks
 from carrywave.step.checks.trainable import Followed
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
@@ -61,7 +61,7 @@ from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.sync.own_loop import OwnExchanges
 from carrywave.step.update import StepResult, Votes
-from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, pieces_of, take_hold, tensors_of, trained
+from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, own_part, owned, pieces_of, take_hold, tensors_of, trained
 
 
 class Trainer:
@@ -131,7 +131,7 @@ class Trainer:
         self.own_optimizer = optimizer is not None
         self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
-            self._optimizer = optimizer_of(self.spec, self.owned(self.named), self.device)
+            self._optimizer = optimizer_of(self.spec, owned(self.pieces, self.named), self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
@@ -157,11 +157,8 @@ class Trainer:
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
-        # Whether the user's modules may be split as the plan does it: by those who share a step, and by those who share an evaluation.
-        shards = self.engine.shards is not None
-        self._splits = SplitCheck(self.stage, self.within, precision=self.spec.precision, shards=shards)
-        together = self.within is self.mesh
-        self.evaluation_splits = self._splits if together else SplitCheck(self.stage, self.mesh, precision=self.spec.precision)
+        checks = split_checks(self.stage, self.within, self.mesh, precision=self.spec.precision, shards=self.engine.shards is not None)
+        self._splits, self.evaluation_splits = checks
         self._modes = TrainingModes(self.model.module if isinstance(self.model, Whole) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
@@ -339,13 +336,6 @@ class Trainer:
             scatters=scatters,
         )
 
-    def owned(self, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        """What the spec's optimizer updates on this worker: these parameters, or its pieces of them."""
-        if self.pieces is None:
-            return named
-        self.pieces.add(named)
-        return self.pieces.named
-
     def follow(self) -> bool:
         """If other parameters are trained than before, switch to these, without gradients; returns whether. Collective."""
         if not self._followed.changed():
@@ -357,7 +347,7 @@ class Trainer:
         kept = self.nonfinite.kept
         self.named = trained(self.held)
         if not self.own_optimizer:
-            optimizers.enlarge(self.optimizer, self.owned(self.named))
+            optimizers.enlarge(self.optimizer, owned(self.pieces, self.named))
         self.engine = self.new_engine()
         self.nonfinite.kept.copy_(kept)
         self._audited = False
@@ -376,12 +366,7 @@ class Trainer:
 
     def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
-        scores = self.stage.scores if scores is None else scores
-        if batch.part_of is None and self.plan.replicas > 1:
-            batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
-        if self.plan.stages > 1:
-            batch = batch.without(inputs=not self.stage.has_encoder, targets=not scores)
-        return batch if batch.lengths.device == self.device else batch.to(self.device)
+        return own_part(self.mesh, self.stage, batch, scores=self.stage.scores if scores is None else scores, pooled=self.model.pooled)
 
     def _place(self, batch: Batch) -> int:
         """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""

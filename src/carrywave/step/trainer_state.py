@@ -23,7 +23,7 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state, piece_state
 from carrywave.step.optim.piece_state import Wanted
 from carrywave.step.sync.own_loop import check_unsaved
-from carrywave.step.worker_setup import tensors_of
+from carrywave.step.worker_setup import owned, tensors_of
 
 if TYPE_CHECKING:
     from carrywave.step.trainer import Trainer
@@ -230,7 +230,7 @@ def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Seque
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
     # What was trained once and is frozen now keeps its state, for when it is trained again.
     stated = {key.partition("/")[2] for key in mine}
-    optimizers.enlarge(optimizer, trainer.owned([(name, p) for name, p in held.items() if name in stated]))
+    optimizers.enlarge(optimizer, owned(trainer.pieces, [(name, p) for name, p in held.items() if name in stated]))
     load_optimizer(trainer, mine, list(held.items()), averages=bool(given))
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():

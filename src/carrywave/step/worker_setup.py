@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels.dispatch import check
 from carrywave.model.model import Model
@@ -290,3 +291,20 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     passing = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}
+
+
+def own_part(mesh: Mesh, stage: Stage | Whole, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
+    """A worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: it reads the targets."""
+    if batch.part_of is None and mesh.plan.replicas > 1:
+        batch = batch.take(*mesh.share().bounds(batch.lanes.shape[0]), pooled=pooled)
+    if mesh.plan.stages > 1:
+        batch = batch.without(inputs=not stage.has_encoder, targets=not scores)
+    return batch if batch.lengths.device == mesh.device else batch.to(mesh.device)
+
+
+def owned(pieces: Pieces | None, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """What the spec's optimizer updates on a worker: these parameters, or its pieces of them."""
+    if pieces is None:
+        return named
+    pieces.add(named)
+    return pieces.named

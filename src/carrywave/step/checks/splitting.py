@@ -160,6 +160,12 @@ class SplitCheck:
         return warned[0] if teller is not None and teller == world.rank else None
 
 
+def split_checks(stage: Stage | Whole, within: Mesh, mesh: Mesh, *, precision: str, shards: bool) -> tuple[SplitCheck, SplitCheck]:
+    """For those who share a step (`within`) and those who share an evaluation (`mesh`): one check if they are the same."""
+    steps = SplitCheck(stage, within, precision=precision, shards=shards)
+    return steps, steps if within is mesh else SplitCheck(stage, mesh, precision=precision)
+
+
 def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
     """The modules that may be a user's own and that this worker runs, by path, with a way to run each by itself."""
     if isinstance(stage, Whole):
