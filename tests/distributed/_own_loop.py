@@ -50,7 +50,7 @@ class Labels(nn.Module):
         self.rnn, self.out = nn.GRU(2, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        _, h = self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False))
+        _, h = self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False))
         out: Tensor = self.out(h[0])
         return out
 

@@ -645,3 +645,34 @@ def test_every_plan_gives_the_result_of_one_device_or_refuses(
     alone, split = found
     # Float64, some steps of a small model: sums in another order differ in the last bits.
     assert split is None or (alone is not None and split == pytest.approx(alone, rel=1e-11))
+
+
+class Squeezes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1)
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.out(y).squeeze() - target).square().sum(), torch.tensor(target.numel())
+
+
+class MeanTimes(Head):
+    """A sum while no target is missing."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(self(y).flatten(0, 1), target.flatten()) * target.numel(), (target != -100).sum()
+
+
+def test_what_breaks_only_in_a_small_piece_or_with_padding_is_found_when_it_comes() -> None:
+    def numbers(lanes: int) -> cw.Batch:
+        return cw.Batch.of(torch.randn(STEPS, lanes, FEATURES), torch.randn(STEPS, lanes))
+
+    trainer = step(model(nn.Linear(FEATURES, FEATURES), Squeezes()), MICRO_BATCHES, numbers(4))
+    with pytest.raises(PlanError, match=r"head \(Squeezes\) returns a loss of .* when split by lanes"):
+        trainer.step(numbers(3))  # 1 and 2 lanes: without its last axis, one lane is paired with all steps
+    whole = of_size(9, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about lanes and the masked loss
+        trainer = step(model(nn.Linear(FEATURES, FEATURES), MeanTimes()), CHUNKS, whole)
+        with pytest.raises(PlanError, match=r"head \(MeanTimes\) returns a loss of .* when split by time"):
+            trainer.step(cw.Batch.of(whole.inputs, whole.targets, lengths=[9, 5, 1, 7]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -54,6 +55,33 @@ class Cut:
             return ()
         whole = Cut.none(self.times[-1][1], self.lanes[-1][1])
         return replace(whole, times=self.times), replace(whole, lanes=self.lanes)
+
+
+class Extent(NamedTuple):
+    """How large batches are, how small their pieces where they are cut, and whether something in them is missing."""
+
+    steps: int
+    lanes: int
+    least_steps: int
+    least_lanes: int
+    masked: bool
+
+    def joined(self, other: Extent) -> Extent:
+        """That of two batches together."""
+        return Extent(
+            max(self.steps, other.steps),
+            max(self.lanes, other.lanes),
+            min(self.least_steps, other.least_steps),
+            min(self.least_lanes, other.least_lanes),
+            self.masked or other.masked,
+        )
+
+
+def extent_of(cut: Cut, *, masked: bool) -> Extent:
+    """The extent of a batch that is cut so."""
+    steps, lanes = ([end - first for first, end in spans] for spans in (cut.times, cut.lanes))
+    least_steps, least_lanes = (min(sizes) if len(sizes) > 1 else sys.maxsize for sizes in (steps, lanes))
+    return Extent(sum(steps), sum(lanes), least_steps, least_lanes, masked)
 
 
 def cut_of(plan: Plan, steps: int, lanes: int, *, whole_time: bool, shards: bool) -> Cut:

@@ -26,7 +26,7 @@ from carrywave.data.batch import IGNORED
 from carrywave.step.checks.cuts import Axis, Cut
 from carrywave.step.checks.module_runs import Ran, Run
 from carrywave.step.checks.module_traces import Kept, Left
-from carrywave.step.checks.probe_sample import ProbeSample
+from carrywave.step.checks.probe_sample import ProbeSample, is_absent
 from carrywave.step.checks.stepwise import stepwise
 from carrywave.step.precision import HALVES, autocast
 
@@ -177,8 +177,7 @@ class _Probe:
         targets = self.sample.targets
         if targets is None:
             return []
-        absent = torch.isnan(targets) if targets.is_floating_point() else targets == IGNORED
-        if targets.is_cuda and not bool(absent.any()):
+        if targets.is_cuda and not bool(is_absent(targets).any()):
             return []  # a head that does not handle masked targets may trigger a device-side assertion, which kills the process
         kept = self.sample
         self.sample = replace(kept, targets=torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORED))

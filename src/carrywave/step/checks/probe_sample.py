@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from carrywave.data.batch import Batch
+from carrywave.data.batch import IGNORED, Batch
 from carrywave.kernels.lengths import real_steps
 from carrywave.step.checks.cuts import Cut
 
@@ -75,6 +75,11 @@ def few_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: b
         targets = None if targets is None else torch.cat((targets, targets if pooled else targets.flip(0)), dim=0 if pooled else 1)
         lengths, lanes = lengths.repeat(2), torch.cat((lanes, lanes + 1))
     return ProbeSample(x, _numbers(steps, lanes.shape[0], width).to(x.device), targets, lengths, lanes, key.to(x.device))
+
+
+def is_absent(targets: Tensor) -> Tensor:
+    """Which targets are missing."""
+    return torch.isnan(targets) if targets.is_floating_point() else targets == IGNORED
 
 
 def _numbers(steps: int, lanes: int, width: int) -> Tensor:

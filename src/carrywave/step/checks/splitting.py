@@ -1,9 +1,10 @@
 """Checks that a user's modules give the same answer however the work is split; a module that does not is refused by name, or warned about.
 
 What a plan cuts is compared as it cuts it: on the real batch, once whole and once in the plan's own pieces (chunks of time, lanes of each
-replica and micro-batch), at the first step, and again at every batch that is longer or wider than all before. A module that cannot be
-compared is refused, unless its owner vouches for it. A module is only harmed along an axis that the plan cuts: a convolution over time
-trains fine on one device. So what only other plans would break is a warning, given once, after a trial on a few lanes and steps.
+replica and micro-batch), at the first step, and again at every batch that is longer or wider than all before, has a shorter or narrower
+piece, or is the first with padding. A module that cannot be compared is refused, unless its owner vouches for it. A module is only harmed
+along an axis that the plan cuts: a convolution over time trains fine on one device. So what only other plans would break is a warning,
+given once, after a trial on a few lanes and steps.
 
 Some faults are recognised by the module's class and options (`known`). Our own modules, and those of torch that work on one step of one
 lane at a time, are known to be safe and are not tried.
@@ -25,10 +26,10 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text, wait_for_all
 from carrywave.step.checks import probe
-from carrywave.step.checks.cuts import cut_of
+from carrywave.step.checks.cuts import Extent, cut_of, extent_of
 from carrywave.step.checks.module_runs import Run, encoder, head, piecewise
 from carrywave.step.checks.probe import Finding, Trial
-from carrywave.step.checks.probe_sample import all_of, few_of
+from carrywave.step.checks.probe_sample import all_of, few_of, is_absent
 from carrywave.step.checks.stepwise import stepwise
 
 _STEP_BY_STEP = "make it work step by step, or remove plan.stages and plan.chunk_steps"
@@ -36,7 +37,6 @@ _LANE_BY_LANE = "make it work lane by lane, or train on one device without micro
 _EACH_ALONE = "make it work step by step and lane by lane, or train on one device without chunks and micro-batches"
 _WHEN = {None: "", "time": "when split by time", "lanes": "when split by lanes", "both": "when split by time and lanes"}
 VOUCHED = "splittable"  # an attribute that a user sets on an encoder, a head or a module in one piece: it is not tried
-Size = tuple[int, int]  # steps, lanes
 
 
 def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
@@ -54,7 +54,8 @@ def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
 
 
 class SplitCheck:
-    """Checks the modules of one worker's stage, at the first batch and at every one that is longer or wider than all before.
+    """Checks the modules of one worker's stage: at the first batch, at every one that is longer or wider than all before or has a smaller
+    piece, and at the first with padding or missing targets.
 
     `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs.
     """
@@ -62,7 +63,7 @@ class SplitCheck:
     def __init__(self, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
         self.stage, self.mesh, self.precision, self.shards = stage, mesh, precision, shards
         self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional
-        self._largest: dict[bool, Size] = {}  # checked so far in training and in evaluation
+        self._seen: dict[bool, Extent] = {}  # checked so far in training and in evaluation
         self._concerned = True  # False once all workers are known to have nothing that needs a check
 
     def look(self, batches: Sequence[Batch], keys: Sequence[Tensor], *, training: bool) -> None:
@@ -70,15 +71,26 @@ class SplitCheck:
         with the same batches, whole ones or its own parts of them.
         """
         for batch, key in zip(batches, keys, strict=True):
-            size = batch.steps, batch.cells[1] // batch.steps
-            before = self._largest.get(training, (0, 0))
-            if not self._concerned or (size[0] <= before[0] and size[1] <= before[1]):
-                continue
-            self._check(batch, key, training=training)
-            self._largest[training] = max(size[0], before[0]), max(size[1], before[1])
+            if not self._concerned:
+                return
+            seen = self._seen.get(training)
+            now = self._extent(batch, masked=seen is not None and seen.masked)
+            joined = now if seen is None else seen.joined(now)
+            if joined != seen:
+                self._check(batch, key, training=training)
+                self._seen[training] = joined
+
+    def _extent(self, batch: Batch, *, masked: bool) -> Extent:
+        """The same on all workers, whether they were given the full batch or parts of it. `masked`: it need not be found out."""
+        real, cells = batch.cells
+        cut = cut_of(self.mesh.plan, batch.steps, cells // batch.steps, whole_time=self.whole_time, shards=self.shards)
+        masked = masked or real != cells  # also if it is not known
+        if not masked and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
+            masked = bool(is_absent(batch.targets).any())
+        return extent_of(cut, masked=masked)
 
     def _check(self, batch: Batch, key: Tensor, *, training: bool) -> None:
-        first = training and training not in self._largest
+        first = training and training not in self._seen
         modules = list(_modules(self.stage))
         tried = [part for part in modules if not _is_safe(self.stage, part[1])]
         errors: list[str] = []
