@@ -48,6 +48,10 @@ def test_a_confusion_matrix_is_that_of_the_evaluation(tmp_path: Path) -> None:
     [confused] = found.shown
     assert isinstance(confused, Confused)
     assert confused.accuracy == pytest.approx(cw.evaluate(run, device="cpu")["accuracy"])
+    test.write_text("\n".join(test.read_text().splitlines()[:12]))
+    note = samples_of(run, "cpu").note
+    assert note.startswith("12 targets of the test data")
+    assert note.endswith(f"{test} has changed since {run} was trained; these are the figures of what it holds now.")
 
 
 @pytest.mark.slow

@@ -52,8 +52,9 @@ def samples_of(folder: Path, device: str = "auto") -> Samples:
             return Samples("No samples: the run has neither validation nor test data.")
         if not saved.model.has_output:
             return Samples("No samples: the model's head has no forward method.")
-        changed_since(saved, prepared, name)
-        return _computed(saved, name, data)
+        told = changed_since(saved, prepared, name)
+        found = _computed(saved, name, data)
+        return replace(found, note=" ".join([found.note, *(f"{line}." for line in told)]))
     except UserError as error:
         return Samples(f"No samples: {error}.")
 
