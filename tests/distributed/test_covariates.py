@@ -118,9 +118,15 @@ def test_a_run_that_goes_on_has_the_weights_of_one_in_one_go(folder: Path) -> No
     train(parse(spec(folder)), run=folder / "stopped", resume=True, device="cpu")
     at = [row for row in rows_of(folder / "stopped") if row["step"] != 7]  # the end of the first part was evaluated and logged
     wanted = [row for row in rows_of(folder / "serial") if row["step"] != 7]
-    found, weights = (load_file(folder / run / "weights.safetensors") for run in ("stopped", "serial"))
-    assert found.keys() == weights.keys()
-    assert all(found[name].equal(weights[name]) for name in weights)
+    # The last snapshots, not the best weights: the evaluation at the stop may find others to be best.
+    snapshots = (max(folder.glob(f"{run}/snapshots/step-*")) for run in ("stopped", "serial"))
+    found, last = ({file.name: file for file in snapshot.glob("*.safetensors")} for snapshot in snapshots)
+    assert found.keys() == last.keys()
+    assert last
+    for name, file in last.items():
+        wanted_tensors, tensors = load_file(file), load_file(found[name])
+        assert tensors.keys() == wanted_tensors.keys()
+        assert all(tensors[key].equal(tensor) for key, tensor in wanted_tensors.items())
     assert [row["loss"] for row in at if row["split"] == "valid"] == [row["loss"] for row in wanted if row["split"] == "valid"]
 
 
