@@ -239,6 +239,21 @@ def mistakes(folder: Path) -> list[tuple[dict[str, Any], str]]:
             "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane",
         ),
         (
+            {"fit": "late", "later": True},
+            "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane",
+        ),
+        *(
+            (
+                {"turned_on": rank, "dim": 1, "plan": {"replicas": 3}},
+                "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work",
+            )
+            for rank in (0, 2)
+        ),
+        (
+            {"turned_on": 0, "dim": 0, "plan": {"stages": 3, "chunk_steps": 2}},
+            "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step",
+        ),
+        (
             {"mixing": 0, "plan": {"stages": 3, "chunk_steps": 2}},
             "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step",
         ),

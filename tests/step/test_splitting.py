@@ -312,7 +312,7 @@ def test_good_modules_pass_and_are_left_as_they_were(plan: dict[str, int], preci
     trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1, "precision": precision}, plan=plan)
     pairs = [(name, tensor, tensor.detach().clone()) for name, tensor in [*made.named_parameters(), *made.named_buffers()]]
     seeds = torch.get_rng_state(), python_random.getstate()
-    SplitCheck(trainer.stage, trainer.mesh, precision="fp32").look([batch()], [random.key(1)], training=True)
+    SplitCheck(trainer.model, trainer.stage, trainer.mesh, precision="fp32").look([batch()], [random.key(1)], training=True)
     assert torch.equal(torch.get_rng_state(), seeds[0])
     assert python_random.getstate() == seeds[1]
     for (name, now), (_, before, value) in zip([*made.named_parameters(), *made.named_buffers()], pairs, strict=True):
@@ -351,7 +351,7 @@ def test_what_is_compiled_is_probed_as_it_is_written() -> None:
     made = model(encoder)  # type: ignore[arg-type]
     trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1}, plan=CHUNKS)
     with pytest.raises(PlanError, match=r"encoder.*\(Conv1d\) gives different results for a step"):
-        SplitCheck(trainer.stage, trainer.mesh, precision="fp32").look([batch()], [random.key(1)], training=True)
+        SplitCheck(trainer.model, trainer.stage, trainer.mesh, precision="fp32").look([batch()], [random.key(1)], training=True)
     assert not graphs
 
 
@@ -501,6 +501,9 @@ def test_a_longer_or_wider_batch_is_checked_again() -> None:
 def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = step(model(PerFrame()), CHUNKS, of_size(9, 4))
     trainer.evaluate([of_size(9, 4)])
+    for _ in range(3):  # at 2 and 4 it is looked at again
+        trainer.step(of_size(9, 4))
+        trainer.evaluate([of_size(9, 4)])
 
     def never(*args: object, **options: object) -> None:
         raise AssertionError("probed")
@@ -676,3 +679,121 @@ def test_what_breaks_only_in_a_small_piece_or_with_padding_is_found_when_it_come
         trainer = step(model(nn.Linear(FEATURES, FEATURES), MeanTimes()), CHUNKS, whole)
         with pytest.raises(PlanError, match=r"head \(MeanTimes\) returns a loss of .* when split by time"):
             trainer.step(cw.Batch.of(whole.inputs, whole.targets, lengths=[9, 5, 1, 7]))
+
+
+def rolls(self: Any, x: Tensor) -> Tensor:
+    """Looks at the other lanes as soon as one of its switches is on."""
+    on = self.share > 0 or self.settings.get("on") or float(self.gate) > 0 or LEVEL["rolls"] or self.linear.weight.requires_grad
+    return x - x.roll(1, 1) if on else x * 1.5
+
+
+LEVEL = {"rolls": 0}
+
+
+def turn_share(encoder: Any) -> None:
+    encoder.share = 0.5
+
+
+def turn_gate(encoder: Any) -> None:
+    encoder.gate.fill_(1)
+
+
+def turn_setting(encoder: Any) -> None:
+    encoder.settings["on"] = True
+
+
+def turn_global(encoder: Any) -> None:
+    LEVEL["rolls"] = 1
+
+
+def turn_hook(encoder: Any) -> None:
+    encoder.linear.register_forward_hook(lambda module, given, out: out - out.roll(1, 1))
+
+
+def turn_forward(encoder: Any) -> None:
+    encoder.forward = lambda x: x - x.roll(1, 1)
+
+
+def turn_frozen(encoder: Any) -> None:
+    encoder.linear.weight.requires_grad_(True)
+
+
+class Switched(Each):
+    def __init__(self) -> None:
+        super().__init__(rolls, share=0.0, settings={"on": False})
+        self.register_buffer("gate", torch.zeros(()))
+        self.linear.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(super().forward(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("turn", [turn_share, turn_gate, turn_setting, turn_global, turn_hook, turn_forward, turn_frozen])
+def test_what_begins_to_mix_when_something_is_changed_is_refused_at_that_step(
+    turn: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEVEL, "rolls", 0)
+    made = model(Switched())
+    trainer = step(made, MICRO_BATCHES, of_size(5, 4))
+    for number in range(4):  # until the next regular check is far away
+        trainer.step(of_size(5, 4, seed=number))
+    turn(made.encoder)
+    for _ in range(2):  # also if it is tried again
+        with pytest.raises(PlanError, match=r"encoder.* gives different results for a lane"):
+            trainer.step(of_size(5, 4))
+
+
+def test_a_hook_on_a_known_module_is_noticed_when_it_comes() -> None:
+    made = model(nn.Linear(FEATURES, FEATURES), Softmax(WIDTH, CLASSES))
+    trainer = step(made, MICRO_BATCHES)
+    handle = made.encoder.register_forward_hook(lambda module, given, out: out.mul(1.0))
+    trainer.step(batch())
+    handle.remove()
+    made.encoder.register_forward_hook(lambda module, given, out: out - out.roll(1, 1))
+    with pytest.raises(PlanError, match=r"encoder.* gives different results for a lane"):
+        trainer.step(batch())
+
+
+def test_what_changes_at_every_step_is_not_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Each(lambda self, x: x * self.number, number=1)
+    made = model(encoder)
+    calls: list[int] = []
+    check = SplitCheck._check
+
+    def counted_check(self: SplitCheck, *args: Any, **options: Any) -> None:
+        calls.append(encoder.number)
+        check(self, *args, **options)
+
+    monkeypatch.setattr(SplitCheck, "_check", counted_check)
+    trainer = cw.Trainer(made, plan=MICRO_BATCHES)
+    for number in range(1, 70):
+        encoder.number = number
+        trainer.step(of_size(2, 2))
+    assert calls == [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 64, 65]  # steps 1, 2, 4 …, and changes 1 to 8, 16, 32, 64
+
+
+TIMES = 0
+
+
+def counts_in_a_global(self: Any, x: Tensor) -> Tensor:
+    global TIMES
+    TIMES += 1
+    return x
+
+
+def test_a_counter_in_a_global_is_state() -> None:
+    before = TIMES
+    refused(model(Each(counts_in_a_global)), CHUNKS, "encoder .*changes its variable TIMES in forward")
+    assert before == TIMES  # the check leaves no trace
+
+
+def test_what_mixes_at_certain_values_is_found_by_the_regular_checks() -> None:
+    encoder = Each(lambda self, x: x - x.roll(1, 1) if float(x.max()) > 2 else x)
+    small, large = of_size(4, 4), of_size(4, 4)
+    small.inputs.clamp_(-1, 1)
+    large.inputs[0, 0, 0] = 3.0
+    trainer = step(model(encoder), MICRO_BATCHES, small)
+    trainer.step(small)
+    trainer.step(small)
+    with pytest.raises(PlanError, match="gives different results for a lane"):
+        trainer.step(large)  # the fourth

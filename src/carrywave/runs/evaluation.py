@@ -166,7 +166,7 @@ def _walk(
     if capture is None:
         capture = Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream)
     forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
-    splits = splits or SplitCheck(stage, mesh, precision=spec.train.precision, shards=shards is not None)
+    splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision, shards=shards is not None)
     states: dict[int, State] = {}
     total = order.num_steps(0)
     with mode(model, training=False):

@@ -157,8 +157,8 @@ class Trainer:
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
-        checks = split_checks(self.stage, self.within, self.mesh, precision=self.spec.precision, shards=self.engine.shards is not None)
-        self._splits, self.evaluation_splits = checks
+        shards = self.engine.shards is not None
+        self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.within, self.mesh, self.spec, shards=shards)
         self._modes = TrainingModes(self.model.module if isinstance(self.model, Whole) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from carrywave.step.checks.module_reads import places
+
 _TORCHS = frozenset(vars(nn.Module())) - {"_buffers", "_parameters"} | {"_flat_weights"}
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _DEPTH, _MOST = 4, 256  # how deep to descend into containers and objects, and how many members of each to compare
@@ -31,6 +33,8 @@ class Kept:
         self._generators = [
             (value, value.get_state()) for each in self._attributes for value in each.values() if isinstance(value, torch.Generator)
         ]
+        self._outside = [(place, place.read()) for place in places([root])]
+        self._contents.append([(value, _copied(value)) for _, value in self._outside if type(value) in _CONTAINERS])
         self._copies: dict[int, Tensor] = {}
         self._dtype: torch.dtype | None = None
 
@@ -75,25 +79,33 @@ class Kept:
 
     def put_back(self) -> None:
         """Restore the modules and generators to their original state."""
-        for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
-            for value, before in contents:
-                value.clear()
-                (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+        for place, value in self._outside:
+            if isinstance(value, _PLAIN):
+                place.write(value)
+        for value, before in [each for contents in self._contents for each in contents]:
+            value.clear()
+            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
         for generator, state in self._generators:
             generator.set_state(state)
 
 
 class Left:
-    """A record of what modules hold, apart from torch's own attributes, at one moment."""
+    """A record of what modules hold, apart from torch's own attributes, and of the variables that their code reads, at one moment."""
 
     def __init__(self, paths: Mapping[str, nn.Module]) -> None:
-        self._values = _values(paths)
+        root = next(iter(paths))
+        self._outside = [(root, place) for place in places([paths[root]])]
+        self._values = self._now(paths)
+
+    def _now(self, paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+        return _values(paths) | {(root, f"variable {place.name}"): _held(place.read()) for root, place in self._outside}
 
     def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
         """What differs now, as (module path, attribute)."""
-        now = _values(paths)
+        now = self._now(paths)
         return [at for at in now if at not in self._values or not _same(self._values[at], now[at])]
 
 

@@ -55,10 +55,10 @@ class ProbeSample:
         return replace(self.whole, lanes=((0, lanes // 2), (lanes // 2, lanes)))
 
 
-def all_of(batch: Batch, key: Tensor, width: int) -> ProbeSample:
-    """The whole batch. As behind a layer, what the head reads of padding is zero."""
+def all_of(batch: Batch, key: Tensor, width: int, *, seed: int = 0) -> ProbeSample:
+    """The whole batch, with numbers by this seed for the head. As behind a layer, what the head reads of padding is zero."""
     real_TB1 = real_steps(batch.lengths, batch.steps)
-    y = _numbers(batch.steps, batch.lanes.shape[0], width).to(batch.lengths.device)
+    y = _numbers(batch.steps, batch.lanes.shape[0], width, seed).to(batch.lengths.device)
     return ProbeSample(batch.inputs, torch.where(real_TB1, y, 0.0), batch.targets, batch.lengths, batch.lanes, key.to(y.device))
 
 
@@ -82,6 +82,6 @@ def is_absent(targets: Tensor) -> Tensor:
     return torch.isnan(targets) if targets.is_floating_point() else targets == IGNORED
 
 
-def _numbers(steps: int, lanes: int, width: int) -> Tensor:
+def _numbers(steps: int, lanes: int, width: int, seed: int = 0) -> Tensor:
     """[T, B, W] within ±1, drawn on the host from a generator of their own, so that nobody else's random numbers are disturbed."""
-    return torch.rand(steps, lanes, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.rand(steps, lanes, width, generator=torch.Generator().manual_seed(seed)) * 2 - 1

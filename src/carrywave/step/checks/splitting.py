@@ -1,10 +1,10 @@
 """Checks that a user's modules give the same answer however the work is split; a module that does not is refused by name, or warned about.
 
 What a plan cuts is compared as it cuts it: on the real batch, once whole and once in the plan's own pieces (chunks of time, lanes of each
-replica and micro-batch), at the first step, and again at every batch that is longer or wider than all before, has a shorter or narrower
-piece, or is the first with padding. A module that cannot be compared is refused, unless its owner vouches for it. A module is only harmed
-along an axis that the plan cuts: a convolution over time trains fine on one device. So what only other plans would break is a warning,
-given once, after a trial on a few lanes and steps.
+replica and micro-batch). That happens at steps 1, 2, 4, 8 and so on; at every batch that is longer or wider than all before, has a shorter
+or narrower piece, or is the first with padding; and after a change to the modules. A module that cannot be compared is refused, unless its
+owner vouches for it. A module is only harmed along an axis that the plan cuts: a convolution over time trains fine on one device. So what
+only other plans would break is a warning, given once, after a trial on a few lanes and steps.
 
 Some faults are recognised by the module's class and options (`known`). Our own modules, and those of torch that work on one step of one
 lane at a time, are known to be safe and are not tried.
@@ -16,17 +16,23 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import PlanError, UserError, WorkerError
+from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
+from carrywave.parallel.arrivals import all_arrive
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import all_gather_text, wait_for_all
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks import probe
 from carrywave.step.checks.cuts import Extent, cut_of, extent_of
+from carrywave.step.checks.module_changes import ModuleChanges, is_power_of_2
 from carrywave.step.checks.module_runs import Run, encoder, head, piecewise
 from carrywave.step.checks.probe import Finding, Trial
 from carrywave.step.checks.probe_sample import all_of, few_of, is_absent
@@ -54,31 +60,63 @@ def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
 
 
 class SplitCheck:
-    """Checks the modules of one worker's stage: at the first batch, at every one that is longer or wider than all before or has a smaller
-    piece, and at the first with padding or missing targets.
+    """Checks the modules of one worker's stage.
 
     `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs.
     """
 
-    def __init__(self, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
-        self.stage, self.mesh, self.precision, self.shards = stage, mesh, precision, shards
+    def __init__(self, model: Model | Whole, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
+        self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
         self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional
-        self._seen: dict[bool, Extent] = {}  # checked so far in training and in evaluation
-        self._concerned = True  # False once all workers are known to have nothing that needs a check
+        self._seen = {training: _Seen(stage) for training in (True, False)}
+        self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
 
     def look(self, batches: Sequence[Batch], keys: Sequence[Tensor], *, training: bool) -> None:
         """Refuse what this plan would break and, at the first training step, warn about what others would. Collective: every rank calls it
         with the same batches, whole ones or its own parts of them.
         """
-        for batch, key in zip(batches, keys, strict=True):
-            if not self._concerned:
-                return
-            seen = self._seen.get(training)
-            now = self._extent(batch, masked=seen is not None and seen.masked)
-            joined = now if seen is None else seen.joined(now)
-            if joined != seen:
-                self._check(batch, key, training=training)
-                self._seen[training] = joined
+        seen = self._seen[training]
+        if self._concerned is None:
+            tried = [root for _, root, _ in _modules(self.stage)]
+            self._concerned = self._any(any(not _is_safe(self.stage, root) or any(True for _ in known(root, "")) for root in tried))
+        elif not self._concerned:
+            self._concerned = self._concerned_late()
+        for batch, key in zip(batches, keys, strict=True) if self._concerned else ():
+            first = seen.extent is None
+            if not first and not self._splits:
+                return  # it was warned about, if need be
+            now = self._extent(batch, masked=seen.extent is not None and seen.extent.masked)
+            joined = now if seen.extent is None else seen.extent.joined(now)
+            changed = not first and seen.changes.due()
+            if joined != seen.extent or is_power_of_2(seen.looks + 1) or self._any(changed):
+                self._check(batch, key, training=training, first=training and first, changed=changed)
+                seen.changes.settle()
+            seen.extent, seen.looks = joined, seen.looks + 1
+
+    def _any(self, mine: bool) -> bool:
+        """True if this is so on any worker. Collective."""
+        world = self.mesh.world
+        if world.size == 1:
+            return mine
+        flags = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+        dist.all_gather(flags, torch.tensor([int(mine)]), group=world.group)
+        return any(map(bool, flags))
+
+    def _concerned_late(self) -> bool:
+        """True if a module that was known to be safe no longer is, on all workers: it was given a hook, or another forward."""
+        parts = {"module": self.model.module} if isinstance(self.model, Whole) else {"encoder": self.model.encoder, "head": self.model.head}
+        for path, root in parts.items():
+            if _is_safe(self.stage, root):
+                continue
+            world = self.mesh.world
+            # Workers that saw no change are already entering the step and will never come here.
+            if world.size > 1 and not all_arrive(world, "hooks", start_seconds()):
+                raise WorkerError(
+                    f"{path} ({type(root).__name__}) was given a hook or another forward on rank {world.rank}, but not on all others; "
+                    "make the same change on all workers before the same step"
+                )
+            return True
+        return False
 
     def _extent(self, batch: Batch, *, masked: bool) -> Extent:
         """The same on all workers, whether they were given the full batch or parts of it. `masked`: it need not be found out."""
@@ -89,24 +127,23 @@ class SplitCheck:
             masked = bool(is_absent(batch.targets).any())
         return extent_of(cut, masked=masked)
 
-    def _check(self, batch: Batch, key: Tensor, *, training: bool) -> None:
-        first = training and training not in self._seen
+    def _check(self, batch: Batch, key: Tensor, *, training: bool, first: bool, changed: bool) -> None:
         modules = list(_modules(self.stage))
         tried = [part for part in modules if not _is_safe(self.stage, part[1])]
         errors: list[str] = []
         warned: list[str] = []
         cause: Exception | None = None
-        for path, root, _ in modules if first else []:
+        for path, root, _ in modules if first else ():
             for sentence, always in known(root, path):
                 (errors if always or self._splits else warned).append(sentence)
         whole = self._whole(batch)
-        # Replicas have the same modules, so one of them tries those of its stage on behalf of all.
-        for path, root, run in tried if self.mesh.replica == 0 and not errors else []:
+        # Replicas have the same modules, so one of them tries those of its stage on behalf of all, unless only others were changed.
+        for path, root, run in tried if (self.mesh.replica == 0 or changed) and not errors else []:
             for found, harmful in self._found(path, root, run, whole, key, training=training, first=first):
                 cause = found.cause if harmful and not errors else cause
                 if harmful or found.fault not in ("raises", "unknown"):  # if this plan does not cut, the step itself shows what is wrong
                     (errors if harmful else warned).append(say(found, root))
-        told = self._agreed(errors, warned, cause, concerned=bool(tried))
+        told = self._agreed(errors, warned, cause)
         if told is not None:
             warnings.warn(f"{told}; this plan does not change the result, but others would", stacklevel=5)
 
@@ -131,9 +168,9 @@ class SplitCheck:
     ) -> Iterator[tuple[Finding, bool]]:
         """What is found, and whether it changes the result of this plan."""
         plan, width = self.mesh.plan, self.stage.width_head
-        thorough = first
+        thorough = training
         if self._splits:
-            sample = all_of(batch.to(self.mesh.device), key, width)
+            sample = all_of(batch.to(self.mesh.device), key, width, seed=self._seen[training].looks)
             cut = cut_of(plan, *sample.x.shape[:2], whole_time=self.whole_time, shards=self.shards)
             how = Trial((True, False) if first else (training,), thorough, self.precision)
             for found in probe.probe(run, root, path, sample, [cut], how):
@@ -158,24 +195,35 @@ class SplitCheck:
         joined = self.mesh.join_lanes(tensors, batch.cells[1] // batch.steps)
         return Batch.of(joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=pooled)
 
-    def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None, *, concerned: bool) -> str | None:
+    def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None) -> str | None:
         """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report."""
         world = self.mesh.world
         wait_for_all(world)  # trying a large module takes its time
-        said = [json.loads(text) for text in all_gather_text(world, json.dumps([errors[:1], warned[:1], concerned]))]
-        self._concerned = any(each for _, _, each in said)
-        for rank, (error, _, _) in enumerate(said):
+        said = [json.loads(text) for text in all_gather_text(world, json.dumps([errors[:1], warned[:1]]))]
+        for rank, (error, _) in enumerate(said):
             if error:
                 wrong: UserError = PlanError(error[0])
                 raise (on_every_rank(wrong, rank) if world.size > 1 else wrong) from (cause if rank == world.rank else None)
-        teller = next((rank for rank, (_, warning, _) in enumerate(said) if warning), None)
+        teller = next((rank for rank, (_, warning) in enumerate(said) if warning), None)
         return warned[0] if teller is not None and teller == world.rank else None
 
 
-def split_checks(stage: Stage | Whole, within: Mesh, mesh: Mesh, *, precision: str, shards: bool) -> tuple[SplitCheck, SplitCheck]:
+class _Seen:
+    """What was checked so far, in training or in evaluation: how often it was looked at, at which extent of batches, and the modules."""
+
+    def __init__(self, stage: Stage | Whole) -> None:
+        self.extent: Extent | None = None
+        self.looks = 0
+        roots = [root for _, root, _ in _modules(stage)]
+        self.changes = ModuleChanges(roots, [stage._loss] if isinstance(stage, Whole) else [])
+
+
+def split_checks(
+    model: Model | Whole, stage: Stage | Whole, within: Mesh, mesh: Mesh, spec: TrainSpec, *, shards: bool
+) -> tuple[SplitCheck, SplitCheck]:
     """For those who share a step (`within`) and those who share an evaluation (`mesh`): one check if they are the same."""
-    steps = SplitCheck(stage, within, precision=precision, shards=shards)
-    return steps, steps if within is mesh else SplitCheck(stage, mesh, precision=precision)
+    steps = SplitCheck(model, stage, within, precision=spec.precision, shards=shards)
+    return steps, steps if within is mesh else SplitCheck(model, stage, mesh, precision=spec.precision)
 
 
 def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
