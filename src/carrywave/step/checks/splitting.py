@@ -105,7 +105,7 @@ class SplitCheck:
     def _concerned_late(self) -> bool:
         """True if a module that was known to be safe no longer is, on all workers: it was given a hook, or another forward."""
         parts = {"module": self.model.module} if isinstance(self.model, Whole) else {"encoder": self.model.encoder, "head": self.model.head}
-        for path, root in parts.items():
+        for path, root in parts.items() if self._splits else ():
             if _is_safe(self.stage, root):
                 continue
             world = self.mesh.world
