@@ -20,7 +20,7 @@ import torch
 import carrywave
 
 ROOT = Path(__file__).parents[1]
-ALONE = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules")
+ALONE = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules", "step_by_hand")
 MANY = ("accumulate", "any_module", "replicas", "stages", "stateful_stream", "variable_lengths")
 # How programs for several devices are started, with further words that make a start small.
 SCRIPTS = {
@@ -110,6 +110,26 @@ def test_own_loop() -> None:
 
 def test_drop_in_lstm() -> None:
     assert program("drop_in_lstm").main(steps=5, hidden=8) < 1e-6  # float32, summed in another order
+
+
+def test_step_by_hand() -> None:
+    by_hand = program("step_by_hand")
+    assert len((ROOT / "examples" / "step_by_hand.py").read_text().splitlines()) <= 200
+    reached = by_hand.main()
+    assert [*reached] == ["cw.Trainer", "one_device", "replicas", "stages"]
+    for loss, distance in reached.values():
+        assert loss == pytest.approx(reached["cw.Trainer"][0], rel=1e-13)  # float64, summed in another order
+        assert distance < 1e-14
+    torch.manual_seed(0)
+    before = by_hand.Parts().double().state_dict()
+    moved = []
+    for clip in (0.25, 1e9):  # it does clip
+        parts = by_hand.Parts().double()
+        parts.load_state_dict(before)
+        by_hand.CLIP = clip
+        by_hand.stages(parts)
+        moved.append(max(float((each - before[name]).abs().max()) for name, each in parts.state_dict().items()))
+    assert 0 < moved[0] < 0.9 * moved[1]
 
 
 @pytest.mark.parametrize("command", each(SCRIPTS))

@@ -1,10 +1,24 @@
 """Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each micro-batch of lanes, and the
 weight gradients of each micro-batch where the schedule has them as a task of their own.
 
-Every chunk has its own autograd graph. What a chunk passes to the next (the carry, and a pooled head's accumulator) is detached in the
-forward pass, and its gradient is passed back explicitly in the backward pass. Activations travel between stages over the links, and their
-gradients come back the same way. A chunk's saved tensors are therefore freed as soon as its backward is done, and a single device runs the
-same code as a pipeline stage.
+The schedule of 2 stages and 3 chunks, with the weight gradients (W) as tasks of their own; time runs to the right:
+
+    stage 0   F0 F1 F2       B2 B1 B0 W
+    stage 1      F0 F1 F2 B2 B1 B0 W
+
+Every chunk has its own autograd graph. Here are those of chunk k on stage s and its neighbours; forward runs along the arrows, and each
+gradient returns against its arrow:
+
+                       x from stage s - 1
+                               │ leaf: receives x.grad, which is sent back
+    carry of chunk k - 1 ──→ [F k] ──→ carry for chunk k + 1
+      (leaf: its gradient      │         (root: its gradient is the leaf's of chunk k + 1)
+       is handed back)         ↓
+                 y to stage s + 1 (root: its gradient is received), or the loss (root)
+
+What a chunk passes to the next (the carry, and a pooled head's accumulator) is detached in the forward pass, and its gradient is passed
+back explicitly in the backward pass. Activations travel between stages over the links, and their gradients come back the same way. A
+chunk's saved tensors are therefore freed as soon as its backward is done, and a single device runs the same code as a pipeline stage.
 
 If the head is shared, the last stage sends its outputs for a chunk to the stage that scores them, which runs the head's forward and
 backward at once and returns the gradient. The two stages need to know nothing else about each other.
