@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import carrywave as cw
 
 TOKENS, WIDTH, STEPS, LANES, CHUNK = 11, 8, 12, 6, 4
-RATE, CLIP = 0.5, 0.25
+RATE, CLIP = 0.5, 0.1
 LENGTHS = torch.tensor([12, 12, 9, 7, 4, 1])  # of the lanes; what follows is padding
 
 

@@ -123,7 +123,7 @@ def test_step_by_hand() -> None:
     torch.manual_seed(0)
     before = by_hand.Parts().double().state_dict()
     moved = []
-    for clip in (0.25, 1e9):  # it does clip
+    for clip in (by_hand.CLIP, 1e9):  # it does clip
         parts = by_hand.Parts().double()
         parts.load_state_dict(before)
         by_hand.CLIP = clip
