@@ -52,16 +52,17 @@ def plain(passes: Passes) -> list[Tensor | None]:
 
 
 def step(gradients: Gradients, own: Sequence[nn.Parameter], passes: Passes, *, static: bool) -> None:
-    gradients.begin()
-    gradients.open(len(passes), static=static)
+    gradients.begin_step()
+    gradients.begin_shard(len(passes), static=static)
+    reached = []
     for number, factors in enumerate(passes):
-        gradients.start_pass()
+        gradients.begin_pass()
         if number == len(passes) - 1:
-            gradients.arm()
+            gradients.sum_early()
         loss_of(own, factors).backward()  # type: ignore[no-untyped-call]
-        gradients.note(gradients.collect())
-    gradients.close()
-    gradients.reduce()
+        reached.append(gradients.end_pass())
+    gradients.end_shard(reached)
+    assert gradients.sum_over_workers(meanwhile=lambda: 7) == 7
 
 
 def some_passes() -> st.SearchStrategy[Passes]:
@@ -115,17 +116,17 @@ def test_gradients_that_are_summed_are_views_of_one_buffer(alone: dist.ProcessGr
 def test_a_gradient_that_leaves_its_place_is_noticed() -> None:
     own = [nn.Parameter(torch.ones(2))]
     gradients = Gradients(own, own)
-    gradients.begin()
-    gradients.open(2)
+    gradients.begin_step()
+    gradients.begin_shard(2)
     own[0].grad = torch.ones(2)
     with pytest.raises(RuntimeError, match="a gradient was replaced during backward"):
-        gradients.collect()
+        gradients.end_pass()
 
 
 def test_what_the_optimizer_does_not_hold_is_cleared_too() -> None:
     trained, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     frozen.grad = torch.ones(2)
-    Gradients([trained], [trained, frozen]).open(1)
+    Gradients([trained], [trained, frozen]).begin_shard(1)
     assert frozen.grad is None
 
 
@@ -162,16 +163,17 @@ def test_what_other_workers_add_is_kept_where_this_one_has_nothing(alone: dist.P
 
     monkeypatch.setattr(dist, "all_reduce", with_another)
     for passes in (1, 2, 1):
-        gradients.begin()
-        gradients.open(passes)
+        gradients.begin_step()
+        gradients.begin_shard(passes)
+        reached = []
         for number in range(passes):
-            gradients.start_pass()
+            gradients.begin_pass()
             if number == passes - 1:
-                gradients.arm()
+                gradients.sum_early()
             (own[0].sum() + _Gives.apply(own[1]).sum()).backward()  # type: ignore[no-untyped-call]
-            gradients.note(gradients.collect())
-        gradients.close()
-        gradients.reduce()
+            reached.append(gradients.end_pass())
+        gradients.end_shard(reached)
+        gradients.sum_over_workers(meanwhile=lambda: None)
         assert [p.grad.tolist() for p in own if p.grad is not None] == [[5.0 + passes] * 2, [5.0] * 2]
         assert gradients.unreached == {id(own[1])}
 
@@ -181,14 +183,15 @@ def test_where_nothing_is_trained_there_is_nothing_to_do(kind: str) -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     gradients = Gradients([], [frozen]) if kind == "own" else FixedTree([], [frozen], [Branch([], ())])
     for passes in (2, 1):
-        gradients.begin()
+        gradients.begin_step()
         for _ in range(2):  # shards
-            gradients.open(passes)
+            gradients.begin_shard(passes)
+            reached = []
             for _ in range(passes):
-                gradients.start_pass()
-                gradients.note(gradients.collect())
-            gradients.close()
-        gradients.reduce()
+                gradients.begin_pass()
+                reached.append(gradients.end_pass())
+            gradients.end_shard(reached)
+        gradients.sum_over_workers(meanwhile=lambda: None)
     assert frozen.grad is None
 
 
@@ -196,16 +199,18 @@ def test_nothing_that_a_failed_capture_left_behind_is_added_to() -> None:
     own = parameters()
     gradients = Gradients(own, own)
     for passes in (1, 2):
-        gradients.begin()
-        gradients.open(passes, static=True)
+        gradients.begin_step()
+        gradients.begin_shard(passes, static=True)
+        reached = []
         for _ in range(passes):
-            gradients.start_pass()
+            gradients.begin_pass()
             if passes == 1:  # with several, a capture records the additions and carries none of them out
                 loss_of(own, [1.0] * 4).backward()  # type: ignore[no-untyped-call]  # and then it fails
-            gradients.start_pass()
+            gradients.begin_pass()
             loss_of(own, [1.0] * 4).backward()  # type: ignore[no-untyped-call]
-            gradients.note(gradients.collect())
-        gradients.reduce()
+            reached.append(gradients.end_pass())
+        gradients.end_shard(reached)
+        gradients.sum_over_workers(meanwhile=lambda: None)
         for parameter, wanted in zip(own, plain([[1.0] * 4] * passes), strict=True):
             assert wanted is not None
             assert parameter.grad is not None

@@ -28,7 +28,7 @@ from carrywave.runs.checkpoint.snapshot import load
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, ComputeOrder, NonfiniteRecord, mended
+from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, ComputeOrder, NonfiniteRecord, reset_nonfinite_lanes
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 from carrywave.train.fit import train
@@ -202,7 +202,7 @@ def test_bad_lanes_are_mended_layer_by_layer(data: st.DataObject) -> None:
     for layer, part, lane, unit in bad:
         left[2 * layer + "hc".index(part)][0, lane, unit] = value
     start = [torch.full((1, 3, 4), -1.0 - place) for place in range(4)]
-    for place, tensor in enumerate(mended(left, start)):
+    for place, tensor in enumerate(reset_nonfinite_lanes(left, start)):
         for lane in range(3):
             renewed = any((layer, lane) == (place // 2, lane) for layer, _, lane_, _ in bad if lane_ == lane)
             assert tensor[0, lane].tolist() == [-1.0 - place if renewed else 1.0 + place] * 4

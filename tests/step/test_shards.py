@@ -95,17 +95,16 @@ def given_to_a_tree(parameters: list[nn.Parameter], grads: list[list[Tensor | No
     """The sums of a tree of one worker. Twice: the second time buffers are used again."""
     summed = FixedTree(parameters, parameters, [Branch(parameters[:1], ()), Branch(parameters[1:], ())])
     for _ in range(2):
-        summed.begin()
+        summed.begin_step()
         for shard in grads:
             if shard is None:
                 summed.skip()
                 continue
-            summed.open(1)
+            summed.begin_shard(1)
             for parameter, grad in zip(parameters, shard, strict=True):
                 parameter.grad = None if grad is None else grad.clone()
-            summed.note(summed.collect())
-            summed.close()
-        summed.reduce()
+            summed.end_shard([summed.end_pass()])
+        summed.sum_over_workers(meanwhile=lambda: None)
         # One that no shard reached has none; what other workers would have to add to is zero.
         found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
     return found
@@ -154,13 +153,12 @@ def test_no_more_than_three_sums_are_held() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     summed = FixedTree([parameter], [parameter], [Branch([parameter], ())])
     for _ in range(3):
-        summed.begin()
+        summed.begin_step()
         for _ in range(SHARDS):
-            summed.open(1)
+            summed.begin_shard(1)
             parameter.grad = torch.ones(4)
-            summed.note(summed.collect())
-            summed.close()
-        summed.reduce()
+            summed.end_shard([summed.end_pass()])
+        summed.sum_over_workers(meanwhile=lambda: None)
     assert len(summed._free) + 1 == 3
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [8.0] * 4

@@ -145,9 +145,9 @@ class Loop:
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None = None
     ) -> tuple[None, FlatCarry]:
         engine = self.trainer.engine
-        engine.gradients.begin()
+        engine.gradients.begin_step()
         _, left = engine.forward_backward(batches, keys, carry, graphs)
-        engine.gradients.reduce()
+        engine.gradients.sum_over_workers(meanwhile=lambda: None)
         return None, left
 
     @property

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import GroupSum, Summing, Working
 from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
-from carrywave.step.gradients import FlatBuffers, Gradients
+from carrywave.step.gradients import FlatBuffers, Gradients, Result
 from carrywave.step.norms import by_dtype, norm_of_each
 from carrywave.step.optim.pieces import Pieces
 
@@ -90,17 +90,17 @@ class AllReduce(Gradients):
         # The parameters are the user's and outlive this object, so its hooks are removed with it.
         weakref.finalize(self, _remove, handles).atexit = False
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._armed = False
         self.local = {}
         for bucket in self.buckets:
             bucket.work, bucket.started = None, False
             bucket.missing = {id(p) for p in bucket.parameters}
 
-    def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+    def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
         self._armed, self._pending = True, pending or _nothing
 
-    def ready(self, parameter: Tensor) -> None:
+    def is_final(self, parameter: Tensor) -> None:
         bucket = self._of.get(id(parameter))
         if bucket is None:
             return
@@ -116,7 +116,7 @@ class AllReduce(Gradients):
                 return
             self._start(each)
 
-    def start(self) -> None:
+    def sum_over_workers(self, meanwhile: Callable[[], Result]) -> Result:
         # What was pending belongs to the pass. Kept until the next step, it would keep the pass's autograd graph as well, which no capture
         # of that step survives.
         self._armed, self._pending = False, _nothing
@@ -135,13 +135,12 @@ class AllReduce(Gradients):
                 parameter.grad.zero_()
         for bucket in self.buckets:
             self._start(bucket)
-
-    def reduce(self) -> None:
-        self.start()
+        result = meanwhile()
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        return result
 
     def abandon(self) -> None:
         for bucket in self.buckets:
@@ -153,7 +152,7 @@ class AllReduce(Gradients):
     def _added(self, parameter: Tensor) -> None:
         """Post-accumulate hook; torch calls it even if it had nothing to add."""
         if self._armed and parameter.grad is not None and not self._pending(parameter):
-            self.ready(parameter)
+            self.is_final(parameter)
 
     def _start(self, bucket: _Bucket) -> None:
         if not bucket.started:

@@ -22,7 +22,7 @@ from carrywave.step.compute import Compute
 from carrywave.step.gradients import Flags, Gradients
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.micro_batches import FlatCarry
-from carrywave.step.nonfinite import mended
+from carrywave.step.nonfinite import reset_nonfinite_lanes
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.profiler_ranges import span
 from carrywave.step.reproducible.fixed_tree import FixedTree
@@ -53,49 +53,47 @@ class Engine:
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None
     ) -> tuple[StepResult, FlatCarry]:
         """One optimizer step over this worker's lanes; returns its result, valid until the next step, and the carry after it."""
-        told = self.update.told(votes)
+        marks = self.update.local_marks(votes)
 
-        def step(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
-            return self._step(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
+        def captured(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
+            return self._optimize(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
 
         with span("step"):
             if graphs is not None and self._is_one_piece(batches):
-                tensors = keys if told is None else [*keys, told]
-                result, carry = graphs("step", step, batches, tensors, carry, under=self._restarts())
+                tensors = keys if marks is None else [*keys, marks]
+                result, carry = graphs("step", captured, batches, tensors, carry, under=self._restarts())
             else:
-                result, carry = self._step(batches, keys, carry, told, graphs)
-            self.update.heard(result)
+                result, carry = self._optimize(batches, keys, carry, marks, graphs)
+            self.update.check_marks(result)
         return result, carry
 
-    def _step(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None = None
+    def _optimize(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
-        passes, carry, ahead = self._summed(batches, keys, carry, told, graphs)
+        passes, carry, ahead = self._summed_gradients(batches, keys, carry, marks, graphs)
         if self.gradients.unreached:
             self._missed.add(_kind(batches))
-        return self._update(passes, told, graphs, ahead), self._reset(carry)
+        return self._update(passes, marks, graphs, ahead), self._reset(carry)
 
     def backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
         """A step that ends before the update: the gradient of the mean loss over all workers is left in `.grad`. It is not captured."""
         with span("backward"):
-            told = self.update.told(votes)
-            passes, carry, ahead = self._summed(batches, keys, carry, told, None)
-            result = self.update.divide(passes, told, ahead)
-            self.update.heard(result)
+            marks = self.update.local_marks(votes)
+            passes, carry, ahead = self._summed_gradients(batches, keys, carry, marks, None)
+            result = self.update.divide(passes, marks, ahead)
+            self.update.check_marks(result)
         return result, self._reset(carry)
 
-    def _summed(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None
+    def _summed_gradients(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None
     ) -> tuple[Passes, FlatCarry, StatsAhead | None]:
         """Run all passes, and sum their gradients over the workers."""
-        self.gradients.begin()
+        self.gradients.begin_step()
         passes, carry = self.forward_backward(batches, keys, carry, graphs)
         with span("sum of gradients"):
-            self.gradients.start()
-            ahead = self.update.ahead(passes, told)
-            self.gradients.reduce()
+            ahead = self.gradients.sum_over_workers(meanwhile=lambda: self.update.ahead(passes, marks))
         return passes, carry, ahead
 
     def forward_backward(
@@ -103,7 +101,7 @@ class Engine:
     ) -> tuple[Passes, FlatCarry]:
         """Run forward and backward of all batches, shard by shard if there are shards."""
         if self.shards is None:
-            found, carry = self._shard(batches, keys, carry, graphs)
+            found, carry = self._run_passes(batches, keys, carry, graphs)
             return {0: found}, carry
         assert isinstance(self.gradients, FixedTree)
         cuts = [Cut(self.mesh, batch, pooled=self.compute.stage.pooled) for batch in batches]
@@ -121,45 +119,47 @@ class Engine:
             before = carry
             if carry is not None:
                 before = self.compute.start(own[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, carry)
-            passes[shard], left = self._shard(own, own_keys, before, graphs)
+            passes[shard], left = self._run_passes(own, own_keys, before, graphs)
             if left is not None and parts[-1] is not None:
                 # A graph replay for the next shard may overwrite these tensors.
                 lefts.append([tensor.clone() for tensor in left])
         return passes, None if carry is None else [torch.cat(tensors, dim=1) for tensors in zip(*lefts, strict=True)]
 
-    def _shard(
+    def _run_passes(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
     ) -> tuple[Tensor, FlatCarry]:
         """Run the passes of one shard, or of all lanes; returns the sum of what they report."""
         size = len(batches) if self.mesh.plan.stages > 1 else 1
         firsts = range(0, len(batches), size)
-        self.gradients.open(len(firsts), static=graphs is not None)
-        found: list[Tensor] = []
+        self.gradients.begin_shard(len(firsts), static=graphs is not None)
+        stats: list[Tensor] = []
+        reached: list[Flags] = []
         for first in firsts:
             group, group_keys = batches[first : first + size], keys[first : first + size]
             if first and carry is not None and group[0].lanes.shape[0] != batches[first - 1].lanes.shape[0]:
                 carry = self.compute.start(group[0].lanes.shape[0])
             if graphs is not None:
-                (stats, reached), carry = graphs("batch", self._pass, group, group_keys, carry, under=(self.gradients.adds,))
+                (of_pass, flags), carry = graphs("batch", self._pass, group, group_keys, carry, under=(self.gradients.adds,))
+                of_pass = of_pass.clone()  # the next replay overwrites it
             else:
-                (stats, reached), carry = self._pass(group, group_keys, carry, final=first == firsts[-1])
-            self.gradients.note(reached)
-            found.append(stats if graphs is None else stats.clone())  # the next replay overwrites it
-        self.gradients.close()
-        return total(found), carry
+                (of_pass, flags), carry = self._pass(group, group_keys, carry, final=first == firsts[-1])
+            stats.append(of_pass)
+            reached.append(flags)
+        self.gradients.end_shard(reached)
+        return total(stats), carry
 
     def _pass(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
     ) -> tuple[tuple[Tensor, Flags], FlatCarry]:
         """One pass; `final`: the last of a step that is not captured, so gradients may be summed as soon as they are complete."""
-        self.gradients.start_pass()
+        self.gradients.begin_pass()
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
-        return (stats, self.gradients.collect()), carry
+        return (stats, self.gradients.end_pass()), carry
 
-    def _update(self, passes: Passes, told: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
+    def _update(self, passes: Passes, marks: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
         if graphs is None or not self._is_alone:
             with span("update"):
-                return self.update(passes, told, ahead)
+                return self.update(passes, marks, ahead)
 
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self.update({0: tensors[0]}, None), None
@@ -183,7 +183,7 @@ class Engine:
         return (optimizer.restarts,) if isinstance(optimizer, NTASGD) else ()
 
     def _reset(self, carry: FlatCarry) -> FlatCarry:
-        return mended(carry, self.compute.start(carry[0].shape[1])) if carry and self.resets else carry
+        return reset_nonfinite_lanes(carry, self.compute.start(carry[0].shape[1])) if carry and self.resets else carry
 
 
 def _kind(batches: Sequence[Batch]) -> object:

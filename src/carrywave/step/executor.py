@@ -241,7 +241,7 @@ class _Run:
     def _settled(self, weight: Tensor) -> None:
         """After the last backward: a weight's gradient is final unless other micro-batches have yet to add to it."""
         if self.gradients is not None and not self._pending(weight):
-            self.gradients.ready(weight)
+            self.gradients.is_final(weight)
 
     def _receive(self, task: StageTask) -> None:
         line = cast(Channel, incoming(task, self.program.schedule))
@@ -351,7 +351,7 @@ class _Run:
                     roots.append(tensor)
                     received.append(gradient_or_none)
         if task == self.last_backward and self.gradients is not None:
-            self.gradients.arm(self._pending if self.deferred else None)
+            self.gradients.sum_early(self._pending if self.deferred else None)
             self.armed = True
         if roots:
             deferred_gradients.backward(roots, received)

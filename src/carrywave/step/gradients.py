@@ -1,8 +1,15 @@
 """Where the gradients of a step are collected, and how they are summed over workers. `Gradients` itself sums nothing: there is one worker.
 
-One step is `begin`, then for each shard of the lanes (one, unless the run is reproducible) `open`, the passes and `close`, then
-`reduce`. After every pass, `collect` moves its gradients to where they are kept and returns which parameters it has reached.
-When a captured pass is replayed, torch's own bookkeeping does not run; `note` repeats it.
+The calls of one step, in order:
+
+    begin_step
+        begin_shard                 for each shard of the lanes: one, unless the run is reproducible
+            begin_pass … end_pass   for each pass; in the last one, `sum_early` and `is_final` say which gradients are complete
+        end_shard
+    sum_over_workers
+
+`end_pass` moves the gradients of a pass to where they are kept, and returns which parameters it has reached. A replay of a captured pass
+runs no Python, so `end_shard` is given what was returned when the pass was captured.
 
 Gradients that are summed over workers, and those that outlive a captured graph, lie in flat buffers at fixed addresses, and the parameters'
 `.grad` are views of them. A shard with a single pass has its fresh gradients copied there, which moves half the memory; with several, the
@@ -13,7 +20,7 @@ gradients where autograd put them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +28,7 @@ from torch import Tensor, nn
 from carrywave.step.norms import by_dtype
 
 Flags = tuple[bool, ...]  # one for each trained parameter
+Result = TypeVar("Result")
 
 
 class Allocate(Protocol):
@@ -60,13 +68,13 @@ class Gradients:
 
     def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
         self.trained, self.held = list(trained), list(held)
-        self.given = [False] * len(self.trained)  # which parameters the passes since `open` have reached
+        self.given = [False] * len(self.trained)  # which parameters the passes of the shard have reached
         self.unreached: set[int] = set()  # ids of summed ones that no pass of the step reached on this worker; on others one may have
         self.local: dict[int, Tensor] = {}  # norms of some gradients before they were summed, by the parameter's id
         self._summed: dict[int, Tensor] = {}  # views of the buffers of summed gradients, by the parameter's id
         self._spare: dict[int, Tensor] = {}  # the same for the others, where they need one; allocated on first use
         self._flats: list[Tensor] = []
-        self._views: dict[int, Tensor] = {}  # those in use since `open`
+        self._views: dict[int, Tensor] = {}  # those in use in this shard
         self._versions: list[int] | None = None  # of the gradients after the last pass, if passes add to them in place
 
     @property
@@ -74,10 +82,10 @@ class Gradients:
         """True if backward passes add to gradients in place; otherwise there is one pass, whose gradients are fresh."""
         return self._versions is not None
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start an optimizer step."""
 
-    def open(self, passes: int, *, static: bool = False) -> None:
+    def begin_shard(self, passes: int, *, static: bool = False) -> None:
         """Start a shard with this many passes. `static`: its gradients must have fixed addresses, because passes are captured."""
         self.given = [False] * len(self.trained)
         self._views, self._versions = self._summed, None
@@ -87,9 +95,9 @@ class Gradients:
             if self._flats:
                 torch._foreach_zero_(self._flats)
             self._versions = []
-        self.start_pass()
+        self.begin_pass()
 
-    def start_pass(self) -> None:
+    def begin_pass(self) -> None:
         """Before each pass, and inside what is captured of it: nothing that a failed capture left behind may be added to."""
         for parameter in self.held:  # including those that the user's optimizer does not hold
             parameter.grad = None
@@ -98,13 +106,13 @@ class Gradients:
                 parameter.grad = self._views[id(parameter)]
             self._versions = self._now()
 
-    def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+    def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
         """Before the last backward of a step: its gradients are final, except where part of one is still `pending`."""
 
-    def ready(self, parameter: Tensor) -> None:
+    def is_final(self, parameter: Tensor) -> None:
         """A gradient that was pending is final."""
 
-    def collect(self) -> Flags:
+    def end_pass(self) -> Flags:
         """After a pass, move new gradients to their place; returns which parameters the pass has reached."""
         if self._versions is not None:
             if any(p.grad is not self._views[id(p)] for p in self.trained):
@@ -118,24 +126,21 @@ class Gradients:
             parameter.grad = self._views[id(parameter)]
         return reached
 
-    def note(self, reached: Flags) -> None:
-        """Take over what `collect` returned, perhaps from the time when a pass was captured that has now been replayed."""
-        self.given = [old or new for old, new in zip(self.given, reached, strict=True)]
+    def end_shard(self, reached: Sequence[Flags]) -> None:
+        """The gradients of a shard are complete. `reached`: what `end_pass` returned for each pass."""
+        self.given = [any(flags) for flags in zip(*reached, strict=True)]
         for parameter, given in zip(self.trained, self.given, strict=True):
             if given and id(parameter) in self._views:
                 parameter.grad = self._views[id(parameter)]
 
-    def close(self) -> None:
-        """The gradients of a shard are complete."""
-
-    def start(self) -> None:
-        """The gradients of the step are complete: begin to sum them over workers, where that can go on beside other work."""
-
-    def reduce(self) -> None:
-        """The gradients of the step are complete: sum them over workers. One that no pass has reached is removed, as torch would."""
+    def sum_over_workers(self, meanwhile: Callable[[], Result]) -> Result:
+        """The gradients of the step are complete: sum them over workers, and do something else meanwhile. One that no pass has reached is
+        removed, as torch would.
+        """
         for parameter, given in zip(self.trained, self.given, strict=True):
             if not given:
                 parameter.grad = None
+        return meanwhile()
 
     def abandon(self) -> None:
         """The step has failed: let go of sums that have begun."""

@@ -217,7 +217,7 @@ def watched_encoder(stage: Stage | Whole) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def mended(left: Sequence[Tensor], start: Sequence[Tensor]) -> list[Tensor]:
+def reset_nonfinite_lanes(left: Sequence[Tensor], start: Sequence[Tensor]) -> list[Tensor]:
     """The carries at the end of a step (`h` and `c` of each layer); non-finite lanes are reset, so that they do not spoil the next step."""
     result: list[Tensor] = []
     for number in range(0, len(left), 2):

@@ -97,7 +97,7 @@ class Update:
         columns, flags = self.agreement.columns, self.reach.count
         self.slots = step_slots(self.mesh, parameters=flags, marks=columns, reproducible=self.reproducible)
 
-    def told(self, votes: Votes) -> Tensor | None:
+    def local_marks(self, votes: Votes) -> Tensor | None:
         """What this worker tells the others besides its sums: votes and checksums. It is known before the step, so that a captured step can
         read it. None with a single worker.
         """
@@ -106,23 +106,23 @@ class Update:
         own = torch.tensor(votes, dtype=torch.float64).to(self.mesh.device, non_blocking=True)
         return torch.cat([own, self.agreement.marks()])
 
-    def heard(self, result: StepResult) -> None:
-        """Take what the others told, after the step; where nothing runs ahead of the host, that was done before the weights changed."""
+    def check_marks(self, result: StepResult) -> None:
+        """Compare the marks of all workers; where nothing runs ahead of the host, that was done before the weights changed."""
         if not self.agreement.at_once:
             self.agreement.after(result.marks)
 
-    def ahead(self, passes: Mapping[int, Tensor], told: Tensor | None) -> StatsAhead | None:
+    def ahead(self, passes: Mapping[int, Tensor], marks: Tensor | None) -> StatsAhead | None:
         """Begin to share what is known before the gradients are summed; None if that has to wait for them. Collective."""
         if not self.early:
             return None
         of_passes = total(list(passes.values()))
         code = self.nonfinite.code([], self._zeros(0), of_passes, self.gradients)
-        stats = self._packed(passes, told, squared=None, overflow=None, code=code)
+        stats = self._packed(passes, marks, squared=None, overflow=None, code=code)
         return StatsAhead(stats, self.mesh.sum_later(stats.vector))
 
-    def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+    def __call__(self, passes: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard. `ahead`: from the method."""
-        result, overflowed = self._divide(passes, told, ahead, self.clip)
+        result, overflowed = self._divide(passes, marks, ahead, self.clip)
         self._take_step(result.finite, overflowed)
         if self.gradients.scattered:
             for _, parameter in self.named:
@@ -130,9 +130,9 @@ class Update:
         self.nonfinite.note(result.finite, result.codes)
         return result
 
-    def divide(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+    def divide(self, passes: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Leave in `.grad` the gradient of the mean loss over all workers, and the weights as they are."""
-        return self._divide(passes, told, ahead, None)[0]
+        return self._divide(passes, marks, ahead, None)[0]
 
     def norm(self) -> Tensor:
         """The norm of what is in `.grad` on all workers. Collective."""
@@ -157,14 +157,14 @@ class Update:
         return StepResult(one, one, norm, finite, none, torch.stack([finite, sound[1]]), none, codes)
 
     def _divide(
-        self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None, clip: float | None
+        self, passes: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None, clip: float | None
     ) -> tuple[StepResult, Tensor]:
         """Divide the summed gradients by the number of targets, and clip them; returns the numbers, and whether any worker overflowed."""
         if self.pieces is not None and self.gradients.scattered:
             self.pieces.take()
         grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        stats = self._own(passes, told, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
+        stats = self._own(passes, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
         if self.agreement.at_once:
             self.agreement.after(stats["marks"])
         self.reach.forget(stats["reached"])
@@ -186,13 +186,13 @@ class Update:
         if self.pieces is not None:
             self.pieces.exchange()
 
-    def _own(self, passes: Mapping[int, Tensor], told: Tensor | None, overflow: Tensor | None) -> StepStats:
+    def _own(self, passes: Mapping[int, Tensor], marks: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
         counted, of_grads = self._norms()
         of_passes = total(list(passes.values())) if passes else self._zeros(self.pass_slots.size)
         return self._packed(
             passes,
-            told,
+            marks,
             squared=of_grads.square().sum(),
             overflow=overflow,
             code=self.nonfinite.code(counted, of_grads, of_passes, self.gradients),
@@ -218,7 +218,7 @@ class Update:
         return [p for p, _ in pairs], norms([grad for _, grad in pairs]).to(self.mesh.device)
 
     def _packed(
-        self, passes: Mapping[int, Tensor], told: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
+        self, passes: Mapping[int, Tensor], marks: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
     ) -> StepStats:
         """This worker's numbers in its slots, and zeros in those of others."""
         stats = StepStats(self.slots, self._zeros(self.slots.size))
@@ -234,9 +234,9 @@ class Update:
         if self.reach.count:
             stats["reached"].copy_(self.reach.own())
         stats["codes"][rank].copy_(code)
-        if told is not None:
-            stats["votes"].copy_(told[:2])
-            stats["marks"][rank].copy_(told[2:])
+        if marks is not None:
+            stats["votes"].copy_(marks[:2])
+            stats["marks"][rank].copy_(marks[2:])
         return stats
 
     def _grad(self, parameter: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.checks.arguments import uncounted
 from carrywave.step.micro_batches import flatten, unflatten
-from carrywave.step.nonfinite import mended
+from carrywave.step.nonfinite import reset_nonfinite_lanes
 from carrywave.step.update import StepResult
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
     if trainer.state is not None and trainer.state.carries:
         left = flatten(trainer.state)
-        trainer.state = unflatten(mended(left, trainer.compute.start(left[0].shape[1])))
+        trainer.state = unflatten(reset_nonfinite_lanes(left, trainer.compute.start(left[0].shape[1])))
     raise on_every_rank(
         Diverged(
             f"{cause} is no longer finite; lower the learning rate, or set train.clip; the weights are as they were before that step "

@@ -10,7 +10,7 @@ layout depends on the parameters alone, even with one replica, because the summa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import partners
-from carrywave.step.gradients import FlatBuffers, Gradients
+from carrywave.step.gradients import Flags, FlatBuffers, Gradients, Result
 from carrywave.step.norms import by_dtype, norm_of_each
 
 ALIGNED = 64  # elements; parameters start at multiples of it
@@ -89,7 +89,7 @@ class _Sum(FlatBuffers):
 
 
 class FixedTree(Gradients):
-    """Sums the gradients of shards where the bits must not depend on the number of replicas. Every shard is opened and closed in turn.
+    """Sums the gradients of shards where the bits must not depend on the number of replicas. Shards come in turn.
 
     `watched` are small parameters, the norms of whose gradients before the sum over workers go to `local`.
     """
@@ -118,14 +118,15 @@ class FixedTree(Gradients):
     def reduces(self, parameter: Tensor) -> bool:
         return id(parameter) in self._reduced
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._free += [each for each in (*self._stack, self._root) if each is not None]
         self._stack, self._closed, self._root = [], 0, None
         self.unreached = {id(p) for p in self.parameters}
 
-    def close(self) -> None:
-        reached = {id(p) for p, given in zip(self.trained, self.given, strict=True) if given}
-        self._add([p.grad if id(p) in reached else None for p in self.parameters])
+    def end_shard(self, reached: Sequence[Flags]) -> None:
+        super().end_shard(reached)
+        given_ids = {id(p) for p, given in zip(self.trained, self.given, strict=True) if given}
+        self._add([p.grad if id(p) in given_ids else None for p in self.parameters])
 
     def skip(self) -> None:
         """Count a shard without lanes."""
@@ -155,7 +156,8 @@ class FixedTree(Gradients):
             number //= 2
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def sum_over_workers(self, meanwhile: Callable[[], Result]) -> Result:
+        result = meanwhile()
         [root] = self._stack
         self._stack = []
         if root is None:
@@ -173,6 +175,7 @@ class FixedTree(Gradients):
                 dist.all_reduce(flat, group=pair.group)
             if branch.stages is not None:
                 _sum_in_order(flat, branch.stages.group)
+        return result
 
     def _buffer(self) -> _Sum:
         return self._free.pop() if self._free else _Sum([part for _, part in self._parts], aligned=ALIGNED)

@@ -61,7 +61,7 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
 
 
 def _backward(engine: Engine, batch: Batch, key: Tensor, carry: FlatCarry, graphs: Capture | None) -> None:
-    engine.gradients.begin()
+    engine.gradients.begin_step()
     engine.forward_backward([batch], [key], carry, graphs)
 
 
