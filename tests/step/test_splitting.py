@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
@@ -447,6 +448,21 @@ def test_one_lane_and_one_step_are_enough() -> None:
     long = cw.Batch.of(torch.randn(6, 1, FEATURES), torch.ones(6, 1, dtype=torch.int64))
     with pytest.warns(UserWarning, match="gives different results for a lane"):
         step(model(Each(lambda self, x: x - x.mean(1, keepdim=True))), SERIAL, long)
+
+
+def test_dropout_that_is_computed_again_in_backward_is_told_what_to_use() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, FEATURES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return out
+
+    for plan in (SERIAL, CHUNKS, MICRO_BATCHES):
+        with pytest.raises(UserError, match=r"a module with dropout is computed again in backward.*plan\.recompute=true"):
+            step(model(Again()), plan)
 
 
 def shifted(steps: int) -> nn.Module:
