@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from carrywave.kernels import random
+from carrywave.model.dropout import Dropout
 from carrywave.model.lstm import LSTM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler says much about itself
@@ -83,3 +84,18 @@ def test_a_compiled_step_is_the_step(case: str, backend: str, whole: bool) -> No
     expected, got = (trained(each, *CASES[case], whole=whole) for each in (None, backend))
     # The same operations, but for the kernels of the layer, which add in another order.
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("error:.*zlib")
+def test_keyed_dropout_in_a_compiled_module_has_the_masks_of_one_that_is_not() -> None:
+    torch._dynamo.reset()
+    drop = Dropout(0.5, name="encoder.drop")
+    compiled: Any = torch.compile(lambda x: drop(x) + 10 * drop(2 * x), backend="eager")  # twice: two masks
+    x = torch.ones(3, 4, 5)
+    for start in (0, 3, 6):
+        for lanes in (torch.arange(4), torch.arange(4, 8)):
+            found = []
+            for run in (compiled, lambda x: drop(x) + 10 * drop(2 * x)):
+                with random.scope(KEY, lanes, start):
+                    found.append(run(x))
+            assert torch.equal(*found)
