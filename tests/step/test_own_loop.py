@@ -345,6 +345,25 @@ def test_an_optimizers_hooks_see_the_final_gradient() -> None:
 # --- Bad numbers
 
 
+class MeanOfItsOwn(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total / count * target.numel(), torch.tensor(target.numel())
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+def test_a_loss_that_divides_by_no_targets_is_told_so() -> None:
+    missing = batch()
+    assert missing.targets is not None
+    missing.targets.fill_(-100)
+    words = "the loss that head computes .* is no longer finite; it is not finite where all targets are missing, .*have the loss return 0"
+    for keys in (SGD, SGD | {"sync": "local", "sync_every": 1}):
+        trainer = cw.Trainer(model(MeanOfItsOwn()), keys)
+        trainer.step(batch())
+        with pytest.raises(Diverged, match=words):
+            trainer.step(missing)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["the spec's optimizer", "an own one"])
 def test_a_bad_step_stops_and_harms_nothing(own: bool) -> None:
     net = model()

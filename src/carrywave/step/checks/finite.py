@@ -8,6 +8,7 @@ from carrywave.errors import Diverged
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.checks.arguments import uncounted
+from carrywave.step.checks.missing_targets import remedy
 from carrywave.step.micro_batches import flatten, unflatten
 from carrywave.step.nonfinite import mended
 from carrywave.step.update import StepResult
@@ -32,12 +33,13 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
         return now
     seen = trainer.nonfinite.look()
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
+    advice = remedy(trainer, cause, "lower the learning rate, or set train.clip")
     if trainer.state is not None and trainer.state.carries:
         left = flatten(trainer.state)
         trainer.state = unflatten(mended(left, trainer.compute.start(left[0].shape[1])))
     raise on_every_rank(
         Diverged(
-            f"{cause} is no longer finite; lower the learning rate, or set train.clip; the weights are as they were before that step "
+            f"{cause} is no longer finite; {advice}; the weights are as they were before that step "
             "(to continue without it, set train.on_nan=skip)"
         )
     )
