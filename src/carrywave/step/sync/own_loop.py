@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from carrywave.errors import Diverged, UserError
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.step.checks.missing_targets import remedy
+from carrywave.step.checks.finite import remedy
 from carrywave.step.nonfinite import MOST_IN_A_ROW
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
 from carrywave.step.update import StepResult
