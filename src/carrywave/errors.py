@@ -67,6 +67,13 @@ def one_line(error: BaseException, most_characters: int = 600) -> str:
     return textwrap.shorten(str(error), most_characters, placeholder=" …").rstrip(".")
 
 
+def short(value: str | None) -> str:
+    """A value shortened for a one-line message."""
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 60 else f"{value[:57]}…"
+
+
 _DISK = "free disk space"
 _LACKS = {  # what helps where the system has run out of something, or fails
     errno.ENOSPC: _DISK,

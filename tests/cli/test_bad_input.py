@@ -380,6 +380,11 @@ def leave(run: Path) -> None:
     remanifest(run, files=files | {"../../spec.yaml": {"bytes": 1, "sha256": ""}})
 
 
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda run: cut(last(run) / OPTIMIZER), f"{OPTIMIZER} is truncated or from another .*; {OTHER}"),
     "bit": (lambda run: flip(last(run) / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256 does .*; {OTHER}"),
@@ -410,6 +415,11 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "metrics.jsonl").unlink(),
         r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
     ),
+    "last is a pipe": (
+        lambda run: piped(run / "snapshots" / "last"),
+        "run/snapshots/last is not a regular file; replace it with one that holds the name of a snapshot folder",
+    ),
+    "log is a pipe": (lambda run: piped(run / "metrics.jsonl"), "run/metrics.jsonl is not a regular file; restore the one"),
     "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); correct --run, or remove --resume"),
     "data": (
         lambda run: write("train.txt", TEXT.replace("log", "fog")),
@@ -502,7 +512,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "absurd header": (lambda path: path.write_bytes((2**63).to_bytes(8, "little") + b"{}"), "it has no readable header"),
     "pipe": (
-        lambda path: (path.unlink(), os.mkfifo(path)),
+        piped,
         "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it",
     ),
     "missing": (Path.unlink, "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it"),

@@ -73,7 +73,7 @@ def test_nodes_of_skypilot() -> None:
 
 def test_hosts_named_by_hand() -> None:
     found = find({}, "a:4000, b,10.0.0.3:5", 2).hosts
-    assert found == Hosts(("a:4000", "b:29500", "10.0.0.3:5"), ("host 0", "host 1", "host 2"), 2, "--hosts")
+    assert found == Hosts(("a:4000", "b:4000", "10.0.0.3:5"), ("host 0", "host 1", "host 2"), 2, "--hosts")
     assert find({}, "fd00::1,[fd00::2]:7", 0).hosts == Hosts(("[fd00::1]:29500", "[fd00::2]:7"), ("host 0", "host 1"), 0, "--hosts")
     assert find({}, "a", 0) == Surroundings("--hosts")
 

@@ -6,6 +6,7 @@ A graph may break at the LSTM, as it does at torch's own.
 from __future__ import annotations
 
 import shutil
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from carrywave.kernels import random
+from carrywave.model.dropout import Dropout
 from carrywave.model.lstm import LSTM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler says much about itself
@@ -83,3 +85,24 @@ def test_a_compiled_step_is_the_step(case: str, backend: str, whole: bool) -> No
     expected, got = (trained(each, *CASES[case], whole=whole) for each in (None, backend))
     # The same operations, but for the kernels of the layer, which add in another order.
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_keyed_dropout_in_a_compiled_module_has_the_masks_of_one_that_is_not() -> None:
+    torch._dynamo.reset()
+    drop = Dropout(0.5, name="encoder.drop")
+
+    def twice(x: Tensor) -> Tensor:
+        return drop(x) + 10 * drop(2 * x)  # type: ignore[no-any-return]
+
+    compiled: Any = torch.compile(twice, backend="eager")
+    x, lanes = torch.ones(3, 4, 5), torch.arange(4, 8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for start in (0, 3):
+            found = []
+            for run in (compiled, twice):
+                with random.scope(KEY, lanes, start):
+                    found.append(run(x))
+            assert torch.equal(*found)
+    assert not [each for each in said if "zlib" in str(each.message)]

@@ -209,7 +209,12 @@ def test_origins_are_the_same_times_for_all_series(tmp_path: Path) -> None:
     assert origins.made_SO.tolist() == [[True] * 3, [False] * 3, [False] * 3]
     assert [line.removeprefix(f"{file}: ") for line in told] == [
         "1 of 4 series has fewer than 9 rows before the first origin and is left out: new",
-        "2 of 4 series end earlier than others and are forecast from fewer origins, or none, which are the same times for all: b, gone",
+        "2 of 4 series end earlier than others and are not forecast from any of the origins, which are the same times for all: b, gone",
+    ]
+    _, _, told = long_enough(whole, Rolling(4, 4, 3), before=9)
+    assert [line.removeprefix(f"{file}: ") for line in told[1:]] == [
+        "1 of 4 series ends earlier than others and is forecast from fewer origins, which are the same times for all: b",
+        "1 of 4 series ends earlier than others and is not forecast from any of the origins, which are the same times for all: gone",
     ]
     for number in range(3):
         known = at_origin(kept, origins, number)

@@ -336,3 +336,22 @@ def test_a_dump_shows_every_key_in_order() -> None:
     assert lines[:3] == ["task: language", "data:", "  train: builtin:python-topics"]
     assert lines[-1] == "plan: auto"
     assert len(lines) == sum(not key.startswith("plan.") for key in keys())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.hidden=[1, X",
+        "model.hidden=!X 1",
+        "model.hidden={X: 1, X: 2}",
+        "model.hidden=0X",
+        "model.hidden=1:X",
+        "X",
+        "X=1",
+        "model.X=1",
+    ],
+)
+def test_a_long_override_is_not_repeated_in_full(override: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(None, [override.replace("X", "1" * 100 if "{X" in override else "1" * 5000)])
+    assert len(str(caught.value)) < 600

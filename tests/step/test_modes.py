@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import carrywave as cw
+from carrywave.errors import UserError
 from carrywave.model.modes import TrainingModes
 
 SGD = {"optimizer": "sgd", "lr": 0.1, "precision": "fp64"}
@@ -107,3 +108,32 @@ def test_modes_are_those_of_the_last_step() -> None:
     net.eval()
     modes.resume()
     assert all(module.training for module in net.modules())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.norm = nn.Linear(2, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.read(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return out
+
+
+def test_a_batch_norm_kept_in_eval_is_accepted_on_every_plan_and_refused_in_training_mode() -> None:
+    found = []
+    for plan, options in [({}, {}), ({"chunk_steps": 2}, {}), ({"micro_batches": 2}, {}), ({}, {"reproducible": True})]:
+        torch.manual_seed(0)
+        encoder = Normed()
+        encoder.norm.running_mean.copy_(torch.arange(3.0))  # type: ignore[union-attr]
+        encoder.norm.eval()
+        model = cw.Model(encoder, cw.LSTM(3, 4), Head()).double()
+        trainer = cw.Trainer(model, SGD | options, plan=plan)
+        losses = [float(trainer.step(batch())) for _ in range(2)]
+        found.append([*losses, trainer.evaluate([batch()]), *encoder.norm.weight.tolist(), *encoder.norm.running_mean.tolist()])  # type: ignore[union-attr]
+        losses.append(float(trainer.step(batch())))
+        model.train()
+        with pytest.raises(UserError, match=r"encoder\.norm is a BatchNorm1d in training mode, .* keep its statistics as they are"):
+            trainer.step(batch())
+    for each in found:
+        assert each == pytest.approx(found[0], rel=1e-11)  # float64: sums in another order

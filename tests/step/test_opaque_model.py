@@ -119,7 +119,7 @@ def test_what_cannot_be_done_with_it_is_refused() -> None:
         cw.Trainer(nn.Linear(3, 2), loss=lambda out, target: out.sum()).step(  # type: ignore[arg-type, return-value]
             cw.Batch.of(torch.zeros(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64))
         )
-    with pytest.raises(UserError, match="BatchNorm1d, whose result depends on which lanes share a worker"):
+    with pytest.raises(UserError, match="BatchNorm1d in training mode, whose result depends on which lanes share a worker"):
         cw.Trainer(nn.Sequential(nn.BatchNorm1d(3)), loss=lambda out, target: (out.sum(), target.sum()))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.errors import Diverged, RunError, SpecError, UserError
 from carrywave.model.encoders import Embedding
+from carrywave.model.foreign_parameters import Audit
 from carrywave.model.heads import Softmax
 from carrywave.model.parameter_placement import Holding, hold
 from carrywave.step.optim.optimizer import NTASGD
@@ -168,6 +169,15 @@ class Tempered(Head):
     def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         total, count = super().loss(y, target)
         return total * self.read(), count
+
+
+def test_a_parameter_of_another_stage_behind_a_hidden_reference_is_refused_by_name() -> None:
+    net = model(Tempered(torch.ones(())))
+    net.head.read = net.encoder.weight.mean  # type: ignore[assignment]
+    hold(net, Holding(1, net.units, torch.device("cpu")), torch.float64)
+    total, _ = net.head.loss(torch.randn(T, B, WIDTH, dtype=torch.float64), batch().targets)
+    with pytest.raises(UserError, match=r"the loss depends on encoder\.weight, which another stage holds, .*make it an attribute"):
+        Audit(net, lambda: net.head.loss)(total)
 
 
 def test_parameters_that_are_not_the_models_are_refused() -> None:
@@ -333,6 +343,25 @@ def test_an_optimizers_hooks_see_the_final_gradient() -> None:
 
 
 # --- Bad numbers
+
+
+class MeanOfItsOwn(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total / count * target.numel(), torch.tensor(target.numel())
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+def test_a_loss_that_divides_by_no_targets_is_told_so() -> None:
+    missing = batch()
+    assert missing.targets is not None
+    missing.targets.fill_(-100)
+    words = "the loss that head computes .* is no longer finite; it is not finite where all targets are missing, .*have the loss return 0"
+    for keys in (SGD, SGD | {"sync": "local", "sync_every": 1}):
+        trainer = cw.Trainer(model(MeanOfItsOwn()), keys)
+        trainer.step(batch())
+        with pytest.raises(Diverged, match=words):
+            trainer.step(missing)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["the spec's optimizer", "an own one"])

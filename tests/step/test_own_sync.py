@@ -20,7 +20,7 @@ BATCH = batch_of(4, [4, 3, 4])
 
 
 def test_an_evaluation_needs_an_exchange() -> None:
-    trainer = cw.Trainer(build(), KEYS)
+    trainer = cw.Trainer(build(), KEYS | {"sync": "diloco"})
     trainer.evaluate([BATCH])  # before the first step all agree
     trainer.step(BATCH)
     for early in (lambda: trainer.evaluate([BATCH]), trainer.gathered):
@@ -31,6 +31,16 @@ def test_an_evaluation_needs_an_exchange() -> None:
     trainer.step(BATCH)
     trainer.exchange()
     trainer.gathered()
+
+
+def test_one_replica_that_averages_agrees_with_itself_at_any_step() -> None:
+    ours, theirs = cw.Trainer(build(), KEYS), cw.Trainer(build(), {"lr": 0.05})
+    for _ in range(3):
+        for trainer in (ours, theirs):
+            trainer.step(BATCH)
+        assert ours.evaluate([BATCH]) == pytest.approx(theirs.evaluate([BATCH]), rel=1e-12)  # float64: w + (v - w) rounds
+        for name, tensor in theirs.gathered().items():
+            torch.testing.assert_close(ours.gathered()[name], tensor, rtol=1e-12, atol=1e-14)
 
 
 def test_one_replica_computes_what_a_step_computes() -> None:

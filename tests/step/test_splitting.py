@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random as python_random
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
@@ -449,6 +451,21 @@ def test_one_lane_and_one_step_are_enough() -> None:
         step(model(Each(lambda self, x: x - x.mean(1, keepdim=True))), SERIAL, long)
 
 
+def test_dropout_that_is_computed_again_in_backward_is_told_what_to_use() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, FEATURES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return out
+
+    for plan in (SERIAL, CHUNKS, MICRO_BATCHES):
+        with pytest.raises(UserError, match=r"a module with dropout is computed again in backward.*plan\.recompute=true"):
+            step(model(Again()), plan)
+
+
 def shifted(steps: int) -> nn.Module:
     return Each(lambda self, x: x - torch.cat((torch.zeros_like(x[:steps]), x))[: len(x)])
 
@@ -797,3 +814,68 @@ def test_what_mixes_at_certain_values_is_found_by_the_regular_checks() -> None:
     trainer.step(small)
     with pytest.raises(PlanError, match="gives different results for a lane"):
         trainer.step(large)  # the fourth
+
+
+class WeightedByMissing(Head):
+    """Weights its targets by how many of them are missing."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total * (1.0 + (target == -100).double().mean()), count
+
+
+class UpToTheLongest(Largest):
+    """Pools a mean over as many steps as the longest lane of its batch has."""
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        real = torch.arange(len(y))[:, None, None] < lengths[:, None]
+        return (acc[0] + torch.where(real, y, 0.0).sum(0) / lengths.max().clamp(min=1),)
+
+
+def by_pairs(self: Any, x: Tensor) -> Tensor:
+    """Every lane beside its neighbour; the last of an odd number of lanes alone."""
+    even = x[:, : x.shape[1] // 2 * 2].unflatten(1, (-1, 2))
+    return torch.cat(((even - even.mean(2, keepdim=True)).flatten(1, 2), x[:, even.shape[1] * 2 :]), dim=1)
+
+
+def by_fours(self: Any, x: Tensor) -> Tensor:
+    """The steps in blocks of four, with what is left over in front as it is."""
+    over = len(x) % 4
+    return torch.cat((x[:over], x[over:].unflatten(0, (-1, 4)).cumsum(1).flatten(0, 1)))
+
+
+def with_lengths(steps: int, lengths: list[int], *, pooled: bool = False) -> cw.Batch:
+    whole = of_size(steps, len(lengths))
+    assert whole.targets is not None
+    return cw.Batch.of(whole.inputs, whole.targets[0] if pooled else whole.targets, lengths, pooled=pooled)
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+@pytest.mark.parametrize(
+    ("made", "plan", "batches"),
+    [
+        (lambda: model(Numbers(FEATURES), WeightedByMissing()), CHUNKS, [of_size(9, 4), with_lengths(9, [9, 5, 1, 7])]),
+        (lambda: model(Numbers(FEATURES), WeightedByMissing()), MICRO_BATCHES, [of_size(9, 4), with_lengths(9, [9, 5, 1, 7])]),
+        (
+            lambda: model(Numbers(FEATURES), UpToTheLongest(bad=False)),
+            MICRO_BATCHES,
+            [with_lengths(9, [9] * 4, pooled=True), with_lengths(9, [9, 8, 3, 2], pooled=True)],
+        ),
+        (lambda: model(Each(by_pairs), Exact()), MICRO_BATCHES, [of_size(5, 8), of_size(5, 6)]),  # 4 and 4 lanes, then 3 and 3
+        (lambda: model(Each(by_fours), Exact()), {"chunk_steps": 12}, [of_size(24, 2), of_size(23, 2)]),
+        (lambda: model(Each(by_fours), Exact()), {"chunk_steps": 12}, [of_size(24, 2), of_size(35, 2)]),  # 12, 12 and 11
+    ],
+    ids=["missing, time", "missing, lanes", "longest", "pairs", "odd chunks", "odd chunk of several"],
+)
+def test_a_split_that_is_wrong_only_for_some_batches_is_refused_before_them(made: Any, plan: dict[str, int], batches: Any) -> None:
+    found: list[list[float]] = []
+    for each in (SERIAL, plan):
+        torch.manual_seed(0)
+        trainer = cw.Trainer(made().double(), {"optimizer": "sgd", "lr": 0.1}, plan=each, keep_state=False)
+        found.append([])
+        with contextlib.suppress(PlanError):
+            for one in batches:
+                found[-1].append(float(trainer.step(one)))
+    alone, split = found
+    assert len(split) < len(alone) == len(batches)  # refused, at the first batch or at the second
+    assert split == pytest.approx(alone[: len(split)], rel=1e-6)  # heads compute in float32

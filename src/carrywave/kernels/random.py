@@ -61,6 +61,10 @@ def site(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+# torch.compile cannot look into zlib. This is what torch.compiler.assume_constant_result sets, without importing the compiler for it.
+site._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def key(seed: int, *path: int) -> Tensor:
     """A key, int32[2] on the CPU: 8 bytes of BLAKE2b over the numbers in decimal, so that seeds of any size count in full."""
     digest = hashlib.blake2b(",".join(str(int(number)) for number in (seed, *path)).encode(), digest_size=8).digest()

@@ -9,13 +9,14 @@ from carrywave.launch.hosts import Hosts, host_and_port, usual_port, with_port
 
 
 def read(names: str | None, index: int | None, environment: Mapping[str, str]) -> Hosts | None:
-    """The hosts of `--hosts` and `--host-index`; None if neither is given. Only the first host's port is used."""
+    """The hosts of `--hosts` and `--host-index`; None if neither is given. All meet at the first one's port."""
     if names is None and index is None:
         return None
     if names is None:
         raise WorkerError(f"--host-index is {index}, but no hosts are named; name all of them, as in --hosts hostA,hostB")
-    usual = usual_port(environment)
-    addresses = tuple(_address(name.strip(), usual) for name in names.split(","))
+    first, *others = (name.strip() for name in names.split(","))
+    meeting = _address(first, usual_port(environment))
+    addresses = (meeting, *(_address(name, host_and_port(meeting, "--hosts")[1]) for name in others))
     hosts = [host_and_port(address, "--hosts")[0] for address in addresses]
     if len(set(addresses)) != len(addresses):
         twice = next(host for host, address in zip(hosts, addresses, strict=True) if addresses.count(address) > 1)

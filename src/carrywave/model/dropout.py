@@ -1,7 +1,7 @@
 """Keyed dropout for modules that see only x: the mask depends on the batch's key and the global coordinates of x, never on the worker.
 
 `keyed` makes a user's module safe to split across workers: it replaces torch's dropout with keyed dropout, and rejects by name modules
-whose result depends on which lanes share a worker (batch norm) or on an unkeyed generator.
+whose result depends on which lanes share a worker (batch norm in training mode) or on an unkeyed generator.
 """
 
 from __future__ import annotations
@@ -66,10 +66,18 @@ def keyed(module: nn.Module, prefix: str) -> nn.Module:
     return module
 
 
+def refuse_batch_norm(module: nn.Module, path: str) -> None:
+    """Raise on a batch norm in training mode. In evaluation mode, where its owner may keep it, its statistics are fixed numbers."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        raise UserError(
+            f"{path} is a {type(module).__name__} in training mode, whose result depends on which lanes share a worker; use nn.LayerNorm, "
+            "or keep its statistics as they are with its eval()"
+        )
+
+
 def _refuse(module: nn.Module, path: str) -> None:
     kind = type(module).__name__
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        raise UserError(f"{path} is a {kind}, whose result depends on which lanes share a worker; use nn.LayerNorm")
+    refuse_batch_norm(module, path)
     others = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     if isinstance(module, others) or (isinstance(module, nn.Dropout) and type(module) is not nn.Dropout):
         raise UserError(f"{path} is a {kind}, whose mask cannot be keyed; use nn.Dropout or carrywave's Dropout(p, locked=True)")

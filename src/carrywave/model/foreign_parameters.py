@@ -36,6 +36,8 @@ class Audit:
 
     def __init__(self, model: nn.Module, reads: Callable[[], Any]) -> None:
         self.known = {id(p) for p in model.parameters()}
+        # Those that this worker gave up to another stage, as who still refers to them sees them.
+        self.given_up = {id(p.stands_for()): name for name, p in model.named_parameters() if hasattr(p, "stands_for")}
         self.reads = reads  # returns the loss function, which is searched for the name of a foreign tensor
         self.entered: list[Tensor] = []  # kept alive: the id of a freed tensor may be reused
 
@@ -50,6 +52,12 @@ class Audit:
         own = {id(tensor) for tensor in self.entered}
         for leaf in leaves(root):
             if id(leaf) not in self.known and id(leaf) not in own:
+                if id(leaf) in self.given_up:
+                    raise UserError(
+                        f"the loss depends on {self.given_up[id(leaf)]}, which another stage holds, through a reference that does not show "
+                        "that two units share it; make it an attribute of the module that reads it (self.name = the parameter), which is "
+                        "then kept equal on both stages, or train without plan.stages"
+                    )
                 name = _name(leaf, self.reads())
                 raise UserError(
                     f"the loss depends on {name or 'a tensor'} of shape {list(leaf.shape)}, which is not a parameter of the model: "

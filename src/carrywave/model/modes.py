@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from carrywave.model.dropout import refuse_batch_norm
+
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
@@ -30,16 +32,19 @@ class TrainingModes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._modules = list(model.modules())  # listed once: a step should not have to walk through the model
+        self._norms = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
         self._kept: list[nn.Module] = self._in_eval() if model.training else []  # in evaluation mode at the last step
 
     def resume(self) -> None:
         """Put the model into training mode, except for the parts that were kept in evaluation mode at the last step."""
         if self.model.training:
             self._kept = self._in_eval()
-            return
-        self.model.train()
-        for module in self._kept:
-            module.training = False
+        else:
+            self.model.train()
+            for module in self._kept:
+                module.training = False
+        for name, norm in self._norms:
+            refuse_batch_norm(norm, name or "the model")
 
     def _in_eval(self) -> list[nn.Module]:
         return [module for module in self._modules if not module.training]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
-from carrywave.errors import SpecError, UserError, WorkerError, option
+from carrywave.errors import SpecError, UserError, WorkerError, option, short
 from carrywave.parallel import process_groups
 from carrywave.parallel.arrivals import arrive
 from carrywave.parallel.liveness import heartbeat, lost_contact
@@ -37,7 +37,6 @@ from carrywave.parallel.startup.rendezvous import (
     on_every_rank,
     reason,
     seconds_of,
-    short,
     start_seconds,
 )
 

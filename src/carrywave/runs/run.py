@@ -392,4 +392,6 @@ class Run:
 
 
 def _size(path: Path) -> int:
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path} is not a regular file; restore the one that the run wrote, or start a new run with {option('init')}")
     return path.stat().st_size if path.is_file() else 0

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from carrywave.errors import SpecError, from_system, remedy_for
+from carrywave.errors import SpecError, from_system, remedy_for, short
 from carrywave.spec.describe import Key, keys
 from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
@@ -168,9 +168,11 @@ def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
 def _refuse_doubtful(node: yaml.ScalarNode) -> None:
     """Reject numbers that YAML 1.1 reads differently from a person."""
     if ":" in node.value:
-        raise _refusal(f"{node.value} is a base-60 number in YAML; write the number out, or put text in quotes", node.start_mark)
+        raise _refusal(f"{short(node.value)} is a base-60 number in YAML; write the number out, or put text in quotes", node.start_mark)
     if LEADING_ZERO.match(node.value):
-        raise _refusal(f"{node.value} has a leading zero, which may mean octal; remove the zero, or put text in quotes", node.start_mark)
+        raise _refusal(
+            f"{short(node.value)} has a leading zero, which may mean octal; remove the zero, or put text in quotes", node.start_mark
+        )
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
@@ -187,14 +189,14 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
         if not isinstance(key_node, yaml.ScalarNode):
             raise _refusal("a key must be plain text; write key: value", key_node.start_mark)
         if key_node.value in found:
-            raise _refusal(f"key {key_node.value} is given twice; remove one of them", key_node.start_mark)
+            raise _refusal(f"key {short(key_node.value)} is given twice; remove one of them", key_node.start_mark)
         found[key_node.value] = loader.construct_object(value_node, deep=True)
     return found
 
 
 def _refuse_tag(loader: _Loader, node: yaml.Node) -> None:
     tag = node.tag.replace(YAML_TAG, "!!", 1)
-    raise _refusal(f"the tag {tag} is not allowed; use plain values only", node.start_mark)
+    raise _refusal(f"the tag {short(tag)} is not allowed; use plain values only", node.start_mark)
 
 
 _Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence(f"{YAML_TAG}seq", value, flow_style=True))
@@ -261,11 +263,11 @@ def _override(tree: dict[str, Any], override: str) -> None:
     """Set one dotted key in place; later overrides win."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise SpecError(f"{override!r} is not key=value; write for example model.hidden=256")
+        raise SpecError(f"{short(override)!r} is not key=value; write for example model.hidden=256")
     problem = _check_dotted(dotted)
     if problem:
         raise SpecError(problem)
-    value = parse_yaml(text, override)
+    value = parse_yaml(text, short(override))
     *parents, last = _split(dotted)
     section, name = tree, ""
     for parent in parents:
@@ -319,7 +321,7 @@ def _suggest(dotted: str) -> str:
     )
     if meant:
         return f"unknown key {dotted}; did you mean {' or '.join(meant)}?"
-    return f"unknown key {dotted}; use one of {', '.join(beside)}"
+    return f"unknown key {short(dotted)}; use one of {', '.join(beside)}"
 
 
 def _nearest(last: str, names: Sequence[str]) -> list[str]:

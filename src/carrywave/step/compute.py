@@ -42,12 +42,14 @@ class Compute:
         self.per_change = torch.ones((), dtype=torch.float64, device=mesh.device) if spec.beta else None
         self.scheduler: Scheduler = wavefront
         self.clock: TaskClock | None = None  # if set, times the tasks
+        self.last: Batch | None = None  # this worker's part of the last batch that was computed rather than replayed from a graph
 
     def __call__(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, gradients: Gradients | None = None
     ) -> tuple[Tensor, FlatCarry]:
         """`gradients`: told which become final, if this is the last pass of a step."""
         plan = self.mesh.plan
+        self.last = batches[-1]
         program = program_for(plan, batches, backward=True, whole=self.whole, scheduler=self.scheduler)
         with watched_encoder(self.stage) as encoded:
             outcomes = executor.run(

@@ -40,6 +40,7 @@ from carrywave.step.stats import pass_slots
 MOST_IN_A_ROW = 10  # consecutive skipped steps before the run stops
 MOST_BACKS = 3  # returns to the last snapshot before the run stops
 BACK_FACTOR = 0.5  # learning-rate factor at each return
+LOSS = "the loss that"  # begins the words for a loss that is not finite
 SMALL = 1 << 16  # most elements of a gradient that is inspected before the all-reduce
 
 
@@ -72,7 +73,7 @@ class ComputeOrder:
         count = len(self.names)
         if said > 2 * count:
             unit = 3 * count - said
-            what = "the loss that" if unit == count - 1 else "the output that"
+            what = LOSS if unit == count - 1 else "the output that"
             return f"{what} {self.names[unit]} computes on rank {rank}"
         if said > count:
             return f"the gradient of {self.names[said - count - 1]} on rank {rank}"

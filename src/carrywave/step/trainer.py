@@ -159,7 +159,7 @@ class Trainer:
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
         shards = self.engine.shards is not None
         self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.within, self.mesh, self.spec, shards=shards)
-        self._modes = TrainingModes(self.model.module if isinstance(self.model, Whole) else self.model)
+        self.modes = TrainingModes(self.model.module if isinstance(self.model, Whole) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
@@ -189,7 +189,7 @@ class Trainer:
 
     def run(self, batches: Sequence[Batch], *, applies: bool) -> StepResult:
         """Run forward and backward of these batches; `applies`: then update the weights, otherwise leave the gradient in `.grad`."""
-        self._modes.resume()
+        self.modes.resume()
         if self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         check_batches(batches, self.model, keep_state=self.keep_state)

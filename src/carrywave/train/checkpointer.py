@@ -136,7 +136,7 @@ class Checkpointer:
         except Exception as error:
             lost = self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
             if lost is not None:  # besides the error itself: the run will resume from an older snapshot than expected
-                self.watch.say(f"{lost.partition('; ')[0]}; the previous snapshot is kept")
+                self.watch.say(lost)
             raise
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from carrywave.errors import Diverged
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.checks.finite import remedy
 from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW, Seen
 from carrywave.step.trainer import Trainer
 from carrywave.train.loop_state import LoopState
@@ -31,12 +32,8 @@ def heed(at: LoopState, train: TrainSpec, trainer: Trainer, seen: Seen, *, scale
         say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
         return
     skipped = f"{seen.longest} steps in a row were skipped; " if skips else ""
-    raise on_every_rank(
-        Diverged(
-            f"{fact}; {skipped}lower train.lr={train.lr:g} or set train.clip; "
-            f"nothing from {'those steps' if skips else 'that step'} was saved"
-        )
-    )
+    advice = remedy(trainer, cause, f"lower train.lr={train.lr:g} or set train.clip")
+    raise on_every_rank(Diverged(f"{fact}; {skipped}{advice}; nothing from {'those steps' if skips else 'that step'} was saved"))
 
 
 def check_can_go_back(at: LoopState, train: TrainSpec, error: Diverged) -> None:

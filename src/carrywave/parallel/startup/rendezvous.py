@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from carrywave.errors import ContactLost, PortError, UserError, WorkerError
+from carrywave.errors import ContactLost, PortError, UserError, WorkerError, short
 from carrywave.parallel.startup import door, native_logs
 
 START_SECONDS = 60.0
@@ -153,14 +153,14 @@ def _listen(address: str, port: int) -> int | None:
     return listener.detach()
 
 
-def _taken(address: str, port: int) -> WorkerError | PortError:
+def _taken(address: str, port: int) -> PortError:
     remedy = "use a free one (--hosts HOST:PORT, MASTER_PORT, --master-port)"
     try:
         job = door.holder(open_store(address, port, False, ASK_SECONDS))
     except (WorkerError, RuntimeError):
         job = None
     if job is not None:
-        return WorkerError(f"{job} uses port {port} on {address}; {remedy}")
+        return PortError(f"{job} uses port {port} on {address}; {remedy}, or start this one again when that one has ended")
     return PortError(f"port {port} on {address} is in use by another program; {remedy}")
 
 
@@ -228,13 +228,6 @@ def on_every_rank(error: UserError, told_by: int = 0) -> UserError:
     """Mark an error as raised by every worker, to be reported by one of them."""
     error.told_by = told_by
     return error
-
-
-def short(value: str | None) -> str:
-    """A value shortened for a one-line message."""
-    if value is None:
-        return "nothing"
-    return value if len(value) <= 60 else f"{value[:57]}…"
 
 
 def reason(error: BaseException) -> str:

@@ -110,11 +110,15 @@ def long_enough(table: Table, rolling: Rolling, *, before: int) -> tuple[Table, 
             f"{table.name}: origins are counted back from the last time of all series, but no series has {before} rows before the first "
             f"and {rolling.beyond} after it; leave out those that end much later than the others, or use fewer origins"
         )
-    ended = fits & ~made_SO.all(axis=1)
-    if ended.any():
-        ends, are = ("ends", "is") if ended.sum() == 1 else ("end", "are")
-        fact = f"{ends} earlier than others and {are} forecast from fewer origins, or none, which are the same times for all"
-        lines.append(f"{table.name}: {_some(table, ended)} {fact}: {_named(table, ended)}")
+    from_some = made_SO.any(axis=1)
+    for ended, what in (
+        (fits & from_some & ~made_SO.all(axis=1), "forecast from fewer origins"),
+        (fits & ~from_some, "not forecast from any of the origins"),
+    ):
+        if ended.any():
+            ends, are = ("ends", "is") if ended.sum() == 1 else ("end", "are")
+            fact = f"{ends} earlier than others and {are} {what}, which are the same times for all"
+            lines.append(f"{table.name}: {_some(table, ended)} {fact}: {_named(table, ended)}")
     if origins.last_O is None and _end_apart(table):
         lines.append(f"{table.name}: series have no times in common, so the origins of each are counted back from its own end")
     if fits.all():

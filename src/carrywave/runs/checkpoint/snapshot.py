@@ -168,6 +168,8 @@ def open_stored(path: Path) -> Stored:
 
 def last(folder: Path) -> Path:
     """The folder of the last snapshot."""
+    if (folder / POINTER).exists() and not (folder / POINTER).is_file():
+        raise RunError(f"{folder / POINTER} is not a regular file; replace it with one that holds the name of a snapshot folder beside it")
     if not (folder / POINTER).is_file():
         raise RunError(f"{folder} has no snapshot; remove {option('resume')} and start in another {option('run')}")
     name = pointed(folder, POINTER)

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import WorkerError
+from carrywave.errors import WorkerError, short
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.startup.rendezvous import on_every_rank, short
+from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
 
 # What is compared, in column order, and how to fix a mismatch.

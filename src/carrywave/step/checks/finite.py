@@ -1,15 +1,30 @@
-"""Raises, in a user's own loop, if a step had non-finite numbers or nothing to divide by."""
+"""Raises, in a user's own loop, if a step had non-finite numbers or nothing to divide by; and says what to do about such numbers.
+
+A mean over no targets is 0 / 0. A loss that is such a mean times the number of targets is right until a chunk, a micro-batch or a replica
+has none, and then not finite, however low the learning rate is.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from carrywave.data.batch import IGNORED
 from carrywave.errors import Diverged
+from carrywave.kernels import random
+from carrywave.model.opaque_model import Whole
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.world import all_gather_text
 from carrywave.step.checks.arguments import uncounted
+from carrywave.step.checks.module_runs import head, piecewise
+from carrywave.step.checks.probe import untouched
+from carrywave.step.checks.probe_sample import few_of, is_absent
 from carrywave.step.micro_batches import flatten, unflatten
-from carrywave.step.nonfinite import reset_nonfinite_lanes
+from carrywave.step.nonfinite import LOSS, reset_nonfinite_lanes
 from carrywave.step.update import StepResult
 
 if TYPE_CHECKING:
@@ -32,12 +47,44 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
         return now
     seen = trainer.nonfinite.look()
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
+    advice = remedy(trainer, cause, "lower the learning rate, or set train.clip")
     if trainer.state is not None and trainer.state.carries:
         left = flatten(trainer.state)
         trainer.state = unflatten(reset_nonfinite_lanes(left, trainer.compute.start(left[0].shape[1])))
     raise on_every_rank(
         Diverged(
-            f"{cause} is no longer finite; lower the learning rate, or set train.clip; the weights are as they were before that step "
+            f"{cause} is no longer finite; {advice}; the weights are as they were before that step "
             "(to continue without it, set train.on_nan=skip)"
         )
     )
+
+
+def remedy(trainer: Trainer, cause: str, usual: str) -> str:
+    """The remedy for a cause as `NonfiniteRecord.cause` names it. Collective: every rank must call it."""
+    if not cause.startswith(LOSS) or not any(all_gather_text(trainer.mesh.world, "yes" if _fails_without_targets(trainer) else "")):
+        return usual
+    return (
+        "it is not finite where all targets are missing, as they may be in a part of a batch; have the loss return 0 there (a mean over no "
+        f"targets is 0/0), or, if that is not it, {usual}"
+    )
+
+
+def _fails_without_targets(trainer: Trainer) -> bool:
+    """True if the loss of a few lanes of the last batch is not finite once their targets are masked."""
+    stage, batch = trainer.stage, trainer.compute.last
+    if batch is None or batch.targets is None or not stage.has_head:
+        return False
+    targets = batch.targets
+    if targets.is_cuda and not bool(is_absent(targets).any()):
+        return False  # a head that does not handle masked targets may trigger a device-side assertion, which kills the process
+    sample = few_of(batch, random.key(0), stage.width_head, pooled=stage.pooled, whole_time=True)
+    assert sample.targets is not None
+    masked = torch.full_like(sample.targets, torch.nan if targets.is_floating_point() else IGNORED)
+    if isinstance(stage, Whole):
+        root, run = stage.module, piecewise(stage, "module")
+    else:
+        root, run = stage.head, head(stage.head, "head", pooled=stage.pooled)
+    dtype = next((p.dtype for p in root.parameters()), torch.float32)
+    with suppress(Exception), untouched(root, sample.x.device, dtype), torch.no_grad():
+        return not bool(run(replace(sample, targets=masked).to(dtype), sample.whole.pieces).sums[0][0].isfinite())
+    return False

@@ -118,7 +118,9 @@ def _gradients(total: Tensor, root: nn.Module, path: str, y: Tensor | None = Non
     wanted = [*trained.values(), *([] if y is None else [y])]
     if not wanted:
         return {}
-    return dict(zip([*trained, "its input"], torch.autograd.grad(total, wanted, allow_unused=True), strict=False))
+    with random.without_draws():  # as in a step, which has words of its own for what is computed again in backward
+        found = torch.autograd.grad(total, wanted, allow_unused=True)
+    return dict(zip([*trained, "its input"], found, strict=False))
 
 
 def _add(ran: Ran, gradients: dict[str, Tensor | None]) -> None:

@@ -14,7 +14,6 @@ from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor
 from carrywave.errors import UserError
 from carrywave.kernels import random
-from carrywave.model.modes import mode
 from carrywave.parallel.world import all_gather_text
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.step.engine import Engine
@@ -50,9 +49,9 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     key = random.key(trainer.spec.seed, 0, 0)
     state = trainer.compute.start(own.lanes.shape[0]) if trainer.keep_state else None
     try:
-        with mode(trainer.model, training=True):
-            in_shards = _seconds(trainer.device, lambda: _backward(engine, own, key, state, trainer.capture))
-            without = _seconds(trainer.device, lambda: _backward(whole, own, key, state, trainer.capture))
+        trainer.modes.resume()  # as a step does
+        in_shards = _seconds(trainer.device, lambda: _backward(engine, own, key, state, trainer.capture))
+        without = _seconds(trainer.device, lambda: _backward(whole, own, key, state, trainer.capture))
     finally:
         trainer.restart_recordings()
         for _, parameter in trainer.named:

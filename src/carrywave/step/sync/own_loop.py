@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from carrywave.errors import Diverged, UserError
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.step.checks.finite import remedy
 from carrywave.step.nonfinite import MOST_IN_A_ROW
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
 from carrywave.step.update import StepResult
@@ -26,6 +27,7 @@ class OwnExchanges:
 
     def __init__(self, trainer: Trainer) -> None:
         self.meetings = Meetings(weakref.proxy(trainer))  # the trainer holds this object
+        self.alone = trainer.plan.replicas == 1 and trainer.spec.sync == "local"  # the mean of one replica's weights is these weights
         self.steps = 0
         self.met = 0  # the step after which everything was exchanged last
 
@@ -44,7 +46,7 @@ class OwnExchanges:
 
     def check_met(self) -> None:
         """Refuse what needs the weights that all replicas agree on, where they have not agreed since their last step."""
-        if self.met != self.steps:
+        if self.met != self.steps and not self.alone:
             raise UserError("replicas have trained on their own since their last exchange; call trainer.exchange() on all workers first")
 
     @lost_contact.kept
@@ -55,7 +57,8 @@ class OwnExchanges:
         if met.scale_gone or (seen.ago is not None and stops):  # before anything non-finite reaches another replica
             cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights, world=trainer.mesh.world)
             gone = f" at any loss scale down to {SMALLEST_SCALE:g}" if met.scale_gone else ""
-            raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; lower the learning rate, or set train.clip"))
+            advice = remedy(trainer, cause, "lower the learning rate, or set train.clip")
+            raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; {advice}"))
         self.meetings.sync.exchange(due, met.targets)
         if len(due) == self.meetings.sync.fragments:
             self.met = self.steps
