@@ -24,7 +24,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
-from carrywave.step.checks.splitting import SplitCheck
+from carrywave.step.checks.own_modules.splitting import SplitCheck
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.job import BatchOutcome, Observer
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten

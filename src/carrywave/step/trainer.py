@@ -42,9 +42,9 @@ from carrywave.step.checks.arguments import (
 from carrywave.step.checks.audit import audited
 from carrywave.step.checks.finite import look
 from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.own_modules.splitting import split_checks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
-from carrywave.step.checks.splitting import split_checks
 from carrywave.step.checks.trainable import Followed
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine

@@ -20,9 +20,9 @@ from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
 from carrywave.step.checks.arguments import uncounted
-from carrywave.step.checks.module_runs import head, piecewise
-from carrywave.step.checks.probe import untouched
-from carrywave.step.checks.probe_sample import few_of, is_absent
+from carrywave.step.checks.own_modules.module_runs import head, piecewise
+from carrywave.step.checks.own_modules.probe import untouched
+from carrywave.step.checks.own_modules.probe_sample import few_of, is_absent
 from carrywave.step.micro_batches import flatten, unflatten
 from carrywave.step.nonfinite import LOSS, reset_nonfinite_lanes
 from carrywave.step.update import StepResult

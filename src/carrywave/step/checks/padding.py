@@ -17,9 +17,9 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
-from carrywave.step.checks.module_runs import piecewise
-from carrywave.step.checks.probe import untouched
-from carrywave.step.checks.probe_sample import LANES, ProbeSample
+from carrywave.step.checks.own_modules.module_runs import piecewise
+from carrywave.step.checks.own_modules.probe import untouched
+from carrywave.step.checks.own_modules.probe_sample import LANES, ProbeSample
 
 TOLERANCE = 1e-5  # of the loss: in float64 far above rounding, even if a module computes in float32 internally
 

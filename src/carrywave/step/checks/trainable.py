@@ -7,6 +7,7 @@ import json
 from torch import nn
 
 from carrywave.errors import UserError, WorkerError
+from carrywave.model.model import Model
 from carrywave.parallel.arrivals import all_arrive
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import World, all_gather_text
@@ -17,6 +18,13 @@ class Followed:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
+        self.model, self.parts = model, {name: getattr(model, name) for name in ("encoder", "lstm", "head") if isinstance(model, Model)}
+        for each in [model, model.lstm] if isinstance(model, Model) else []:
+            if not type(each).forward.__module__.startswith("carrywave.") or "forward" in vars(each):
+                raise UserError(
+                    f"the forward of {type(each).__name__} would be ignored: a trainer runs encoder, layers and head chunk by chunk; "
+                    "move what it does into the encoder or the head, or pass any other nn.Module with loss=..."
+                )
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.places = [
             # A scripted module has a different kind of parameter store, which it rebuilds on every access.
@@ -31,6 +39,9 @@ class Followed:
 
     def changed(self) -> bool:
         """True if other parameters are trained than at the last step. The change must be the same on all workers."""
+        for name, part in self.parts.items():
+            if getattr(self.model, name) is not part:
+                raise UserError(f"model.{name} was replaced after the trainer was created; create a new Trainer afterwards")
         for store, key, parameter in self.places:
             if store.get(key) is not parameter:
                 raise UserError(

@@ -1,10 +1,10 @@
 """Checks that a user's modules give the same answer however the work is split; a module that does not is refused by name, or warned about.
 
 What a plan cuts is compared as it cuts it: on the real batch, once whole and once in the plan's own pieces (chunks of time, lanes of each
-replica and micro-batch). That happens at steps 1, 2, 4, 8 and so on; at every batch that is longer or wider than all before, has a shorter
-or narrower piece, or is the first with padding; and after a change to the modules. A module that cannot be compared is refused, unless its
-owner vouches for it. A module is only harmed along an axis that the plan cuts: a convolution over time trains fine on one device. So what
-only other plans would break is a warning, given once, after a trial on a few lanes and steps.
+replica and micro-batch). That happens at steps 1, 2, 3, 4, 6, 9, 13 and so on, each half as far again; at batches of a new size, and the
+first with padding; and after a change to the modules. A module that cannot be compared is refused, unless its owner vouches for it. A
+module is only harmed along an axis that the plan cuts: a convolution over time trains fine on one device. So what only other plans would
+break is a warning, given once, after a trial on a few lanes and steps.
 
 Some faults are recognised by the module's class and options (`known`). Our own modules, and those of torch that work on one step of one
 lane at a time, are known to be safe and are not tried.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -25,23 +26,27 @@ from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
+from carrywave.model.state import Chunk
 from carrywave.parallel.arrivals import all_arrive
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import all_gather_text, wait_for_all
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step.checks import probe
-from carrywave.step.checks.cuts import Extent, cut_of, extent_of
-from carrywave.step.checks.module_changes import ModuleChanges, is_power_of_2
-from carrywave.step.checks.module_runs import Run, encoder, head, piecewise
-from carrywave.step.checks.probe import Finding, Trial
-from carrywave.step.checks.probe_sample import all_of, few_of, is_absent
-from carrywave.step.checks.stepwise import stepwise
+from carrywave.step.checks.own_modules import probe
+from carrywave.step.checks.own_modules.cuts import Extent, cut_of, extent_of
+from carrywave.step.checks.own_modules.module_changes import ModuleChanges, is_power_of_2
+from carrywave.step.checks.own_modules.module_runs import Run, encoder, head, piecewise
+from carrywave.step.checks.own_modules.probe import Finding, Trial, untouched
+from carrywave.step.checks.own_modules.probe_sample import all_of, few_of, is_absent
+from carrywave.step.checks.own_modules.shared_objects import changed_by, hidden_references, shared_objects
+from carrywave.step.checks.own_modules.stepwise import stepwise
+from carrywave.step.precision import autocast
 
 _STEP_BY_STEP = "make it work step by step, or remove plan.stages and plan.chunk_steps"
 _LANE_BY_LANE = "make it work lane by lane, or train on one device without micro-batches"
 _EACH_ALONE = "make it work step by step and lane by lane, or train on one device without chunks and micro-batches"
 _WHEN = {None: "", "time": "when split by time", "lanes": "when split by lanes", "both": "when split by time and lanes"}
+ALL_SIZES = 16  # sizes of batches that are all compared
 VOUCHED = "splittable"  # an attribute that a user sets on an encoder, a head or a module in one piece: it is not tried
 
 
@@ -81,17 +86,22 @@ class SplitCheck:
             self._concerned = self._any(any(not _is_safe(self.stage, root) or any(True for _ in known(root, "")) for root in tried))
         elif not self._concerned:
             self._concerned = self._concerned_late()
-        for batch, key in zip(batches, keys, strict=True) if self._concerned else ():
-            first = seen.extent is None
-            if not first and not self._splits:
-                return  # it was warned about, if need be
-            now = self._extent(batch, masked=seen.extent is not None and seen.extent.masked)
-            joined = now if seen.extent is None else seen.extent.joined(now)
-            changed = not first and seen.changes.due()
-            if joined != seen.extent or is_power_of_2(seen.looks + 1) or self._any(changed):
-                self._check(batch, key, training=training, first=training and first, changed=changed)
-                seen.changes.settle()
-            seen.extent, seen.looks = joined, seen.looks + 1
+        if not self._concerned or (seen.sizes and not self._splits):
+            return  # what other plans would break was warned about
+        regular = seen.looks + 1 >= seen.next
+        changed = bool(seen.sizes) and seen.changes.due()
+        extents = [self._extent(batch, masked=seen.extent is not None and seen.extent.masked) for batch in batches]
+        news = [seen.is_new(extent) for extent in extents]
+        if regular or any(news) or self._any(changed):
+            for batch, key, new in zip(batches, keys, news, strict=True):
+                if regular or new or not any(news):
+                    self._check(batch, key, training=training, first=training and not seen.sizes, changed=changed)
+            seen.changes.settle()
+        for extent in extents:
+            seen.add(extent)
+        seen.looks += 1
+        if regular:
+            seen.next = seen.looks + max(1, seen.looks // 2)
 
     def _any(self, mine: bool) -> bool:
         """True if this is so on any worker. Collective."""
@@ -136,6 +146,8 @@ class SplitCheck:
         for path, root, _ in modules if first else ():
             for sentence, always in known(root, path):
                 (errors if always or self._splits else warned).append(sentence)
+        if first and self.mesh.plan.stages > 1 and isinstance(self.model, Model):
+            errors += hidden_references(self.model.encoder, self.model.head)
         whole = self._whole(batch)
         # Replicas have the same modules, so one of them tries those of its stage on behalf of all, unless only others were changed.
         for path, root, run in tried if (self.mesh.replica == 0 or changed) and not errors else []:
@@ -170,12 +182,23 @@ class SplitCheck:
         plan, width = self.mesh.plan, self.stage.width_head
         thorough = training
         if self._splits:
-            sample = all_of(batch.to(self.mesh.device), key, width, seed=self._seen[training].looks)
-            cut = cut_of(plan, *sample.x.shape[:2], whole_time=self.whole_time, shards=self.shards)
-            how = Trial((True, False) if first else (training,), thorough, self.precision)
-            for found in probe.probe(run, root, path, sample, [cut], how):
-                yield found, True
-                return  # one is enough to refuse the plan
+            own = batch.to(self.mesh.device)
+            cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
+            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute))
+            real = self._head_input(own, key) if path == "head" else None
+            samples = [all_of(own, key, width, y=real)] if real is not None else []
+            if first or real is None:
+                samples.append(all_of(own, key, width, seed=self._seen[training].looks))
+            if plan.stages > 1 and isinstance(self.model, Model) and (shared := shared_objects(self.model.encoder, self.model.head)):
+                with untouched(root, self.mesh.device, self.stage.dtype), suppress(Exception):
+                    kind = changed_by(lambda: run(samples[-1], samples[-1].whole.pieces), shared)
+                    if kind is not None:
+                        yield Finding("shared", path, type(root).__name__, kind), True
+                        return
+            for sample in samples:
+                for found in probe.probe(run, root, path, sample, [cut], how):
+                    yield found, True
+                    return  # one is enough to refuse the plan
             thorough = False
         if first:
             few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
@@ -183,6 +206,18 @@ class SplitCheck:
             cuts += [] if self._cuts_lanes else [few.halves]
             for found in probe.probe(run, root, path, few, cuts, Trial((True, False), thorough, self.precision)):
                 yield found, False
+
+    def _head_input(self, batch: Batch, key: Tensor) -> Tensor | None:
+        """What the head really reads of this batch, if this worker has all layers; None if the other modules cannot make it."""
+        stage, device = self.stage, self.mesh.device
+        if isinstance(stage, Whole) or self.mesh.plan.stages > 1 or stage.encoder is None:
+            return None
+        chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
+        with untouched(stage.encoder, device, stage.dtype), untouched(stage.head, device, stage.dtype), suppress(Exception):
+            with torch.no_grad(), autocast(self.precision, device):
+                y: Tensor = stage(batch.inputs.clone(), stage.start(batch.lanes.shape[0], device).detach(), chunk)[0]
+            return y.detach()
+        return None
 
     def _whole(self, batch: Batch) -> Batch:
         """The full batch, put together from the replicas' parts of it if workers have only their own. Collective: every rank calls it."""
@@ -209,13 +244,28 @@ class SplitCheck:
 
 
 class _Seen:
-    """What was checked so far, in training or in evaluation: how often it was looked at, at which extent of batches, and the modules."""
+    """What was checked so far, in training or in evaluation: how often it was looked at, the sizes of batches, and the modules."""
 
     def __init__(self, stage: Stage | Whole) -> None:
+        self.looks, self.next = 0, 1
+        self.sizes: set[tuple[int, int]] = set()  # steps and lanes
         self.extent: Extent | None = None
-        self.looks = 0
         roots = [root for _, root, _ in _modules(stage)]
         self.changes = ModuleChanges(roots, [stage._loss] if isinstance(stage, Whole) else [])
+
+    def is_new(self, extent: Extent) -> bool:
+        """True for a batch that is larger than all before, has a smaller piece or the first padding, or is of a new size. Of many sizes,
+        those count that double their number.
+        """
+        if self.extent is None or self.extent.joined(extent) != self.extent:
+            return True
+        new = (extent.steps, extent.lanes) not in self.sizes
+        return new and (len(self.sizes) < ALL_SIZES or is_power_of_2(len(self.sizes) + 1))
+
+    def add(self, extent: Extent) -> None:
+        """Take a batch for looked at."""
+        self.extent = extent if self.extent is None else self.extent.joined(extent)
+        self.sizes.add((extent.steps, extent.lanes))
 
 
 def split_checks(
@@ -270,6 +320,14 @@ def say(found: Finding, root: nn.Module) -> str:
         "gradient": lambda: (
             f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts {when}; "
             "remove anything in it that scales or clips gradients"
+        ),
+        "recompute": lambda: (
+            f"{what} gives different results while gradients are switched off, as they are when plan.recompute runs it first; do not let "
+            "it depend on torch.is_grad_enabled() or requires_grad, or remove plan.recompute"
+        ),
+        "shared": lambda: (
+            f"{what} changes an object ({found.detail}) in forward that encoder and head share, but they are on different stages, where "
+            "each has a copy of its own; pass it through the layers, or remove plan.stages"
         ),
         "raises": lambda: (
             f"{what} works on a whole batch, but raises {found.detail} {when}, as this plan does; "

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from carrywave.kernels import random
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
-from carrywave.step.checks.cuts import Piece
-from carrywave.step.checks.probe_sample import ProbeSample
+from carrywave.step.checks.own_modules.cuts import Piece
+from carrywave.step.checks.own_modules.probe_sample import ProbeSample
 
 
 @dataclass
@@ -41,7 +41,7 @@ def encoder(module: nn.Module, path: str) -> Run:
                 return ran  # the step itself refuses it, in words of its own
             ran.outputs.append([out.detach()])
             if out.requires_grad:
-                _add(ran, _gradients((out * _weights(out, first, low)).sum(), module, path))
+                _add(ran, _gradients((out * _weights(out, first, low)).sum() * sample.scale, module, path))
         return ran
 
     return run
@@ -74,7 +74,7 @@ def head(module: Any, path: str, *, pooled: bool) -> Run:
                     acc = module.pool(y[at.first : at.end, low:high], lengths, acc)
                 score(sample, acc, Piece(0, y.shape[0], low, high), ran)
         if ran.sums and torch.is_grad_enabled():
-            _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum(), module, path, y))
+            _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))
         return ran
 
     return run
@@ -96,7 +96,7 @@ def piecewise(module: Any, path: str) -> Run:
             else:
                 ran.sums.append(module.loss(out, state, sample.targets[own] if module.pooled else sample.targets[:, own], chunk))
         if ran.sums and torch.is_grad_enabled():
-            _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum(), module.module, path))
+            _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module.module, path))
         return ran
 
     return run

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.kernels.lengths import real_steps
-from carrywave.step.checks.cuts import Cut
+from carrywave.step.checks.own_modules.cuts import Cut
 
 STEPS, CHUNK, LANES = 12, 5, 5  # of the few: gives chunks of 5, 5 and 2 steps; 2 lanes and 3
 
@@ -27,6 +27,7 @@ class ProbeSample:
     lengths: Tensor  # [B]
     lanes: Tensor  # [B]
     key: Tensor
+    scale: float = 1.0  # of the gradients
 
     def to(self, dtype: torch.dtype) -> ProbeSample:
         """The sample with its floating-point tensors in this dtype."""
@@ -55,10 +56,10 @@ class ProbeSample:
         return replace(self.whole, lanes=((0, lanes // 2), (lanes // 2, lanes)))
 
 
-def all_of(batch: Batch, key: Tensor, width: int, *, seed: int = 0) -> ProbeSample:
-    """The whole batch, with numbers by this seed for the head. As behind a layer, what the head reads of padding is zero."""
+def all_of(batch: Batch, key: Tensor, width: int, *, y: Tensor | None = None, seed: int = 0) -> ProbeSample:
+    """The whole batch, with `y` for the head, or numbers by this seed. As behind a layer, what the head reads of padding is zero."""
     real_TB1 = real_steps(batch.lengths, batch.steps)
-    y = _numbers(batch.steps, batch.lanes.shape[0], width, seed).to(batch.lengths.device)
+    y = _numbers(batch.steps, batch.lanes.shape[0], width, seed).to(batch.lengths.device) if y is None else y
     return ProbeSample(batch.inputs, torch.where(real_TB1, y, 0.0), batch.targets, batch.lengths, batch.lanes, key.to(y.device))
 
 

@@ -1,10 +1,14 @@
-"""How a plan cuts a batch: the steps of each chunk, and the lanes of each micro-batch on each replica."""
+"""How a plan cuts a batch: the steps of each chunk, and the lanes of each micro-batch on each replica; and how pieces are joined again."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from carrywave.data.loader import Share
 from carrywave.plan import canonical_shards
@@ -97,3 +101,34 @@ def cut_of(plan: Plan, steps: int, lanes: int, *, whole_time: bool, shards: bool
         (low + first, low + end) for low, high in held if low < high for first, end in bounds(high - low, count_of(plan, high - low, lanes))
     ]
     return Cut(times, tuple(spans))
+
+
+def joined(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> list[Tensor]:
+    """The ways in which the parts can be put together to something of the shape of the whole. A head that pools gives a part for each range
+    of lanes, not for each piece.
+    """
+    steps, spans = cut.times[-1][1], [high - low for low, high in cut.lanes]
+    each = len(parts) // len(spans)
+    if len(parts) not in (len(spans), len(cut.pieces)):
+        return []
+    lanes = [_catenated(parts[at * each : (at + 1) * each], span) for at, span in enumerate(spans)]
+    shared = [way for way in lanes[0] if all(way in other for other in lanes)]
+    found = [one for way in shared for one in _catenated([other[way] for other in lanes], steps).values()]
+    return [one for one in found if one.shape == whole.shape]
+
+
+def _catenated(parts: Sequence[Tensor], other: int) -> dict[tuple[int, bool], Tensor]:
+    """The parts joined along each axis that allows it. `other` is the size of the axis that is not joined, which may have been flattened
+    together with the one that is: they are then joined inside each of its rows.
+    """
+    if len(parts) == 1:
+        return {(0, False): parts[0]}
+    found: dict[tuple[int, bool], Tensor] = {}
+    for dim in range(min(part.dim() for part in parts)):
+        if len({(*part.shape[:dim], -1, *part.shape[dim + 1 :]) for part in parts}) > 1:
+            continue
+        found[dim, False] = torch.cat(list(parts), dim=dim)
+        if all(part.shape[dim] and part.shape[dim] % other == 0 for part in parts):
+            rows = [torch.unflatten(part, dim, (other, -1)) for part in parts]
+            found[dim, True] = torch.cat(rows, dim=dim + 1).flatten(dim, dim + 1)
+    return found

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from carrywave.data.batch import IGNORED
-from carrywave.step.checks.cuts import Axis, Cut
-from carrywave.step.checks.module_runs import Ran, Run
-from carrywave.step.checks.module_traces import Kept, Left
-from carrywave.step.checks.probe_sample import ProbeSample, is_absent
-from carrywave.step.checks.stepwise import stepwise
+from carrywave.step.checks.own_modules.cuts import Axis, Cut, joined
+from carrywave.step.checks.own_modules.module_runs import Ran, Run
+from carrywave.step.checks.own_modules.module_traces import Kept, Left
+from carrywave.step.checks.own_modules.probe_sample import ProbeSample, is_absent
+from carrywave.step.checks.own_modules.stepwise import stepwise
 from carrywave.step.precision import HALVES, autocast
 
 DOUBLE_UP_TO = 1 << 26  # most parameters to copy as float64; larger models keep their dtype
@@ -35,7 +35,10 @@ DOUBLE_UP_TO = 1 << 26  # most parameters to copy as float64; larger models keep
 # internally, where sums in a different order are off by some 1e-6. Half precision has 8 or 11 bits.
 IN_DOUBLE, AS_IT_IS, IN_HALVES = (1e-5, 5e-6), (1e-3, 1e-4), (2**-5, 2**-7)
 
-Fault = Literal["draws", "state", "output", "loss", "gradient", "raises", "unknown"]
+LARGE = 1e3  # a gradient is also compared as large as this times the usual, because some modules clip it
+LEAST_SHARE = 1e-2  # of the largest element of an output; smaller features are compared as if they were as large as this
+
+Fault = Literal["draws", "state", "output", "loss", "gradient", "raises", "unknown", "recompute", "shared"]
 
 
 class Finding(NamedTuple):
@@ -77,6 +80,7 @@ class Trial(NamedTuple):
     modes: tuple[bool, ...] = (True, False)  # in training, in evaluation
     thorough: bool = True  # also whether it draws random numbers, keeps state or adds terms without targets; otherwise it is only cut
     precision: str = "fp32"  # of the step
+    recompute: bool = False  # True if the step runs it without gradients first
 
 
 class _Fails(Exception):
@@ -90,12 +94,21 @@ class _Probe:
         self.modules = {f"{path}.{name}" if name else path: module for name, module in root.named_modules()}
         self.names = {id(module): name for name, module in self.modules.items()}
         self.random = _generators(sample.x.device)
+        self.fresh = self._fresh()
+
+    def _fresh(self) -> Kept:
+        """The state from which every run starts."""
+        fresh = Kept(self.root)
+        fresh.keep_values()
+        return fresh
 
     def findings(self, cuts: Sequence[Cut], how: Trial) -> list[Finding]:
         found: list[Finding] = []
         for training in how.modes:
             if not training:  # a step leaves modules in the mode that their owner chose
+                self.fresh.put_back()
                 self.root.eval()
+                self.fresh = self._fresh()
             with torch.set_grad_enabled(training):
                 try:
                     whole = self._run(self.sample.whole)
@@ -105,12 +118,15 @@ class _Probe:
                     if self._raises(cuts):
                         raise _Fails from error
                     raise
-                thorough = training and how.thorough
-                if thorough and (found := self._draws() + self._leaves()):
-                    return found  # this alone makes two runs differ, so comparing them would be pointless
+                if how.thorough:
+                    left = self._leaves()
+                    if alone := self._draws() + left:
+                        return alone  # this alone makes two runs differ, so comparing them would be pointless
+                if training and how.recompute:
+                    found += self._without_gradients(whole)
                 for cut in cuts:
                     if cut.axis is not None and all(each.axis != cut.axis for each in found):
-                        found += self._compared(whole, cut, thorough=thorough)
+                        found += self._compared(whole, cut, thorough=training and how.thorough)
         return found
 
     def _raises(self, cuts: Sequence[Cut]) -> bool:
@@ -125,7 +141,7 @@ class _Probe:
     def _compared(self, whole: Ran, cut: Cut, *, thorough: bool) -> list[Finding]:
         """What differs between the whole and its pieces; if both time and lanes are cut, along which of them alone it does."""
         try:
-            found = (thorough and self._of_nothing(cut)) or self._differences(whole, cut)
+            found = (thorough and self._of_nothing(cut)) or self._differences(whole, cut) or (self._of_large(cut) if thorough else [])
         except torch.OutOfMemoryError:
             raise  # in another dtype it may fit
         except Exception as error:
@@ -135,10 +151,23 @@ class _Probe:
                 return inner
         return found
 
-    def _run(self, cut: Cut) -> Ran:
-        """Run from the same random state each time."""
+    def _run(self, cut: Cut, *, again: bool = False) -> Ran:
+        """Run from the same random state each time, and, unless it is `again`, from the same state of the module. It is given copies, which
+        it may change in place.
+        """
         _set_generators(self.random, self.sample.x.device)
-        return self.run(self.sample, cut.pieces)
+        if not again:
+            self.fresh.put_back()
+        targets = self.sample.targets
+        given = replace(self.sample, x=self.sample.x.clone(), targets=None if targets is None else targets.clone())
+        return self.run(given, cut.pieces)
+
+    def _without_gradients(self, whole: Ran) -> list[Finding]:
+        with torch.no_grad():
+            plain = self._run(self.sample.whole)
+        pairs = [*zip(tree_leaves(whole.outputs), tree_leaves(plain.outputs), strict=False)]
+        pairs += [(a, b) for one, other in zip(whole.sums, plain.sums, strict=False) for a, b in zip(one, other, strict=True)]
+        return [self._finding("recompute", self.path)] if any(self._differ(a, b) for a, b in pairs) else []
 
     def _finding(self, fault: Fault, path: str, detail: str = "", axis: Axis | None = None) -> Finding:
         return Finding(fault, path, type(self.modules.get(path, self.root)).__name__, detail, axis)
@@ -168,12 +197,14 @@ class _Probe:
         found = self.kept.rewritten(self.modules)
         if not found:
             left = Left(self.modules)
-            self._run(self.sample.whole)
+            self._run(self.sample.whole, again=True)
             found = left.changed(self.modules)
         return [self._finding("state", path, attribute) for path, attribute in found[:1]]
 
     def _of_nothing(self, cut: Cut) -> list[Finding]:
-        """Compare the loss with all targets masked: only added terms such as penalties remain, which rounding of a full loss might hide."""
+        """Compare loss and count with all targets masked: only added terms such as penalties remain, which rounding of a full loss might
+        hide, and counts that are never below one.
+        """
         targets = self.sample.targets
         if targets is None:
             return []
@@ -182,29 +213,49 @@ class _Probe:
         kept = self.sample
         self.sample = replace(kept, targets=torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORED))
         try:
-            one, several = (_total(self._run(each).sums, 0) for each in (kept.whole, cut))
+            whole, parts = self._run(kept.whole).sums, self._run(cut).sums
         except Exception:
             return []  # it does not handle masked targets
         finally:
             self.sample = kept
-        return self._of_sums("loss without targets", one, several, cut) if one.isfinite() and several.isfinite() else []
+        for number, what in enumerate(("loss without targets", "target count without targets") if whole else ()):
+            one, several = _total(whole, number), _total(parts, number)
+            if one.isfinite() and several.isfinite() and (found := self._of_sums(what, one, several, cut)):
+                return found
+        return []
 
-    def _of_sums(self, what: str, one: Tensor, several: Tensor, cut: Cut) -> list[Finding]:
-        if not self._differ(one, several, float(one.abs()) * self.of_loss / self.tolerance):
+    def _of_large(self, cut: Cut) -> list[Finding]:
+        """Compare gradients as large as real ones may be."""
+        if not torch.is_grad_enabled() or self.tolerance == IN_HALVES[0]:
+            return []
+        kept = self.sample
+        self.sample = replace(kept, scale=LARGE)
+        try:
+            return self._of_gradients(self._run(kept.whole), self._run(cut), cut)
+        finally:
+            self.sample = kept
+
+    def _of_sums(self, what: str, one: Tensor, several: Tensor, cut: Cut, scale: float = 0.0) -> list[Finding]:
+        """`scale`: how large the numbers are that may cancel in the sum."""
+        if not self._differ(one, several, max(float(one.abs()), scale) * self.of_loss / self.tolerance):
             return []
         return [self._finding("loss", self.path, f"{what} of {float(one):.6g} as a whole but {float(several):.6g} in parts", cut.axis)]
 
     def _differences(self, whole: Ran, cut: Cut) -> list[Finding]:
         parts = self._run(cut)
         for number, output in enumerate(whole.outputs[0] if whole.outputs else []):
-            joined = _joined(output, [each[number] for each in parts.outputs], cut)
-            if all(self._differ(output, each) for each in joined) and (joined or not whole.sums):
+            ways = joined(output, [each[number] for each in parts.outputs], cut)
+            if all(self._differ(output, each, by_feature=True) for each in ways) and (ways or not whole.sums):
                 return [self._finding("output", self._culprit(cut), "", cut.axis)]
         for number, what in enumerate(("loss", "target count")) if whole.sums else ():
-            found = self._of_sums(what, _total(whole.sums, number), _total(parts.sums, number), cut)
+            size = float(sum(each[number].detach().double().abs() for each in parts.sums))
+            found = self._of_sums(what, _total(whole.sums, number), _total(parts.sums, number), cut, size)
             if found:
                 inner = self._culprit(cut)
                 return found if inner == self.path else [self._finding("output", inner, "", cut.axis)]
+        return self._of_gradients(whole, parts, cut)
+
+    def _of_gradients(self, whole: Ran, parts: Ran, cut: Cut) -> list[Finding]:
         scale = max((float(each.abs().max()) for each in whole.gradients.values() if each is not None and each.numel()), default=0.0)
         for name, gradient in whole.gradients.items():
             summed = parts.gradients.get(name)
@@ -216,7 +267,8 @@ class _Probe:
                 return [self._finding("gradient", name.rpartition(".")[0] or self.path, name, cut.axis)]
         return []
 
-    def _differ(self, one: Tensor, other: Tensor, scale: float | None = None) -> bool:
+    def _differ(self, one: Tensor, other: Tensor, scale: float | None = None, *, by_feature: bool = False) -> bool:
+        """`scale`: what the difference is relative to, by default the largest element; `by_feature`: that of each on the last axis."""
         if one.shape != other.shape:
             return True
         if not one.is_floating_point():
@@ -224,7 +276,11 @@ class _Probe:
         a, b = (tensor.detach().double().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
         if not a.numel():
             return False
-        return bool((a - b).abs().max() > self.tolerance * (float(a.abs().max()) if scale is None else scale) + 1e-300)
+        largest = a.abs().max()
+        if by_feature and a.dim() > 2:
+            features = a.abs().flatten(0, -2).amax(0).clamp(min=LEAST_SHARE * float(largest))
+            return bool(((a - b).abs() > self.tolerance * features + 1e-300).any())
+        return bool((a - b).abs().max() > self.tolerance * (float(largest) if scale is None else scale) + 1e-300)
 
     def _culprit(self, cut: Cut) -> str:
         """The innermost module whose outputs differ: the first to finish among those whose partial outputs can be joined again."""
@@ -248,41 +304,10 @@ class _Probe:
                 continue
             for number, leaves in enumerate(own):
                 for leaf, *each in zip(leaves, *(others[at * len(own) + number] for at in range(count)), strict=False):
-                    joined = _joined(leaf, each, cut)
-                    if joined and all(self._differ(leaf, one) for one in joined):
+                    ways = joined(leaf, each, cut)
+                    if ways and all(self._differ(leaf, one) for one in ways):
                         return name
         return self.path
-
-
-def _joined(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> list[Tensor]:
-    """The ways in which the parts can be put together to something of the shape of the whole. A head that pools gives a part for each range
-    of lanes, not for each piece.
-    """
-    steps, spans = cut.times[-1][1], [high - low for low, high in cut.lanes]
-    each = len(parts) // len(spans)
-    if len(parts) not in (len(spans), len(cut.pieces)):
-        return []
-    lanes = [_catenated(parts[at * each : (at + 1) * each], span) for at, span in enumerate(spans)]
-    shared = [way for way in lanes[0] if all(way in other for other in lanes)]
-    found = [one for way in shared for one in _catenated([other[way] for other in lanes], steps).values()]
-    return [one for one in found if one.shape == whole.shape]
-
-
-def _catenated(parts: Sequence[Tensor], other: int) -> dict[tuple[int, bool], Tensor]:
-    """The parts joined along each axis that allows it. `other` is the size of the axis that is not joined, which may have been flattened
-    together with the one that is: they are then joined inside each of its rows.
-    """
-    if len(parts) == 1:
-        return {(0, False): parts[0]}
-    found: dict[tuple[int, bool], Tensor] = {}
-    for dim in range(min(part.dim() for part in parts)):
-        if len({(*part.shape[:dim], -1, *part.shape[dim + 1 :]) for part in parts}) > 1:
-            continue
-        found[dim, False] = torch.cat(list(parts), dim=dim)
-        if all(part.shape[dim] and part.shape[dim] % other == 0 for part in parts):
-            rows = [torch.unflatten(part, dim, (other, -1)) for part in parts]
-            found[dim, True] = torch.cat(rows, dim=dim + 1).flatten(dim, dim + 1)
-    return found
 
 
 def _total(sums: Sequence[tuple[Tensor, Tensor]], number: int) -> Tensor:

@@ -1,0 +1,103 @@
+"""What the code of a user's modules reads from outside of them: globals of files, and variables of the functions around it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
+
+
+class Place(NamedTuple):
+    """Where a value lies that code reads: a name in the globals of a file, or a cell of a closure."""
+
+    name: str
+    holder: dict[str, Any] | CellType
+
+    def read(self) -> Any:
+        """The value now; None if there is none."""
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name)
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return None  # not assigned yet
+
+    def write(self, value: Any) -> None:
+        """Assign the value."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        else:
+            self.holder.cell_contents = value
+
+
+def places(roots: Sequence[object]) -> list[Place]:
+    """Those that the code of these modules and functions reads, and the functions of the user's that it calls.
+
+    Files, functions, modules and others' classes are not values.
+    """
+    found: dict[tuple[int, str], Place] = {}
+    seen: set[int] = set()
+    waiting = [function for root in roots for function in _functions(root)]
+    while waiting:
+        function = waiting.pop()
+        if id(function.__code__) in seen or _is_installed(function.__globals__):
+            continue
+        seen.add(id(function.__code__))
+        names = _names(function.__code__)
+        read = [Place(name, function.__globals__) for name in names if name in function.__globals__]
+        read += [Place(name, cell) for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
+        files = [each for place in read if isinstance(each := place.read(), ModuleType) and not _is_installed(vars(each))]
+        read += [Place(name, vars(each)) for each in files for name in names if name in vars(each)]
+        for place in read:
+            value = place.read()
+            if isinstance(value, FunctionType | MethodType):
+                waiting += _functions(value)
+            elif not isinstance(value, ModuleType | nn.Module | BuiltinFunctionType) and not _is_others_class(value):
+                found[id(place.holder), place.name] = place
+    return list(found.values())
+
+
+def own_classes(module: nn.Module) -> list[type]:
+    """The user's classes that a module is made of."""
+    return [kind for kind in type(module).__mro__ if not is_foreign(kind.__module__)]
+
+
+def is_foreign(name: str | None) -> bool:
+    """True for what is neither the user's nor from a library that knows nothing of us, by the name of its file's module."""
+    return str(name).partition(".")[0] in _FOREIGN
+
+
+def _is_installed(file: dict[str, Any]) -> bool:
+    """True for the globals of a library's file: what it keeps there is its own affair."""
+    return is_foreign(file.get("__name__")) or "site-packages" in str(file.get("__file__"))
+
+
+def _is_others_class(value: object) -> bool:
+    return isinstance(value, type) and is_foreign(value.__module__)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that code and the functions inside it read."""
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _functions(root: object) -> Iterator[FunctionType]:
+    """The code of a function, or of a module and its submodules: methods, and functions among their attributes and hooks."""
+    if isinstance(root, MethodType):
+        root = root.__func__
+    if isinstance(root, FunctionType):
+        yield root
+    elif isinstance(root, nn.Module):
+        for module in root.modules():
+            hooks = [hook for store in (module._forward_hooks, module._forward_pre_hooks) for hook in store.values()]
+            methods = [value for kind in own_classes(module) for value in vars(kind).values()]
+            for value in (*vars(module).values(), *hooks, *methods):
+                inner = (value.fget,) if isinstance(value, property) else (getattr(value, "__func__", value),)
+                for each in inner:
+                    if isinstance(each, FunctionType):
+                        yield each

@@ -1,0 +1,216 @@
+"""Detects what running a module leaves behind in it, and restores the module.
+
+A cache that is filled once, or a result kept for inspection, is not state: a second run on the same inputs leaves it unchanged. A counter,
+a running mean or a growing list is state: it changes again.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from carrywave.step.checks.own_modules.module_reads import is_foreign, own_classes, places
+
+_TORCHS = frozenset(vars(nn.Module())) - {"_buffers", "_parameters"} | {"_flat_weights"}
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_DEPTH, _MOST = 4, 256  # how deep to descend into containers and objects, and how many members of each to compare
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GENERATORS = (torch.Generator, python_random.Random, np.random.Generator)
+
+
+class Kept:
+    """A copy of the current state of a module and its submodules, and of what their code reads and may change, to be restored later."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
+        self._attributes = [dict(vars(module)) for module in self._modules]
+        self._stores = [{name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")} for module in self._modules]
+        self._classes = [
+            (kind, name, value)
+            for kind in {kind for module in self._modules for kind in own_classes(module)}
+            for name, value in vars(kind).items()
+            if isinstance(value, _PLAIN) and not name.startswith("__")
+        ]
+        self._outside = [(place, place.read()) for place in places([root])]
+        values = [*(value for each in self._attributes for value in each.values()), *(value for _, value in self._outside)]
+        self._contents: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        for value in values:
+            self._keep(value, seen, _DEPTH)
+        self._copies: dict[int, Tensor] = {}
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._dtype: torch.dtype | None = None
+
+    def _keep(self, value: Any, seen: set[int], depth: int) -> None:
+        """Keep what a container or an object holds, and what that holds in turn."""
+        if not depth or id(value) in seen or isinstance(value, (*_PLAIN, Tensor, nn.Module, type, np.ndarray)):
+            return
+        seen.add(id(value))
+        if isinstance(value, _GENERATORS):
+            self._generators.append((value, _state_of(value)))
+            return
+        store = value if type(value) in _CONTAINERS else None
+        if store is None and not is_foreign(type(value).__module__) and isinstance(getattr(value, "__dict__", None), dict):
+            store = vars(value)
+        inner = [] if store is None else list(store.values() if isinstance(store, dict) else store)
+        if store is not None:
+            self._contents.append((store, store.copy()))
+        elif isinstance(value, tuple):
+            inner = list(value)
+        elif isinstance(value, MethodType):
+            inner = [value.__self__]
+        for each in inner[:_MOST]:
+            self._keep(each, seen, depth - 1)
+
+    def keep_values(self) -> None:
+        """Keep the values of buffers and of tensors among the attributes too, which may be changed in place."""
+        tensors = [value for module in self._modules for value in (*module._buffers.values(), *vars(module).values())]
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
+
+    def copy_tensors(self, dtype: torch.dtype) -> None:
+        """Replace parameters and buffers by copies, floating-point ones in this dtype; tied tensors stay tied.
+
+        Gradient hooks are not called meanwhile: those of parameters stay with the originals, and those of modules are removed.
+        """
+        self._dtype = dtype
+        for module in self._modules:
+            module._backward_hooks.clear()
+            module._backward_pre_hooks.clear()
+            for store in (module._parameters, module._buffers):
+                for name, tensor in store.items():
+                    if tensor is not None:
+                        store[name] = self._copy(tensor)  # type: ignore[assignment]
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._copies:
+            data = tensor.detach().to(self._dtype_of(tensor), copy=True)
+            made = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+            self._copies[id(tensor)] = made
+        return self._copies[id(tensor)]
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def rewritten(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+        """Parameters and buffers whose values changed, as (module path, name). One that is new or has a new shape is a cache, not state."""
+        found: list[tuple[str, str]] = []
+        at = {id(module): number for number, module in enumerate(self._modules)}
+        for path, module in paths.items():
+            for name, before in self._stores[at[id(module)]].items():
+                for key, old in before.items():
+                    new = getattr(module, name).get(key)
+                    if old is not None and new is not None and new.shape == old.shape and not same(old.detach().to(new.dtype), new):
+                        found.append((path, key))
+        return found
+
+    def put_back(self) -> None:
+        """Restore the modules and generators to their original state."""
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+        for place, value in self._outside:
+            if isinstance(value, _PLAIN) and place.read() is not value:
+                place.write(value)
+        for kind, name, value in self._classes:
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+        for store, before in self._contents:
+            store.clear()
+            (store.extend if isinstance(store, (list, deque)) else store.update)(before)
+        for tensor, values in self._values:
+            with torch.no_grad():
+                tensor.copy_(values)
+        for generator, state in self._generators:
+            _set_state(generator, state)
+
+
+class Left:
+    """A record of what modules hold, apart from torch's own attributes, and of the variables that their code reads, at one moment."""
+
+    def __init__(self, paths: Mapping[str, nn.Module]) -> None:
+        root = next(iter(paths))
+        self._outside = [(root, place) for place in places([paths[root]])]
+        self._values = self._now(paths)
+
+    def _now(self, paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+        return _values(paths) | {(root, f"variable {place.name}"): held(place.read()) for root, place in self._outside}
+
+    def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+        """What differs now, as (module path, attribute)."""
+        now = self._now(paths)
+        return [at for at in now if at not in self._values or not same(self._values[at], now[at])]
+
+
+def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in paths.items():
+        if type(module).__module__.startswith("carrywave."):
+            continue  # our own modules: what they remember does not affect their results
+        for name, value in vars(module).items():
+            if name in ("_buffers", "_parameters"):
+                found |= {(path, inner): held(tensor) for inner, tensor in value.items()}
+            elif name not in _TORCHS:
+                found[path, name] = held(value)
+        for kind in own_classes(module):
+            plain = {name: value for name, value in vars(kind).items() if isinstance(value, _PLAIN) and not name.startswith("__")}
+            found |= {(path, f"class attribute {name}"): value for name, value in plain.items()}
+    return found
+
+
+def held(value: Any, depth: int = _DEPTH) -> Any:
+    """A copy of a value for later comparison; None if the value cannot be compared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, _GENERATORS):
+        state = _state_of(value)
+        return state if isinstance(state, Tensor) else str(state)
+    if not depth or isinstance(value, (nn.Module, type)) or callable(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: held(inner, depth - 1) for key, inner in [*value.items()][-_MOST:]}, len(value)
+    if isinstance(value, (list, tuple, deque)):
+        return [held(inner, depth - 1) for inner in [*value][-_MOST:]], len(value)
+    if isinstance(value, (set, frozenset)):
+        return len(value)
+    return held(dict(vars(value)), depth - 1) if hasattr(value, "__dict__") else None
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if two values as `held` makes them are alike."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other or one != one)
+
+
+def _state_of(generator: Any) -> Any:
+    """The state of a random generator of torch, Python or numpy."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, python_random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, python_random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state

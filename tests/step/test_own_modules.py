@@ -1,0 +1,375 @@
+"""Modules as users write them that would give another result when split, each for a reason of its own: they are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import carrywave as cw
+from carrywave.errors import PlanError, UserError
+from carrywave.step.checks.own_modules.module_changes import ModuleChanges
+from carrywave.step.checks.own_modules.shared_objects import changed_by, hidden_references, shared_objects
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+STEPS, LANES, FEATURES, WIDTH, CLASSES = 8, 8, 4, 6, 3
+MICRO, CHUNKS, RECOMPUTE = {"micro_batches": 2}, {"chunk_steps": 4}, {"recompute": True}
+
+
+def batches(count: int, lanes: tuple[int, ...] = (LANES,)) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = [lanes[number % len(lanes)] for number in range(count)]
+    return [
+        (torch.randn(STEPS, size, FEATURES, generator=generator).double(), torch.randint(CLASSES, (STEPS, size), generator=generator))
+        for size in sizes
+    ]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total = functional.cross_entropy(self.out(y).flatten(0, 1), target.flatten(), reduction="sum")
+        return total, (target != -100).sum()
+
+
+def train(
+    encoder: Callable[[], nn.Module],
+    head: Callable[[], nn.Module],
+    plan: dict[str, Any],
+    data: list[tuple[Tensor, Tensor]],
+    before: Callable[[Any, int], None],
+) -> list[float]:
+    torch.manual_seed(0)
+    model = cw.Model(encoder(), cw.LSTM(FEATURES, WIDTH), head()).double()
+    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.3, "precision": "fp64"}, plan=plan, device="cpu", keep_state=False)
+    losses = []
+    for number, (x, target) in enumerate(data):
+        before(model, number)
+        losses.append(float(trainer.step(cw.Batch.of(x.clone(), target.clone()))))
+    return losses
+
+
+def never(model: Any, number: int) -> None:
+    pass
+
+
+def one_answer(
+    encoder: Callable[[], nn.Module] = nn.Tanh,
+    head: Callable[[], nn.Module] = Head,
+    plan: dict[str, Any] = MICRO,
+    data: list[tuple[Tensor, Tensor]] | None = None,
+    before: Callable[[Any, int], None] = never,
+    close: float = 1e-9,
+) -> int:
+    """Check that the plan gives what one device gives as long as it goes; returns the number of steps before it is refused."""
+    data = data or batches(7)
+    alone = train(encoder, head, {}, data, before)
+    losses: list[float] = []
+
+    def recorded(model: Any, number: int) -> None:
+        losses.append(0.0)
+        before(model, number)
+
+    try:
+        assert train(encoder, head, plan, data, recorded) == pytest.approx(alone, rel=close)
+    except PlanError:
+        return len(losses) - 1
+    return len(losses)
+
+
+class FirstMean(nn.Module):
+    """Takes its statistics from the first batch that it sees."""
+
+    mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.mean((0, 1))
+        return x - self.mean
+
+
+class Imputed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        missing = x < -1.5
+        x[missing] = x[~missing].mean()
+        return x
+
+
+class AtLeastOne(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total, count.clamp(min=1)
+
+
+class WithGradients(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return (2 * total if torch.is_grad_enabled() else total), count
+
+
+class Neighbours(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        pairs = y.shape[1] // 2
+        return total + 0.1 * (y[:, 0 : 2 * pairs : 2] - y[:, 1 : 2 * pairs : 2]).square().sum(), count
+
+
+class Uneven(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        rest = x[..., 1:]
+        return torch.cat([x[..., :1] * 1e5, rest - 0.3 * rest.mean(1, keepdim=True)], -1)
+
+
+class ClippedOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * min(1.0, 200.0 / float(gradient.norm())))
+        return out
+
+
+class CountsInClass(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return x - x.mean(1, keepdim=True) if self.calls > 1000 else x
+
+
+class OwnRandom(nn.Module):
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.source = draw()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (0.5 if self.source.random() < 0.01 else 1.0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"encoder": FirstMean},
+        {"encoder": FirstMean, "plan": CHUNKS},
+        {"encoder": Imputed},
+        {"head": AtLeastOne},
+        {"head": WithGradients, "plan": RECOMPUTE},
+        {"encoder": Uneven},
+        {"encoder": ClippedOutput},
+        {"encoder": CountsInClass},
+        {"encoder": lambda: OwnRandom(lambda: random.Random(3))},
+        {"encoder": lambda: OwnRandom(lambda: np.random.default_rng(3))},
+    ],
+    ids=["first", "first, chunks", "imputed", "clamp", "recompute", "uneven", "clipped", "class", "random", "numpy"],
+)
+def test_what_is_wrong_from_the_beginning_is_refused_at_once(case: dict[str, Any]) -> None:
+    assert one_answer(**case) == 0
+
+
+def test_a_pair_of_neighbours_is_noticed_at_a_size_between_others() -> None:
+    assert one_answer(head=Neighbours, data=batches(7, (4, 8, 6))) == 2
+
+
+class Hard(Head):
+    """Takes the hardest examples as soon as the batch is easy."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        each = functional.cross_entropy(self.out(y).flatten(0, 1), target.flatten(), reduction="none")
+        if each.detach().mean() < 0.9:
+            each = each.topk(each.numel() // 4)[0] * 4
+        return each.sum(), torch.tensor(target.numel())
+
+
+def test_a_head_is_compared_on_what_it_really_reads() -> None:
+    x, _ = batches(1)[0]
+    learnable = [(x, (x[..., 0] > 0).long())] * 40
+    assert 1 < one_answer(head=Hard, data=learnable) < 40
+
+
+@dataclass(slots=True)
+class Slotted:
+    share: float = 0.0
+
+
+class Schedule:
+    share = 0.0
+
+    def value(self) -> float:
+        return self.share
+
+    def __call__(self) -> float:
+        return self.share
+
+
+class Mix(nn.Module):
+    """Mixes lanes by a share that it reads in some way."""
+
+    def __init__(self, share: Callable[[Any], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.share = share
+        for name, value in attributes.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(self.share(self)) * x.mean(1, keepdim=True)
+
+
+class Config:
+    share = 0.0
+
+
+@pytest.mark.parametrize(
+    ("encoder", "change"),
+    [
+        (lambda: Mix(lambda m: m.a, a=nn.Parameter(torch.zeros(()), requires_grad=False)), lambda m: m.a.data.fill_(1.0)),
+        (lambda: Mix(lambda m: m.a, a=torch.zeros(())), lambda m: m.a.data.fill_(1.0)),
+        (lambda: Mix(lambda m: m.a, a=np.float32(0)), lambda m: setattr(m, "a", np.float32(1))),
+        (lambda: Mix(lambda m: m.a[0], a=np.zeros(1)), lambda m: m.a.fill(1)),
+        (lambda: Mix(lambda m: m.a.share, a=Slotted()), lambda m: setattr(m.a, "share", 1.0)),
+        (lambda: Mix(lambda m: m.a[0][0][0].share, a=[[[Schedule()]]]), lambda m: setattr(m.a[0][0][0], "share", 1.0)),
+        (lambda: Mix(lambda m: m.a(), a=Schedule().value), lambda m: setattr(m.a.__self__, "share", 1.0)),
+        (
+            lambda: Mix((lambda schedule: lambda m: schedule())(Schedule())),
+            lambda m: setattr(m.share.__closure__[0].cell_contents, "share", 1.0),
+        ),
+        (lambda: Mix(lambda m: m.a(), a=partial(float, 0.0)), lambda m: setattr(m, "a", partial(float, 1.0))),
+        (lambda: Mix(lambda m: Config.share), lambda m: setattr(Config, "share", 1.0)),
+        (lambda: Mix(lambda m: next(Config.share for _ in "1")), lambda m: setattr(Config, "share", 1.0)),
+    ],
+    ids=["frozen", "data", "numpy", "array", "slots", "deep", "method", "closure", "partial", "class", "inner"],
+)
+def test_a_change_is_noticed_wherever_it_is(
+    encoder: Callable[[], Mix], change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Config, "share", 0.0)
+    made = encoder()
+    changes = ModuleChanges([made])
+    changes.settle()
+    assert not changes.due()
+    change(made)
+    assert changes.due()
+    changes.settle()
+    assert not changes.due()
+
+
+def test_one_change_beside_a_counter_is_noticed() -> None:
+    made = Mix(lambda m: m.keep, number=0, keep=1.0)
+    changes = ModuleChanges([made])
+    changes.settle()
+    for number in range(1, 30):
+        made.number = number
+        changes.due()
+        changes.settle()
+    made.number = 30
+    assert not changes.due()
+    made.number, made.keep = 31, 0.5
+    assert changes.due()
+
+
+def test_functions_made_anew_are_told_apart_by_what_they_hold() -> None:
+    made = Mix(lambda m, a=0.0: a)
+    changes = ModuleChanges([made])
+    changes.settle()
+    for _ in range(3):
+        made.share = lambda m, a=0.0: a
+        changes.due()
+        changes.settle()
+    made.share = lambda m, a=1.0: a
+    assert changes.due()
+
+
+def test_the_loss_of_a_module_in_one_piece_is_looked_at_too() -> None:
+    class Loss(nn.Module):
+        share = 0.0
+
+    loss = Loss()
+    changes = ModuleChanges([nn.Linear(1, 1)], [loss])
+    changes.settle()
+    loss.share = 1.0
+    assert changes.due()
+
+
+class Noting(nn.Module):
+    def __init__(self, notes: dict[str, Any]) -> None:
+        super().__init__()
+        self.linear, self.notes = nn.Linear(FEATURES, FEATURES), notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.notes["sum"] = float(out.detach().sum())
+        return out
+
+
+class Reads(Head):
+    def __init__(self, reads: Any) -> None:
+        super().__init__()
+        self.reads = reads
+
+
+def test_what_encoder_and_head_share_in_secret() -> None:
+    notes: dict[str, Any] = {}
+    encoder = Noting(notes)
+    assert not list(hidden_references(encoder, Reads(notes)))
+    [shared] = shared_objects(encoder, Reads([notes]))
+    assert shared is notes
+    assert changed_by(lambda: encoder(torch.zeros(1, 1, FEATURES)), [notes]) == "dict"
+    assert changed_by(lambda: encoder.linear(torch.zeros(1, 1, FEATURES)), [notes]) is None
+    [error] = hidden_references(encoder, Reads([encoder]))
+    assert error.startswith("head (Reads) reaches encoder through a reference that is not a module's attribute")
+    [error] = hidden_references(encoder, Reads(lambda: encoder.linear))
+    assert "head (Reads) reaches encoder" in error
+    tied = Reads(None)
+    tied.reads = encoder.linear  # an attribute: the model knows it
+    assert not list(hidden_references(encoder, tied))
+
+
+def test_a_part_that_is_replaced_or_a_forward_that_would_be_ignored_is_refused() -> None:
+    model = cw.Model(nn.Tanh(), cw.LSTM(FEATURES, WIDTH), Head())
+    trainer = cw.Trainer(model, {"lr": 0.1}, device="cpu")
+    batch = cw.Batch.of(*[each.float() if each.is_floating_point() else each for each in batches(1)[0]])
+    trainer.step(batch)
+    model.head = Head()
+    with pytest.raises(UserError, match=r"model\.head was replaced after the trainer was created"):
+        trainer.step(batch)
+
+    class Changed(cw.Model):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return super().forward(*args, **options)
+
+    class ChangedLSTM(cw.LSTM):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return super().forward(*args, **options)
+
+    with pytest.raises(UserError, match="the forward of Changed would be ignored"):
+        cw.Trainer(Changed(nn.Tanh(), cw.LSTM(FEATURES, WIDTH), Head()), {"lr": 0.1}, device="cpu")
+    with pytest.raises(UserError, match="the forward of ChangedLSTM would be ignored"):
+        cw.Trainer(cw.Model(nn.Tanh(), ChangedLSTM(FEATURES, WIDTH), Head()), {"lr": 0.1}, device="cpu")
+
+
+class Policy(Head):
+    """A loss whose terms nearly cancel, in float32."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = functional.log_softmax(self.out(y).float(), -1).gather(-1, target[..., None])[..., 0]
+        return (chosen * (target.float() - 1)).sum(), torch.tensor(target.numel())
+
+
+def test_a_sum_that_cancels_is_no_difference() -> None:
+    assert one_answer(head=Policy, close=1e-5) == 7
