@@ -15,8 +15,8 @@ from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, fitted, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch import launch_record
+from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.spec.plan_spec import PlanSpec

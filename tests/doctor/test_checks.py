@@ -22,7 +22,7 @@ from carrywave.doctor.report import Report, lines
 from carrywave.doctor.speed import Speed, check_speeds
 from carrywave.doctor.verdicts import failed, fell_silent, of_launch, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
-from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.plan.show.text import seconds_text
 
 HOST = Host("a", "Linux", 8, None, 4, 64 << 30, 32 << 30, 8 << 30, 65536, 0.5)

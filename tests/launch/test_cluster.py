@@ -32,7 +32,7 @@ while not Path("finish").exists():
 """
 LAUNCHER = """
 import sys
-from carrywave.launch.hosts import Hosts
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.launcher import start
 
 node, port = int(sys.argv[1]), int(sys.argv[2])

@@ -9,8 +9,8 @@ import pytest
 
 from carrywave.launch.cluster.council import Council
 from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import Cause, Ended, WorkerEnds
-from carrywave.launch.hosts import Hosts
 
 LIMITS = {"start_seconds": 60.0, "silent_seconds": 10.0, "now": 0.0}
 HOSTS = Hosts(("a:1", "b:1"), ("worker 0", "worker 1"), 0)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from carrywave.errors import WorkerError
+from carrywave.launch.engines.ray_cluster import by_node, combined, connected, variables
+from carrywave.launch.engines.ray_seat import Place
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.ray_cluster import by_node, combined, connected, variables
-from carrywave.launch.ray_seat import Place
 
 
 def place(node: str, *gpus: str) -> Place:
@@ -106,7 +106,7 @@ def test_a_cluster_that_we_start_listens_on_loopback_alone(monkeypatch: pytest.M
 
 SEAT = """
     import json, os, sys, threading, time
-    from carrywave.launch.ray_seat import Seat
+    from carrywave.launch.engines.ray_seat import Seat
 
     seat = Seat()
     shown, errors = os.dup(1), os.dup(2)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from carrywave.errors import WorkerError
-from carrywave.launch import slurm
-from carrywave.launch.slurm import doubt, expand, read, worker
+from carrywave.launch.engines import slurm
+from carrywave.launch.engines.slurm import doubt, expand, read, worker
 
 
 def step(nodes: str, tasks: str, node: int = 0, local: int = 0, **more: Any) -> dict[str, str]:

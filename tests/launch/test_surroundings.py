@@ -10,8 +10,8 @@ import pytest
 
 import carrywave
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts
-from carrywave.launch.surroundings import Surroundings, find, jobs
+from carrywave.launch.engines.hosts import Hosts
+from carrywave.launch.engines.surroundings import Surroundings, find, jobs
 
 TF = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}})}
 PET = {

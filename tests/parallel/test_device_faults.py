@@ -12,7 +12,7 @@ import torch
 
 from carrywave.errors import ContactLost, WorkerError
 from carrywave.parallel import process_groups
-from carrywave.parallel.device_links import DeviceLinks, Message
+from carrywave.parallel.links.device_links import DeviceLinks, Message
 from carrywave.parallel.liveness import device_faults, lost_contact
 from carrywave.parallel.startup import rendezvous
 from carrywave.plan.schedule.messages import lines, with_messages

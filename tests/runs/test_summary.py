@@ -22,9 +22,9 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
-from carrywave.parallel.group_sums import Summing
+from carrywave.parallel.links.transport import Links
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.transport import Links
+from carrywave.parallel.sums.group_sums import Summing
 from carrywave.parallel.world import World
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile

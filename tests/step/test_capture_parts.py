@@ -27,8 +27,8 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse

@@ -23,8 +23,8 @@ from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
-from carrywave.train import planning
-from carrywave.train.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
+from carrywave.train.start import planning
+from carrywave.train.start.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
 
 ALONE = World.alone(torch.device("cpu"))
 

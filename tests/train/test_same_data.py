@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.train.same_data import Seen, difference
+from carrywave.train.start.same_data import Seen, difference
 
 ONE, TWO = "1" * 64, "2" * 64
 

@@ -19,9 +19,9 @@ from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note, plain
 from carrywave.cli.workers import take_place
 from carrywave.errors import PlanError, UserError, WorkerError
-from carrywave.launch import surroundings
+from carrywave.launch.engines import surroundings
+from carrywave.launch.engines.hosts import host_and_port
 from carrywave.launch.hardware import cores, gpus
-from carrywave.launch.hosts import host_and_port
 from carrywave.launch.launcher import start
 from carrywave.launch.script_workers import script_command
 from carrywave.parallel.startup.environment import shares_of_a_gpu

@@ -34,8 +34,8 @@ from carrywave.cli.workers import (
 from carrywave.data.files.remote import Store, is_address
 from carrywave.errors import RunError
 from carrywave.launch import launch_record
+from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
-from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, watcher_for

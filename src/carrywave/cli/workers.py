@@ -18,12 +18,12 @@ import typer
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.launch import slurm, surroundings
+from carrywave.launch.engines import slurm, surroundings
+from carrywave.launch.engines.ray_cluster import connected
+from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.hardware import gpus
 from carrywave.launch.launcher import RESTARTS, is_worker, start
-from carrywave.launch.ray_cluster import connected
 from carrywave.launch.script_workers import script_command
-from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.door import Job, job_of
 from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
@@ -129,7 +129,7 @@ def devices_that_pay(spec: Spec, device: str, before: Path | None, where: Surrou
     if device == "cpu" or where != Surroundings() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
         return None  # shares are for trying out as many as were asked for
     with leaving_at_once():
-        from carrywave.train.planning import best_number
+        from carrywave.train.start.planning import best_number
     return best_number(spec, device, before, note)
 
 

@@ -20,8 +20,8 @@ from carrywave.doctor.finding import Finding, given
 from carrywave.doctor.gpu import Gpu
 from carrywave.doctor.host import Host, check_cores, check_files, check_load, check_memory, check_shared_memory
 from carrywave.doctor.network import Network, Target, check_name
-from carrywave.parallel import peer_access
-from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.memory import peer_access
+from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.parallel.startup.rendezvous import identity
 

@@ -15,7 +15,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from carrywave.launch import surroundings
+from carrywave.launch.engines import surroundings
 from carrywave.parallel.startup.launcher_env import LAUNCH
 
 ATTEMPT = "CARRYWAVE_ATTEMPT"  # the number of this attempt, from 0

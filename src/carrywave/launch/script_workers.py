@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.launch import exit_reports, slurm
+from carrywave.launch import exit_reports
+from carrywave.launch.engines import slurm
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.launch.launcher import RESTARTS, start
 from carrywave.launch.work_folder import work_folder

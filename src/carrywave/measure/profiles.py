@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
+from carrywave.launch.gpu_shares.shares import PIPES, divided
 from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
-from carrywave.launch.shares import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample

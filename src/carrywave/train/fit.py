@@ -53,20 +53,20 @@ from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train.asked_spec import spec_of
 from carrywave.train.best_weights import check_can_judge
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.data_parts import DataParts
 from carrywave.train.finish import carry_out, shown
-from carrywave.train.initial_model import Own, begin_from, drawn_model, own_model
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED, LoopState
-from carrywave.train.opening_notes import noted
 from carrywave.train.plan_check import Comparison
-from carrywave.train.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.result import Result
-from carrywave.train.run_start import Start, begin, check_idle, prepare_in_turn
+from carrywave.train.start.asked_spec import spec_of
+from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
+from carrywave.train.start.opening_notes import noted
+from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
+from carrywave.train.start.run_start import Start, begin, check_idle, prepare_in_turn
 
 
 def train(

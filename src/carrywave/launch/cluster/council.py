@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds, together
-from carrywave.launch.hosts import Hosts
 from carrywave.launch.restart_policy import Place, RestartPolicy, where_from
 from carrywave.launch.supervisor import DEATH_SECONDS, FAULT_SECONDS, GRACE_SECONDS
 

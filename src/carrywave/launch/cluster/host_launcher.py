@@ -21,8 +21,8 @@ from carrywave.launch.cluster.board import HostBoard
 from carrywave.launch.cluster.council import Council, look_at
 from carrywave.launch.cluster.interfaces import address_towards, interface_of
 from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import FAULT, Ended
-from carrywave.launch.hosts import Hosts
 from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, supervise
 from carrywave.launch.worker_ends import asked_to_stop, with_logs
 from carrywave.launch.worker_environment import of_workers

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from carrywave.errors import WorkerError
-from carrywave.launch import gpu_probe, mps_guard
+from carrywave.launch.gpu_shares import gpu_probe, mps_guard
 from carrywave.launch.hardware import nvidia_smi, visible
 from carrywave.parallel.startup.environment import MOST_SHARES, OVERLAPPING, SHARE_GPU
 

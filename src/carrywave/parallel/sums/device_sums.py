@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from carrywave.parallel.group_sums import added_up
-from carrywave.parallel.growing_memory import GrowingMemory, padded
-from carrywave.parallel.symmetric import SharedMemory, write
+from carrywave.parallel.memory.growing_memory import GrowingMemory, padded
+from carrywave.parallel.memory.symmetric import SharedMemory, write
+from carrywave.parallel.sums.group_sums import added_up
 from carrywave.plan.cost.link_memory import SUMS_LEAST_BYTES
 
 SMALL = 1 << 13  # numbers that are not worth a second round

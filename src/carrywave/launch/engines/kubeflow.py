@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts, all_or_none, whole, with_port
+from carrywave.launch.engines.hosts import Hosts, all_or_none, whole, with_port
 
 NNODES, WORKERS, NODE, ADDRESS, PORT = "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"
 BY_DEVICE = ("auto", "cpu", "gpu")  # torchrun's words for as many workers as there are devices

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.parallel.group_sums import GroupSum
+from carrywave.parallel.sums.group_sums import GroupSum
 
 
 class RowExchange:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.errors import WorkerError, option
+from carrywave.launch.engines.ray_seat import Outcome, Place, Seat
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended
-from carrywave.launch.ray_seat import Outcome, Place, Seat
 from carrywave.launch.supervisor import FAULT_SECONDS, GRACE_SECONDS, AttemptOutcome, Signals, WorkerGroup
 from carrywave.launch.worker_logs import Outputs, show
 from carrywave.parallel.startup.door import SECRET

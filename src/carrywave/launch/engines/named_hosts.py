@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts, host_and_port, usual_port, with_port
+from carrywave.launch.engines.hosts import Hosts, host_and_port, usual_port, with_port
 
 
 def read(names: str | None, index: int | None, environment: Mapping[str, str]) -> Hosts | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from carrywave.parallel.symmetric import SharedMemory
+from carrywave.parallel.memory.symmetric import SharedMemory
 from carrywave.plan.schedule.buffers import shared_bytes
 
 _ALIGNED = 256  # bytes

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from carrywave.kernels.hopper import persistent
 from carrywave.parallel import process_groups
-from carrywave.parallel.transport import PeerLink, Pending
+from carrywave.parallel.links.transport import PeerLink, Pending
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, lines, pairs_of

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from carrywave.parallel.group_sums import GroupSum, Working, added_up
-from carrywave.parallel.host_memory import shared_by
+from carrywave.parallel.memory.host_memory import shared_by
+from carrywave.parallel.sums.group_sums import GroupSum, Working, added_up
 
 LEAST_BYTES = 1 << 18  # of a tensor, below which it takes longer to meet twice than to send the numbers
 

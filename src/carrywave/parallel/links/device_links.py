@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import PlanError, WorkerError
-from carrywave.parallel.growing_memory import GrowingMemory, padded
-from carrywave.parallel.symmetric import SharedMemory, signals_of, write
-from carrywave.parallel.transport import Pending
+from carrywave.parallel.links.transport import Pending
+from carrywave.parallel.memory.growing_memory import GrowingMemory, padded
+from carrywave.parallel.memory.symmetric import SharedMemory, signals_of, write
 from carrywave.plan.schedule.buffers import LEAST_BYTES, Places, places
 from carrywave.plan.schedule.messages import Channel, Pair, Program
 

@@ -27,8 +27,8 @@ from carrywave.runs.watcher import Watcher
 from carrywave.spec.idle_keys import idle_beside_own, idle_with
 from carrywave.spec.spec import Spec
 from carrywave.train.checkpointer import receive_snapshot
-from carrywave.train.planning import plan_before
-from carrywave.train.same_data import compare, told_on_this_host
+from carrywave.train.start.planning import plan_before
+from carrywave.train.start.same_data import compare, told_on_this_host
 
 
 @dataclass(frozen=True)

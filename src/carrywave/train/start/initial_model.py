@@ -26,7 +26,7 @@ from carrywave.step.checks.arguments import check_loss
 from carrywave.step.row_parts import cutter
 from carrywave.step.worker_setup import holding_of, tensors_of
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train.run_start import Start
+from carrywave.train.start.run_start import Start
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known
 

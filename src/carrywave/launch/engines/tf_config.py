@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts, host_and_port
+from carrywave.launch.engines.hosts import Hosts, host_and_port
 
 EXAMPLE = '{"cluster": {"worker": ["hostA:2222", "hostB:2222"]}, "task": {"type": "worker", "index": 0}}'
 

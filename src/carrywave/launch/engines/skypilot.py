@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts, all_or_none, usual_port, whole, with_port
+from carrywave.launch.engines.hosts import Hosts, all_or_none, usual_port, whole, with_port
 
 ADDRESSES, NODE, GPUS = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_GPUS_PER_NODE"
 TASK = "SKYPILOT_TASK_ID"  # stays the same when SkyPilot recovers a task

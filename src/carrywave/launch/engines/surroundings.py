@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from carrywave.errors import WorkerError
-from carrywave.launch import kubeflow, named_hosts, skypilot, slurm, tf_config
-from carrywave.launch.hosts import Hosts
+from carrywave.launch.engines import kubeflow, named_hosts, skypilot, slurm, tf_config
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.parallel.startup.launcher_env import LAUNCH, launched
 
 
