@@ -16,10 +16,10 @@ from torch import Tensor
 import _warm
 import carrywave as cw
 from carrywave.step.sync.outer import bounds, fragments_due
-from carrywave.step.sync.reference import simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _loop_parts import SYNCED, batch, model, train
+from _sync_definition import simulate
 
 WORKER = Path(__file__).with_name("_loop_parts.py")
 SPLIT = {"replicas": 2, "split_vocabulary": True}
@@ -61,7 +61,7 @@ SYNC: dict[str, dict[str, Any]] = {
 
 
 def simulated(keys: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the weights of two replicas, one after the other in this process: plain steps, and `reference.simulate`."""
+    """The loss and the weights of two replicas, one after the other in this process: plain steps, and `simulate`."""
     plain = {"lr": 0.02, "clip": 0.3, "optimizer": "adamw"}
     trainers = [cw.Trainer(model(tie=False), plain) for _ in range(2)]
     fragments = keys.get("sync_fragments", 1)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _buffer_proof import prove_in_place
 from _schedules import GENERATORS
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.buffers import places, prove_in_place
+from carrywave.plan.schedule.buffers import places
 from carrywave.plan.schedule.messages import Channel, with_messages
 from carrywave.plan.schedule.schedule import gpipe, wavefront
 

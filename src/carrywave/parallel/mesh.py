@@ -102,11 +102,6 @@ class Mesh:
         """What carries sums over all workers; "": there is one."""
         return "" if self.world.size == 1 else self._carrier(in_stream=self.in_stream)
 
-    @property
-    def transport(self) -> Transport:
-        """What carries messages between stages or, with one stage, sums over workers."""
-        return self.messages or self.sums
-
     def _carrier(self, *, in_stream: bool) -> Transport:
         return DEVICE_MEMORY if in_stream else BY_BACKEND[self.world.backend]
 

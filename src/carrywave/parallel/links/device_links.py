@@ -2,7 +2,7 @@
 
 A message is a copy and a signal on the sender's stream, and a wait for that signal on the receiver's, which reads the buffer in place. The
 host takes no part in it, so a whole step, messages included, can be captured as one CUDA graph. Within a pass, buffers are reused as
-`plan.schedule.buffers` counts and proves it; a pass starts to write a channel when the receiver has finished the previous one.
+`plan.schedule.buffers` counts them; a pass starts to write a channel when the receiver has finished the previous one.
 
 Each pair of stages that exchange messages shares memory of its own, so that only those two need to know its size.
 """

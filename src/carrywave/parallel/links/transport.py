@@ -2,8 +2,8 @@
 
 `GroupLinks`, for gloo: each direction of an edge is a separate channel (a process group of two), and messages on it match by order alone. A
 receive is posted before it is needed, and waited for when it is. A send does not block the next task, but the number in flight is limited,
-so that memory stays bounded. `plan.schedule.messages.prove` shows that programs run even if every send blocks until its receive is posted,
-so no limit on sends can cause a deadlock.
+so that memory stays bounded. The tests prove that programs run even if every send blocks until its receive is posted, so no limit on sends
+can cause a deadlock.
 
 `pair_links.PairLinks` is for NCCL, which carries out messages on the device, in order.
 """

@@ -23,20 +23,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from carrywave.errors import PlanError
+from carrywave.parallel.links.pair_links import MessageEnd, joins
 from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, outgoing
 from carrywave.plan.schedule.schedule import StageTask, name, reader
-
-
-class MessageEnd(NamedTuple):
-    """A message as one of its ends sees it."""
-
-    peer: int  # the stage, or rank, at the other end
-    receives: bool
-
-
-def joins(before: MessageEnd, after: MessageEnd) -> bool:
-    """True if a message goes into the batch of the one issued right before it, with no task between them."""
-    return before.peer == after.peer and not before.receives
 
 
 class Message(NamedTuple):
