@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import carrywave as cw
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, SequenceOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.launch.worker_environment import of_workers
 from carrywave.parallel.startup.rendezvous import find_store
 

@@ -13,10 +13,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost, DataError, ResourceError, SpecError, WorkerError
 from carrywave.parallel import world
+from carrywave.parallel.devices import check_gpus, pick_device
 from carrywave.parallel.liveness.lost_contact import lost
 from carrywave.parallel.startup import door, environment
 from carrywave.parallel.startup.rendezvous import open_store
-from carrywave.parallel.world import World, all_gather_text, check_agreement, check_gpus, join, leave, pick_device, raise_on_all, tell_once
+from carrywave.parallel.world import World, all_gather_text, check_agreement, join, leave, raise_on_all, tell_once
 
 VARIABLES = (
     "RANK",

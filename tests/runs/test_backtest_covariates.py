@@ -16,7 +16,7 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
-from carrywave.runs.backtest import listing
+from carrywave.runs.backtest import rolled
 from carrywave.runs.backtest.origins import Rolling, at_origin, long_enough, place_origins, same_past
 from carrywave.runs.backtest.rolled import readings
 from carrywave.runs.trained_run import open_run
@@ -109,7 +109,7 @@ def ask(file: Path, run: Path, **how: Any) -> Backtest:
 
 
 def rows_of(found: Backtest) -> list[dict[str, Any]]:
-    return list(listing.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+    return list(rolled.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
 
 
 def values(rows: list[dict[str, Any]], prefix: str = "") -> list[float]:

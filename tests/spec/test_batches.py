@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from carrywave.spec.batch_spec import BatchSpec
-from carrywave.spec.batches import fitted
+from carrywave.spec.data_spec import BatchSpec
+from carrywave.spec.defaults import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _emulated_graphs import emulate
 
 from carrywave.data.batch import Batch
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax

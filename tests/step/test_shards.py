@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, Window
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.plan.canonical_shards import SHARDS, shards_of, tree
 from carrywave.plan.plan import Plan
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.errors import SpecError
 from carrywave.train import loop as loops
-from carrywave.train.best_weights import check_can_judge, improves, score_of
+from carrywave.train.evaluations import check_can_judge, improves, score_of
 from carrywave.train.result import Result
 
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]

@@ -30,10 +30,10 @@ from carrywave.plan.show.svg import Panel, draw
 from carrywave.plan.show.text import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
 from carrywave.plan.show.what_if import balance_text, remedies
 from carrywave.runs import output_file
+from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.plan_spec import PlanSpec
-from carrywave.spec.precision import AUTO, suited, with_precision
 from carrywave.spec.spec import Spec
 
 THIS_MACHINE = "this machine"  # the profile of a cluster file that names none

@@ -267,7 +267,7 @@ def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elas
 
 
 def _check_shared(count: int, gpus: int) -> None:
-    from carrywave.parallel.world import too_few_gpus
+    from carrywave.parallel.devices import too_few_gpus
 
     if not may_share_gpu():
         raise too_few_gpus(count, gpus)
@@ -290,7 +290,7 @@ def _gpus(device: str, *, needed: bool) -> int:
     with leaving_at_once():
         import torch
 
-        from carrywave.parallel.world import pick_device
+        from carrywave.parallel.devices import pick_device
 
     return torch.cuda.device_count() if pick_device(device, 0).type == "cuda" else 0
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
-from carrywave.errors import SpecError, UserError, WorkerError, option
+from carrywave.errors import UserError, WorkerError
 from carrywave.parallel import process_groups
-from carrywave.parallel.arrivals import arrive
+from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup import door, environment, native_logs
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
@@ -73,37 +74,11 @@ class _Joined:
     store: Store | None = None
     waits: Store | None = None  # where workers wait for each other, in a group that `join` created
     waited = 0
+    arrivals: Counter[str] = Counter()  # noqa: RUF012 (how often this worker has arrived, by meeting)
     times = 0  # each join has its own keys: addresses from an earlier one are stale
     job: door.Job | None = None  # what is known of this worker's job
     made_group = False
     watches_parent = False
-
-
-def settled(device: torch.device) -> torch.device:
-    """The device with its index: a bare `cuda` means the device that is current now, whatever becomes current later."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-
-
-def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Parse a device: cpu, cuda, a GPU by its index (cuda:1), or `auto`, the GPU if there is one. Without an index, worker `local_rank` of
-    a host takes the GPU of that index (modulo their number), and a single worker takes the current one.
-    """
-    kind, colon, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
-        raise SpecError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:INDEX")
-    there = torch.cuda.is_available()
-    if kind == "cuda" and not there:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
-        raise SpecError(f"device cuda was requested, but no GPU is available{hint}; use {option('device', 'cpu')}")
-    if kind == "cpu" or not there:
-        return torch.device("cpu")
-    if index:
-        if int(index) >= torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
-            raise SpecError(f"device {name} not found: this host has {gpus} GPU{'s' * (gpus != 1)}, from cuda:0; use one of them")
-        return torch.device("cuda", int(index))
-    return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def join(device: str = "auto", job: door.Job | None = None) -> World:
@@ -131,7 +106,7 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         return _of_group(device, local_rank, local_size or size)
     heartbeat.start()
     _end_with_parent()
-    where = _taken(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
+    where = made_current(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
@@ -199,26 +174,6 @@ def host_names(there: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(known[one["host"], one["boot"], one["net"]] for one in there)
 
 
-def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse workers that share a GPU, since they would only take turns on it. The environment may allow it for trials."""
-    if environment.may_share_gpu():
-        return
-    gpus = [(one["host"], one["gpu"]) for one in there if one["gpu"]]
-    for host, gpu in gpus:
-        if gpus.count((host, gpu)) > 1:
-            workers = [one["host"] for one in there].count(host)
-            own = len({each for where, each in gpus if where == host})
-            raise on_every_rank(too_few_gpus(workers, own, host))
-
-
-def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:
-    """The error for more workers than GPUs."""
-    return WorkerError(
-        f"{workers} workers{f' of host {host}' if host else ''} have only {gpus} GPU{'s' * (gpus > 1)}; "
-        f"start one worker per GPU, or set {environment.SHARE_GPU}=1 to let them take turns, for a trial"
-    )
-
-
 def leave(world: World) -> None:
     """Undo what `join` created. A group that the user created is kept, and a second call does nothing."""
     if world.size > 1 and _Joined.made_group and dist.is_initialized():
@@ -277,7 +232,30 @@ def wait_for_all(world: World) -> None:
     if store is None or world.size == 1 or world.group is not None:
         return  # the user created the group and chose its timeout, or these are only some of the workers
     key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
-    arrive(store, key, world.size, PATIENCE_SECONDS)
+    _arrive(store, key, world.size, PATIENCE_SECONDS)
+
+
+def all_arrive(world: World, what: str, seconds: float) -> bool:
+    """Wait until every worker has called this for the same thing; False if some have not within this time."""
+    ranks = range(world.size) if world.group is None else dist.get_process_group_ranks(world.group)
+    meeting = f"carrywave/arrive/{'-'.join(map(str, ranks))}/{what}"
+    _Joined.arrivals[meeting] += 1
+    return _arrive(dist.distributed_c10d._get_default_store(), f"{meeting}/{_Joined.arrivals[meeting]}", world.size, seconds)
+
+
+def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
+    """Wait until so many workers have arrived at a key that is used once; False if some have not within this time.
+
+    They poll the store: a collective that others never enter would time out, or keep this process from ending until it does.
+    """
+    deadline = time.monotonic() + seconds
+    pause_seconds = 0.001
+    if store.add(key, 1) == size:
+        store.set(f"all/{key}", "")
+    while not (came := store.check([f"all/{key}"])) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 0.1)
+    return bool(came)
 
 
 def _room() -> str:
@@ -349,7 +327,7 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
             'create it with init_process_group("cpu:gloo,cuda:nccl")'
         )
     rank, size = dist.get_rank(), dist.get_world_size()
-    where = _taken(pick_device(device, local_rank))
+    where = made_current(pick_device(device, local_rank))
     world = World(rank, size, local_rank, local_size, where, "")
     if size == 1:
         return world
@@ -365,12 +343,6 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
         )
     backend = "nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo"
     return replace(world, backend=backend, hosts=host_names(there), local_ranks=tuple(int(one["local"]) for one in there))
-
-
-def _taken(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
 
 
 def _end_with_parent() -> None:

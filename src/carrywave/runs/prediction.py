@@ -25,10 +25,10 @@ from carrywave.parallel.world import World, all_gather_text, join, leave, raise_
 from carrywave.runs.rows import row_writer
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.carried import Carried
+from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.rows.predicted import forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
-from carrywave.runs.rows.sampling import Sampling
 from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
 from carrywave.runs.watcher import printable

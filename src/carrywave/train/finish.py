@@ -23,7 +23,7 @@ from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.doubts import worse_than_naive
-from carrywave.train.evaluation_stop import Stopped
+from carrywave.train.evaluations import Stopped
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
 from carrywave.train.result import Result

@@ -24,11 +24,12 @@ from carrywave.launch.launcher import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.vocabulary_split import check_modules
+from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
-from carrywave.parallel.world import World, check_agreement, join, leave, pick_device, raise_on_all
+from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
@@ -43,9 +44,8 @@ from carrywave.runs.tracking.tracker import Description
 from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
-from carrywave.spec.batches import fitted
+from carrywave.spec.defaults import AUTO, fitted, with_precision
 from carrywave.spec.load import load_own
-from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
@@ -53,20 +53,17 @@ from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train.best_weights import check_can_judge
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
-from carrywave.train.data_parts import DataParts
+from carrywave.train.evaluations import DataParts, check_can_judge
 from carrywave.train.finish import carry_out, shown
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.plan_check import Comparison
 from carrywave.train.result import Result
-from carrywave.train.start.asked_spec import spec_of
 from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
-from carrywave.train.start.opening_notes import noted
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
-from carrywave.train.start.run_start import Start, begin, check_idle, prepare_in_turn
+from carrywave.train.start.run_start import Start, asked_spec, begin, check_idle, noted, prepare_in_turn
 
 
 def train(
@@ -147,7 +144,7 @@ def fit(
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise PlanError(f"devices must be a whole number of workers, got {devices!r}; use 1 or more")
         check_callbacks(callbacks)
-        asked = spec_of(spec, model, plan, sections)
+        asked = asked_spec(spec, model, plan, sections)
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):

@@ -35,11 +35,9 @@ from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
 from carrywave.train import lr_schedule as rates
-from carrywave.train.best_weights import improves, score_of
 from carrywave.train.callbacks import Callbacks, Moment
 from carrywave.train.checkpointer import Checkpointer
-from carrywave.train.data_parts import DataParts
-from carrywave.train.evaluation_stop import Stopped, leave_if_asked
+from carrywave.train.evaluations import DataParts, Stopped, improves, leave_if_asked, score_of
 from carrywave.train.loop_state import Ending, LoopState
 from carrywave.train.nonfinite_steps import check_can_go_back, heed, went_back
 from carrywave.train.plan_check import Comparison

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.missing_column import missing_column, quoted
+from carrywave.data.files.rows import missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from carrywave.errors import WorkerError
 from carrywave.launch.cluster.states import HostState, Orders, Seen
 from carrywave.launch.engines.hosts import Hosts
-from carrywave.parallel.liveness.silence import Silence
+from carrywave.parallel.liveness.heartbeat import Silence
 from carrywave.parallel.startup import door, native_logs
 from carrywave.parallel.startup.rendezvous import open_store
 

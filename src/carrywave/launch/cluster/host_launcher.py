@@ -19,7 +19,6 @@ from carrywave.errors import WorkerError
 from carrywave.launch import launch_record
 from carrywave.launch.cluster.board import HostBoard
 from carrywave.launch.cluster.council import Council, look_at
-from carrywave.launch.cluster.interfaces import address_towards, interface_of
 from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import FAULT, Ended
@@ -27,6 +26,7 @@ from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, supe
 from carrywave.launch.worker_ends import asked_to_stop, with_logs
 from carrywave.launch.worker_environment import of_workers
 from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup.addresses import address_towards, interface_of
 from carrywave.parallel.startup.launcher_env import LAUNCH
 
 SLOW_SECONDS = 300.0  # the limit of a launcher's silence if heartbeats are off

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from carrywave.launch.cluster.interfaces import interface_of
 from carrywave.launch.exit_reports import MISTAKE, Ended
 from carrywave.launch.supervisor import Signals, WorkerGroup, supervise
 from carrywave.launch.work_folder import work_folder
 from carrywave.launch.worker_logs import ERR, OUT
+from carrywave.parallel.startup.addresses import interface_of
 
 LOG_BYTES = 1 << 20  # of each log that is sent to the process that started the run: its end
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from carrywave.errors import WorkerError
-from carrywave.launch.cluster.interfaces import interface_of
 from carrywave.launch.engines.hosts import SLURM, Hosts, with_port
 from carrywave.launch.hardware import cores
+from carrywave.parallel.startup.addresses import interface_of
 from carrywave.parallel.startup.launcher_env import JOB
 
 FIRST_PORT, PORTS = 16384, 16384  # below the range from which Linux takes ports for outgoing connections

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from carrywave.errors import WorkerError
-from carrywave.launch.engines import kubeflow, named_hosts, skypilot, slurm, tf_config
-from carrywave.launch.engines.hosts import Hosts
+from carrywave.launch.engines import kubeflow, skypilot, slurm, tf_config
+from carrywave.launch.engines.hosts import Hosts, host_and_port, usual_port, with_port
 from carrywave.parallel.startup.launcher_env import LAUNCH, launched
 
 
@@ -44,7 +44,7 @@ class Surroundings:
 
 def find(environment: Mapping[str, str], names: str | None = None, index: int | None = None) -> Surroundings:
     """Where this process is. `names` and `index` are the user's `--hosts` and `--host-index`."""
-    by_hand = named_hosts.read(names, index, environment)
+    by_hand = named_hosts(names, index, environment)
     if launched(environment):
         # Our own workers get the command of the process that started them, `--hosts` included.
         if by_hand is not None and not is_own_worker(environment):
@@ -71,3 +71,29 @@ def jobs(environment: Mapping[str, str]) -> list[str]:
     """The names of the engine's job that this process belongs to, which stay the same when the engine starts it again."""
     task = skypilot.job(environment)
     return [] if task is None else [f"skypilot {task}"]
+
+
+def named_hosts(names: str | None, index: int | None, environment: Mapping[str, str]) -> Hosts | None:
+    """The hosts of `--hosts` and `--host-index`; None if neither is given. Only the first host's port is used."""
+    if names is None and index is None:
+        return None
+    if names is None:
+        raise WorkerError(f"--host-index is {index}, but no hosts are named; name all of them, as in --hosts hostA,hostB")
+    usual = usual_port(environment)
+    addresses = tuple(_address(name.strip(), usual) for name in names.split(","))
+    hosts = [host_and_port(address, "--hosts")[0] for address in addresses]
+    if len(set(addresses)) != len(addresses):
+        twice = next(host for host, address in zip(hosts, addresses, strict=True) if addresses.count(address) > 1)
+        raise WorkerError(f"--hosts names {twice} twice; list every host once")
+    if index is None:
+        raise WorkerError(f"--hosts names {len(hosts)} hosts, but not which one this is; pass --host-index, from 0 to {len(hosts) - 1}")
+    if not 0 <= index < len(hosts):
+        raise WorkerError(f"--host-index {index} is out of range for {len(hosts)} hosts; use a number from 0 to {len(hosts) - 1}")
+    return Hosts(addresses, tuple(f"host {each}" for each in range(len(hosts))), index, "--hosts")
+
+
+def _address(name: str, port: int) -> str:
+    if not name:
+        raise WorkerError("--hosts has an empty name; write it like --hosts hostA:29500,hostB")
+    bare = name.count(":") > 1 and not name.startswith("[")  # an address of IPv6 without a port
+    return with_port(name.strip("[]"), port) if bare or ":" not in name.rpartition("]")[2] else name

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from carrywave.errors import PlanError, WorkerError
 from carrywave.parallel.links.transport import Pending
-from carrywave.parallel.memory.growing_memory import GrowingMemory, padded
-from carrywave.parallel.memory.symmetric import SharedMemory, signals_of, write
+from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, signals_of, write
 from carrywave.plan.schedule.buffers import LEAST_BYTES, Places, places
 from carrywave.plan.schedule.messages import Channel, Pair, Program
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from carrywave.errors import WorkerError
@@ -100,16 +100,29 @@ def is_training() -> bool:
     return _own.training
 
 
+class Silence:
+    """How long a value has not changed, counting only time during which this process ran."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._said: object = None
+
+    def after(self, said: object, passed: float) -> float:
+        """The seconds of silence, after what was said now and the time that has passed."""
+        self.seconds = 0.0 if said != self._said else self.seconds + passed
+        self._said = said
+        return self.seconds
+
+
 @dataclass
 class _Heard:
     """What was last read from one worker, and for how long nothing has changed."""
 
-    sign: tuple[int, int] = (0, 0)  # beats, CPU time
     beats: int = 0
     steps: int = 0
     training: bool = False
-    silent_seconds: float = 0.0
-    still_seconds: float = 0.0
+    silence: Silence = field(default_factory=Silence)  # of beats and CPU time
+    stillness: Silence = field(default_factory=Silence)  # of steps
 
 
 class Listener:
@@ -133,20 +146,18 @@ class Listener:
         somebody_beats = any(heard.beats for heard in self._heard.values())
         for rank, heard in running.items():
             usual = heard.beats > 0 and sys.platform == "linux"
-            if somebody_beats and heard.silent_seconds > self._silent_limit * (1 if usual else LONGER):
-                return rank, f"gave no sign of life for {heard.silent_seconds:.0f} s (stopped?) and was killed"
-        if running and all(heard.training and heard.still_seconds > self._hang_limit for heard in running.values()):
+            if somebody_beats and heard.silence.seconds > self._silent_limit * (1 if usual else LONGER):
+                return rank, f"gave no sign of life for {heard.silence.seconds:.0f} s (stopped?) and was killed"
+        if running and all(heard.training and heard.stillness.seconds > self._hang_limit for heard in running.values()):
             rank = min(running, key=lambda rank: running[rank].steps)
             return rank, f"hung: no worker took a step for {self._hang_limit:g} s, and this one had taken the fewest"
         return None
 
     def _hear(self, rank: int, passed: float) -> _Heard:
         heard = self._heard[rank]
-        beats, steps, training = _read(self._folder / str(rank))
-        sign = (beats, _processor_ticks(self._pids[rank]))
-        heard.silent_seconds = 0.0 if sign != heard.sign else heard.silent_seconds + passed
-        heard.still_seconds = 0.0 if (steps, training) != (heard.steps, heard.training) else heard.still_seconds + passed
-        heard.sign, heard.beats, heard.steps, heard.training = sign, beats, steps, training
+        heard.beats, heard.steps, heard.training = _read(self._folder / str(rank))
+        heard.silence.after((heard.beats, _processor_ticks(self._pids[rank])), passed)
+        heard.stillness.after((heard.steps, heard.training), passed)
         return heard
 
 

@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
-from carrywave.parallel.liveness.silence import Silence
+from carrywave.parallel.liveness.heartbeat import Silence
 from carrywave.parallel.startup.rendezvous import identity, seconds_of
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 

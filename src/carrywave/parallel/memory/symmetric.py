@@ -4,13 +4,15 @@ Every worker of a group allocates a buffer of the same size and can write to tho
 signal is a flag between two workers: raising it waits until it is down, awaiting it takes it down. Copies, raises and waits are ordinary
 work of the current CUDA stream, in its order: the host does not take part, and they can be captured in a CUDA graph.
 
-torch's interface for this is young, so nothing else in the package touches it.
+A group's memory is as large as its work needs it: work that needs more gets a larger one (`GrowingMemory`); smaller ones are kept, because
+captured work uses them. torch's interface for this is young, so nothing else in the package touches it.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,7 +27,9 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.rendezvous import reason
+from carrywave.plan.schedule.buffers import shared_bytes
 
+_ALIGNED = 256  # bytes
 _PAD_BYTES = 2048  # torch's default, of which every signal takes 4 bytes for each worker of the group
 
 
@@ -168,3 +172,24 @@ def symmetric_memory(group: ProcessGroup, size: int, device: torch.device) -> Sh
 def signals_of(workers: int) -> int:
     """How many signals there are between any two workers of a group of this size."""
     return _PAD_BYTES // 4 // workers
+
+
+class GrowingMemory:
+    """`make` creates memory of a given size, at least `least` bytes. Every worker must ask for the same sizes in the same order."""
+
+    def __init__(self, make: Callable[[int], SharedMemory], least: int) -> None:
+        self.make, self.least = make, least
+        self.known: list[SharedMemory] = []
+
+    def of(self, size: int) -> SharedMemory:
+        """The first that is large enough, the same one on every worker. Sizes are powers of two, so that there are few."""
+        for memory in self.known:
+            if memory.size >= size:
+                return memory
+        self.known.append(self.make(shared_bytes(size, least=self.least)))
+        return self.known[-1]
+
+
+def padded(size: int) -> int:
+    """A size in bytes after which numbers of any kind may follow."""
+    return -(-size // _ALIGNED) * _ALIGNED

@@ -5,7 +5,6 @@ An unknown name is thus reported clearly, on every worker. torch would report it
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo
 
 from carrywave.errors import WorkerError
+from carrywave.parallel.startup.addresses import is_loopback
 from carrywave.parallel.startup.rendezvous import on_every_rank, reason
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -43,8 +43,8 @@ def leads_home() -> bool:
         return False
     try:
         found = socket.getaddrinfo(socket.gethostname(), None)
-        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
-    except (OSError, UnicodeError, ValueError):
+        return all(is_loopback(str(address[0])) for *_, address in found)
+    except (OSError, UnicodeError):
         return True  # torch then falls back to loopback too
 
 

@@ -14,8 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from carrywave.parallel.memory.growing_memory import GrowingMemory, padded
-from carrywave.parallel.memory.symmetric import SharedMemory, write
+from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, write
 from carrywave.parallel.sums.group_sums import added_up
 from carrywave.plan.cost.link_memory import SUMS_LEAST_BYTES
 

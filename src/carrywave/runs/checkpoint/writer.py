@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from carrywave import errors
-from carrywave.data.copy_stream import copy_stream
+from carrywave.data.loader import copy_stream
 from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank

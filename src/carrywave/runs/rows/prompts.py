@@ -22,8 +22,7 @@ from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.runs.rows.carried import Carried
-from carrywave.runs.rows.generation import generate
-from carrywave.runs.rows.sampling import Sampling
+from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.rows.standard_input import is_standard, open_stream
 from carrywave.runs.trained_run import Saved
 from carrywave.spec.spec import Spec

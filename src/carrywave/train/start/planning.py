@@ -32,10 +32,10 @@ from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
 from carrywave.plan.show.hints import Hint, hint_lines, one_device, other_settings
 from carrywave.runs.run import Run
+from carrywave.spec.defaults import suited, with_precision
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import with_new_names
 from carrywave.spec.plan_spec import PlanSpec
-from carrywave.spec.precision import suited, with_precision
 from carrywave.spec.spec import Spec
 
 Say = Callable[[str], None]

@@ -1,18 +1,26 @@
-"""Starts a run identically on every worker: rank 0 inspects the disk and tells the others, then each host reads the data once."""
+"""Starts a run identically on every worker: the spec that was asked for, the folder, the data, and what to say before the first step.
+
+Rank 0 inspects the disk and tells the others; then each host reads the data once.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
 from carrywave.data.files.remote import is_address
+from carrywave.data.order import Order, SequenceOrder
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import SpecError
 from carrywave.launch import exit_reports, launch_record
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
 from carrywave.plan.plan import Plan
@@ -25,8 +33,11 @@ from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.idle_keys import idle_beside_own, idle_with
+from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import doubts
 from carrywave.train.checkpointer import receive_snapshot
+from carrywave.train.evaluations import DataParts
 from carrywave.train.start.planning import plan_before
 from carrywave.train.start.same_data import compare, told_on_this_host
 
@@ -133,3 +144,48 @@ def check_idle(spec: Spec, prepared: Prepared, *, own: bool) -> None:
     )
     if problem is not None:
         raise SpecError(problem)
+
+
+def asked_spec(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
+    """The spec that a call from Python asks for: a whole one, or its sections one by one, which take precedence."""
+    base: dict[str, Any]
+    # Only fields that were set: the others may still be derived from elsewhere.
+    if isinstance(spec, Spec):
+        base = spec.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(spec, str | Path):
+        base = load(Path(spec), []).model_dump(mode="json", exclude_unset=True)
+    else:
+        base = dict(spec or {})
+    for name, value in sections.items():
+        old = base.get(name)
+        base[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+    if isinstance(model, Mapping):
+        base["model"] = dict(model)
+    if isinstance(plan, Plan):
+        plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
+    if plan != "auto":
+        base["plan"] = plan if isinstance(plan, str) else dict(plan)
+    return parse(base)
+
+
+def _ours(model: Model | Whole) -> bool:
+    return isinstance(model, Model) and type(model.head).__module__.startswith("carrywave.")
+
+
+def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: DataParts) -> Iterator[str]:
+    """Yield the notes."""
+    if isinstance(order, SequenceOrder) and order.oversized:
+        yield f"sequences longer than batch.tokens={spec.tokens}: {order.oversized}; each becomes a batch of its own"
+    if spec.streams and isinstance(model, Whole):
+        name = type(model.module).__name__
+        yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"
+    labels = prepared.codec.labels
+    if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
+        shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+        given = f"the labels {shown} are passed to your loss as 0 to {len(labels) - 1}, in this order"
+        yield f"{given}; number them from 0 to keep them unchanged"
+    yield from planned
+    yield from prepared.notes
+    for part in (parts.valid, parts.test):
+        yield from () if part is None else part.notes
+    yield from doubts(spec, prepared.codec, order, prepared.train, prepared.valid)

@@ -1,11 +1,19 @@
-"""Chooses the batch size if the spec gives none, so that an epoch has enough steps and a batch enough sequences."""
+"""What a spec leaves open: batch sizes, chosen from the data, and the precision (`train.precision: auto`), from the devices.
+
+A batch size is chosen so that an epoch has enough steps and a batch enough sequences. Torch-free: a laptop plans with the precision that a
+cluster will use.
+"""
 
 from __future__ import annotations
 
-from carrywave.spec.batch_spec import BatchSpec
+from typing import Literal
+
+from carrywave.spec.data_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
+AUTO = "auto"
+BF16_CAPABILITY = (8, 0)  # the compute capability from which GPUs have matrix units for bf16; older ones emulate it, slowly
 STEPS = 64  # per window of a stream
 MOST_LANES = 32
 MOST_TOKENS = 4096  # per batch of separate sequences, or enough for this many sequences of mean length, whichever is more:
@@ -30,3 +38,15 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
 
 def _with(spec: Spec, batch: BatchSpec) -> Spec:
     return spec if batch == spec.batch else spec.model_copy(update={"batch": batch})
+
+
+def suited(*, made_for_bf16: bool) -> Literal["bf16", "fp32"]:
+    """The precision that suits devices that are all made for bf16, or not."""
+    return "bf16" if made_for_bf16 else "fp32"
+
+
+def with_precision(spec: Spec, precision: str) -> Spec:
+    """The spec with a precision in place of `auto`; one that was asked for stays."""
+    if spec.train.precision != AUTO:
+        return spec
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"precision": precision})})
