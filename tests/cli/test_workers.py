@@ -227,7 +227,7 @@ def said(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 def shared(error: DataError) -> DataError:
-    error.told_by = 0
+    error.reported_by = 0
     return error
 
 

@@ -1,7 +1,7 @@
 """Workers whose messages and sums are in memory that they share, as on GPUs of one host, where waiting in vain is a CUDA error.
 
 HARM is JSON, `{"ATTEMPT": [RANK, COUNT, HOW]}`: what happens to a worker when it raises a signal for the COUNT-th time, in the middle of a
-step. HOW is a signal, "exit", "ValueError", "CUDA error" or "sleep". PATIENCE_SECONDS is how long the others wait.
+step. HOW is a signal, "exit", "ValueError", "CUDA error" or "sleep". NO_TIMEOUT_SECONDS is how long the others wait.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def harm(how: str) -> None:
 
 
 def install() -> None:
-    _mapped.LIMIT_SECONDS = float(os.environ.get("PATIENCE_SECONDS", "1"))
+    _mapped.LIMIT_SECONDS = float(os.environ.get("NO_TIMEOUT_SECONDS", "1"))
     MappedMemory.meeting = Path(os.environ["CARRYWAVE_STORE"])
     mesh.symmetric_memory = DeviceMemory  # type: ignore[attr-defined]
     mesh.peer_access.in_reach = lambda there, ranks: True

@@ -112,7 +112,7 @@ def test_trainers_leave_nothing_behind_and_who_has_gone_is_named(write: Write, t
         words, text = told(tmp_path, 3)[rank], ended[rank][1]
         assert words["rank"] == 1
         assert words["lost"].startswith("contact with rank 1 on ")
-        assert words["lost"].endswith("(the connection closed); its own message says why: restart all workers")
+        assert words["lost"].endswith("(the connection closed); see that worker's output, then restart all workers")
         assert words["lost"] in text.splitlines()[-1]
         assert "gloo" not in text
     assert "ValueError: oops" in ended[1][1]

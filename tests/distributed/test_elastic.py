@@ -47,7 +47,7 @@ def step():  # one of the training, and time for it to be heard of
 def snapshot(number):
     folder = here / "run" / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
-    exit_reports.tell_run(here / "run")
+    exit_reports.report_run(here / "run")
     (folder / "last").write_text(f"step-{number:08d}\\n")
 
 def fail(kind, code, message):

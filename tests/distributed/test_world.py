@@ -27,7 +27,7 @@ TALK = """
         try:
             block()
         except UserError as error:
-            return [type(error).__name__, str(error), error.told_by]
+            return [type(error).__name__, str(error), error.reported_by]
 
     def fail(*ranks, alike=True):
         with raise_on_all(world):

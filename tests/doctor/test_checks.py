@@ -369,7 +369,7 @@ def test_whoever_hangs_is_named() -> None:
 
 def test_of_several_that_fail_the_cause_is_named() -> None:
     there = {0: make(0), 1: make(1)}
-    lost = {"error": "contact with rank 1 was lost; its own message says why", "lost": True}
+    lost = {"error": "contact with rank 1 was lost; see that worker's output", "lost": True}
     assert failed({0: lost}, [1], there).fact == "rank 0 on a: contact with rank 1 was lost"
     found = failed({0: lost, 1: {"error": "no memory; use less", "lost": False}}, [], there)
     assert (found.fact, found.remedy) == ("rank 1 on a: no memory", "use less")

@@ -80,7 +80,7 @@ def test_a_signal_that_was_passed_on() -> None:
 def test_a_cause_travels_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     error = DataError("no; do")
-    error.told_by = 0
+    error.reported_by = 0
     exit_reports.leave(tmp_path, "fault", 1, "no; do", error, with_trace=True)
     found = exit_reports.read(tmp_path)[3]
     assert (found.kind, found.code, found.message, found.error, found.shared) == ("fault", 1, "no; do", "DataError", True)

@@ -16,12 +16,12 @@ import pytest
 
 from carrywave.errors import WorkerError
 from carrywave.launch.engines.ray_cluster import by_node, combined, connected, variables
-from carrywave.launch.engines.ray_seat import Place
+from carrywave.launch.engines.ray_seat import SeatPlace
 from carrywave.launch.exit_reports import Ended
 
 
-def place(node: str, *gpus: str) -> Place:
-    return Place(node, f"host-{node}", f"10.0.0.{ord(node)}", f"eth{node}", 20_000 + ord(node), gpus)
+def place(node: str, *gpus: str) -> SeatPlace:
+    return SeatPlace(node, f"host-{node}", f"10.0.0.{ord(node)}", f"eth{node}", 20_000 + ord(node), gpus)
 
 
 def test_seats_of_a_node_are_neighbours() -> None:

@@ -82,7 +82,7 @@ def test_a_device_error_tells_of_who_is_gone(gone: list[int], rank: int | None, 
         step()
     assert found.value.rank == rank
     assert str(found.value).startswith(f"contact with {who} was lost at ")
-    assert str(found.value).endswith(" (CUDA error: unspecified launch failure); its own message says why: restart all workers")
+    assert str(found.value).endswith(" (CUDA error: unspecified launch failure); see that worker's output, then restart all workers")
 
 
 @pytest.mark.usefixtures("used")

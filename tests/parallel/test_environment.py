@@ -93,7 +93,7 @@ def test_workers_that_lead_others_to_themselves_are_refused_on_several_hosts() -
     check_hosts([place("a", home=False), place("b", home=False)])
     with pytest.raises(WorkerError, match="host b resolves its own name to loopback, so other hosts cannot reach its rank 1; set") as found:
         check_hosts([place("a", home=False), place("b", home=True)])
-    assert found.value.told_by == 0
+    assert found.value.reported_by == 0
     with pytest.raises(WorkerError, match=r"^rank 1: no; do$"):
         check_hosts([place("a", home=True), place("a", home=True, fault="no; do")])
 

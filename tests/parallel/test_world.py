@@ -17,7 +17,7 @@ from carrywave.parallel.devices import check_gpus, pick_device
 from carrywave.parallel.liveness.lost_contact import lost
 from carrywave.parallel.startup import door, environment
 from carrywave.parallel.startup.rendezvous import open_store
-from carrywave.parallel.world import World, all_gather_text, check_agreement, join, leave, raise_on_all, tell_once
+from carrywave.parallel.world import World, all_gather_text, check_agreement, join, leave, raise_on_all, report_once
 
 VARIABLES = (
     "RANK",
@@ -68,7 +68,7 @@ def test_alone_a_mistake_is_raised_as_it_is() -> None:
     with pytest.raises(DataError) as raised, raise_on_all(ALONE):
         raise mistake
     assert raised.value is mistake
-    assert mistake.told_by is None
+    assert mistake.reported_by is None
 
 
 def test_a_launched_world_of_one_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_workers_that_stay_away_are_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     launcher(monkeypatch, RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.2)
     with pytest.raises(WorkerError, match=r"^ranks 0, 2 and 3 of 4 did not show up within 0.2 s; start every worker") as raised:
         join("cpu")
-    assert raised.value.told_by == 1  # the first of those that are there
+    assert raised.value.reported_by == 1  # the first of those that are there
 
 
 def test_a_rank_0_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
@@ -293,9 +293,9 @@ def test_a_failure_of_our_own_is_no_lost_contact(error: BaseException) -> None:
 def test_one_rank_tells() -> None:
     told: list[int] = []
     error = WorkerError("no")
-    error.told_by = 0
+    error.reported_by = 0
     for rank in range(3):
-        tell_once(error, rank, lambda: told.append(1))
+        report_once(error, rank, lambda: told.append(1))
     assert told == [1]
 
 
@@ -308,7 +308,7 @@ def test_workers_of_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyP
     check_gpus(there(("a", ""), ("a", "")))
     with pytest.raises(WorkerError, match="3 workers of host b have only 2 GPUs; start one worker per GPU") as found:
         check_gpus(there(("a", "1"), ("b", "2"), ("b", "3"), ("b", "2")))
-    assert found.value.told_by == 0
+    assert found.value.reported_by == 0
     monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "0")
     with pytest.raises(WorkerError, match="2 workers of host a have only 1 GPU"):
         check_gpus(there(("a", "1"), ("a", "1")))

@@ -55,7 +55,7 @@ class _Proof:
         if line is not None:
             message = cast(StageTask, source(task, self.program.schedule))
             number = self.numbers[line, message]
-            if _has(self.held[line].told, number):
+            if _has(self.held[line].signalled, number):
                 if message not in self.sent[line]:
                     return False
                 self.awaited[line] = max(number, self.awaited[line])
@@ -70,8 +70,8 @@ class _Proof:
         line = cast(Channel, outgoing(task, self.program.schedule))
         sent, room = self.sent[line], self.held[line]
         parts = list(dict.fromkeys(each.micro_batch for each in sent))
-        place = bisect_left(room.told, len(sent)) - room.signals  # of the message that had the same signal before
-        if _has(room.told, len(sent)) and place >= 0 and (not room.signals or sent[room.told[place]] not in self.read[line]):
+        place = bisect_left(room.signalled, len(sent)) - room.signals  # of the message that had the same signal before
+        if _has(room.signalled, len(sent)) and place >= 0 and (not room.signals or sent[room.signalled[place]] not in self.read[line]):
             return False
         if task.micro_batch not in parts and len(parts) >= room.slots and self.left[line.receiver, parts[len(parts) - room.slots]]:
             return False
@@ -79,6 +79,6 @@ class _Proof:
         return True
 
 
-def _has(told: Sequence[int], number: int) -> bool:
-    place = bisect_left(told, number)
-    return place < len(told) and told[place] == number
+def _has(signalled: Sequence[int], number: int) -> bool:
+    place = bisect_left(signalled, number)
+    return place < len(signalled) and signalled[place] == number

@@ -82,7 +82,7 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
 
     def of_rank_0(read: Read) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        with raise_on_all(world, for_all_of_us=True):
+        with raise_on_all(world, same_message=True):
             found = read() if world.rank == 0 else {}
         told: dict[str, Any] = json.loads(all_gather_text(world, json.dumps(found))[0])
         return told

@@ -15,7 +15,7 @@ from typing import Any
 
 from carrywave import errors
 from carrywave.errors import ResourceError, UserError
-from carrywave.parallel.liveness.failure_file import FOLDER, Cause, Kind, folder, leave
+from carrywave.parallel.liveness.failure_file import FOLDER, Cause, FailureKind, folder, leave
 
 __all__ = [
     "FAULT",
@@ -26,15 +26,15 @@ __all__ = [
     "STOPPED",
     "Cause",
     "Ended",
-    "Kind",
+    "FailureKind",
     "WorkerEnds",
     "code_of",
     "ended",
     "folder",
     "leave",
     "read",
+    "report_run",
     "run_of",
-    "tell_run",
     "together",
 ]
 
@@ -113,7 +113,7 @@ def code_of(error: UserError) -> int:
     return RESOURCE if isinstance(error, ResourceError) else MISTAKE
 
 
-def tell_run(path: Path) -> None:
+def report_run(path: Path) -> None:
     """Report the run's folder to the process that started this worker."""
     where = folder()
     if where is not None:

@@ -55,12 +55,12 @@ def call() -> int:
     return _Call.number
 
 
-def works_on(run: Path) -> None:
+def set_run(run: Path) -> None:
     """Record the run of the current call."""
     _Call.run = run
 
 
-def run_in_hand() -> Path | None:
+def current_run() -> Path | None:
     """The folder of the current call's run; None if it is not known yet."""
     return _Call.run
 

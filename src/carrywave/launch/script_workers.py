@@ -32,12 +32,12 @@ VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that tak
 
 FAILED = "failed"  # the key of the error's class, in the record of a call that raised one
 
-Told = dict[str, Any]  # a result in a form that JSON can hold
+CallRecord = dict[str, Any]  # a result in a form that JSON can hold
 
-_results: list[Told | None] = []  # of each call begun in this process; None while it is in progress
+_results: list[CallRecord | None] = []  # of each call begun in this process; None while it is in progress
 
 
-def begin() -> Told | None:
+def begin() -> CallRecord | None:
     """Count a call of `fit`; every call must do this first.
 
     Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
@@ -52,19 +52,19 @@ def begin() -> Told | None:
     number = len(_results) - 1
     if number >= int(os.environ[CALL]):
         return None
-    told: Told | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
-    _results[number] = told
-    if told is not None and FAILED in told:
-        Ended(MISTAKE, told["message"], told[FAILED]).check()
-    return told
+    record: CallRecord | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
+    _results[number] = record
+    if record is not None and FAILED in record:
+        Ended(MISTAKE, record["message"], record[FAILED]).check()
+    return record
 
 
-def remember(told: Told) -> None:
+def remember(record: CallRecord) -> None:
     """Record the result of the current call, for the workers of later ones."""
-    _results[-1] = told
+    _results[-1] = record
 
 
-def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> Told:
+def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> CallRecord:
     """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
     with work_folder() as folder:
@@ -80,9 +80,9 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
                 "the workers ended before they reached this call of fit; call it unconditionally at the top level of the script"
             )
         remember(json.loads(result.read_text(encoding="utf-8")))
-    told = _results[-1]
-    assert told is not None
-    return told
+    record = _results[-1]
+    assert record is not None
+    return record
 
 
 def is_script_worker() -> bool:
@@ -127,12 +127,12 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def finish(told: Told) -> NoReturn:
+def finish(record: CallRecord) -> NoReturn:
     """End this worker; rank 0 first writes the result for the process that started it."""
     if is_first():
         path = Path(os.environ[RESULT])
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(told), encoding="utf-8")
+        part.write_text(json.dumps(record), encoding="utf-8")
         part.replace(path)
     sys.exit(0)
 

@@ -95,11 +95,11 @@ def supervise(
     `elsewhere` is asked again and again: once the attempt has failed on another host, it returns the seconds in which the workers of this
     one may still end by themselves, with what they know.
     """
-    told, beats = folder / "causes", folder / "beats"
-    for made in (told, beats):
+    causes, beats = folder / "causes", folder / "beats"
+    for made in (causes, beats):
         made.mkdir(parents=True)
     outputs = Outputs(folder / "logs", direct=crew.direct_output)
-    shared = {**crew.shared, exit_reports.FOLDER: str(told), heartbeat.FOLDER: str(beats), "CARRYWAVE_PARENT": str(os.getpid())}
+    shared = {**crew.shared, exit_reports.FOLDER: str(causes), heartbeat.FOLDER: str(beats), "CARRYWAVE_PARENT": str(os.getpid())}
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank, own in crew.own.items():
@@ -108,32 +108,32 @@ def supervise(
             workers[rank] = subprocess.Popen(
                 crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err, pass_fds=held()
             )
-        watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()), elsewhere)
+        watch = _Supervision(workers, signals, causes, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()), elsewhere)
         watch.until_all_have_ended()
     finally:
         _kill(workers)
         outputs.pass_on()
     codes = {rank: worker.returncode for rank, worker in workers.items() if rank not in watch.called_off}
-    found = exit_reports.read(told)
+    found = exit_reports.read(causes)
     for cause in found.values():
         outputs.add(cause.rank, cause.trace or cause.message)
     ends = WorkerEnds(codes, found, signals.asked, frozenset(watch.killed), watch.silent)
-    return AttemptOutcome(ends.ended(crew.size), watch.listener.steps, exit_reports.run_of(told), outputs, ends)
+    return AttemptOutcome(ends.ended(crew.size), watch.listener.steps, exit_reports.run_of(causes), outputs, ends)
 
 
-class _Watch:
+class _Supervision:
     """Watches running workers until all have ended."""
 
     def __init__(
         self,
         workers: Mapping[int, subprocess.Popen[bytes]],
         signals: Signals,
-        told: Path,
+        causes: Path,
         outputs: Outputs,
         listener: heartbeat.Listener,
         elsewhere: Callable[[], float | None],
     ) -> None:
-        self.workers, self.signals, self.told, self.outputs, self.listener = workers, signals, told, outputs, listener
+        self.workers, self.signals, self.causes, self.outputs, self.listener = workers, signals, causes, outputs, listener
         self.elsewhere = elsewhere
         self.killed: set[int] = set()  # ranks terminated from here, for a cause on this host
         self.called_off: set[int] = set()  # ranks terminated because the attempt failed on another host
@@ -203,7 +203,7 @@ class _Watch:
         """Grace period of the remaining workers if one has failed, else None. An orderly stop is no failure: others are still saving."""
         for rank, worker in self.workers.items():
             code = worker.returncode
-            spoke = (self.told / f"{rank}.json").exists()
+            spoke = (self.causes / f"{rank}.json").exists()
             if code in (None, 0) or (code in (STOPPED, INTERRUPTED) and not spoke):
                 continue
             if code in (MISTAKE, RESOURCE, STOPPED, INTERRUPTED):

@@ -26,7 +26,7 @@ from carrywave.launch.gpu_shares.shares import PIPES, divided
 from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
-from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
+from carrywave.plan.cost.profile import Contention, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
 from carrywave.plan.cost.shipped_profiles import LINKS
 from carrywave.plan.cost.units import Units
@@ -220,7 +220,7 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
             sample = replace(Sample(**row["sample"]), workers=workers)
             samples[_same(sample)].append(sample)
         if "lag" in row:
-            crowded[workers] = replace(crowded.get(workers, Crowd(workers)), lag=row["lag"])
+            crowded[workers] = replace(crowded.get(workers, Contention(workers)), lag=row["lag"])
         if "reduction" in row:
             reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
         if "link" in row:

@@ -43,9 +43,9 @@ from carrywave.parallel.startup.rendezvous import (
 )
 
 # A worker that dies is noticed at once by its closed connections; this timeout is for one that stays silent. If one worker may take long
-# while the others wait, they wait in the store (`raise_on_all(patient=True)`).
+# while the others wait, they wait in the store (`raise_on_all(no_timeout=True)`).
 TIMEOUT_SECONDS = 300.0
-PATIENCE_SECONDS = 24 * 3600.0
+NO_TIMEOUT_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ def all_gather_text(world: World, text: str) -> list[str]:
 
 
 @contextmanager
-def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = False) -> Iterator[None]:
+def raise_on_all(world: World, *, same_message: bool = False, no_timeout: bool = False) -> Iterator[None]:
     """Raise on every worker a user error that any worker hits in this block, so that none waits for one that has given up.
 
-    `for_all_of_us`: one worker acts for all, so the message need not say which one failed. `patient`: some workers may take very long,
+    `same_message`: one worker acts for all, so the message need not say which one failed. `no_timeout`: some workers may take very long,
     longer than the message timeout.
     """
     if world.size == 1:
@@ -214,16 +214,16 @@ def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = F
         yield
     except UserError as error:
         failure = error
-    if patient:
+    if no_timeout:
         wait_for_all(world)
     told = all_gather_text(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
-    failures = [(rank, told_by) for rank, told_by in enumerate(map(json.loads, told)) if told_by is not None]
+    failures = [(rank, reported_by) for rank, reported_by in enumerate(map(json.loads, told)) if reported_by is not None]
     if not failures:
         return
     rank, (kind, message) = failures[0]
-    alike = len(failures) == world.size and all(told_by == [kind, message] for _, told_by in failures)
+    alike = len(failures) == world.size and all(reported_by == [kind, message] for _, reported_by in failures)
     known = getattr(errors, kind, UserError)
-    raise on_every_rank(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
+    raise on_every_rank(known(message if alike or same_message else f"rank {rank}: {message}")) from failure
 
 
 def wait_for_all(world: World) -> None:
@@ -232,7 +232,7 @@ def wait_for_all(world: World) -> None:
     if store is None or world.size == 1 or world.group is not None:
         return  # the user created the group and chose its timeout, or these are only some of the workers
     key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
-    _arrive(store, key, world.size, PATIENCE_SECONDS)
+    _arrive(store, key, world.size, NO_TIMEOUT_SECONDS)
 
 
 def all_arrive(world: World, what: str, seconds: float) -> bool:
@@ -288,14 +288,14 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
                 )
 
 
-def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
+def report_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
     """Report an error that every worker raises from one of them; the rest wait, because launchers kill everyone after the first exit."""
-    if rank == error.told_by:
+    if rank == error.reported_by:
         tell()
     if _Joined.store is None:
         return
     try:
-        if rank == error.told_by:
+        if rank == error.reported_by:
             _Joined.store.set(f"{_room()}/told", "yes")
         else:
             _Joined.store.wait([f"{_room()}/told"], timedelta(seconds=5))
@@ -303,7 +303,7 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
         return  # the reporting worker is gone, and the store with it
 
 
-def first_to_tell() -> bool:
+def first_to_report() -> bool:
     """True if this worker is the one to report when several lose contact at once; also True if the store is unreachable."""
     try:
         return _Joined.store is None or _Joined.store.add(f"{_room()}/lost", 1) == 1

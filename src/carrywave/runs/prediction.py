@@ -157,7 +157,7 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
     if asked.format != "auto":
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"format": asked.format})})
     with ExitStack() as stack:
-        with raise_on_all(world, for_all_of_us=True):
+        with raise_on_all(world, same_message=True):
             sink = stack.enter_context(sink_for(world))
         if spec.task == "language":
             prompts = prompts_of(asked.data, asked.prompt, spec, carried)
@@ -178,7 +178,7 @@ def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     """Hand rows over on rank 0; on every worker, whether more are wanted."""
     go_on = True
     # Patiently: whoever reads our output may take its time.
-    with raise_on_all(world, for_all_of_us=True, patient=True):
+    with raise_on_all(world, same_message=True, no_timeout=True):
         if world.rank == 0:
             go_on = sink(rows)
     return go_on if world.size == 1 else all_gather_text(world, "1" if go_on else "")[0] == "1"
@@ -204,11 +204,11 @@ def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
         data = asked.data
         if is_standard(data):
             kept = ""
-            with raise_on_all(world, for_all_of_us=True, patient=True):
+            with raise_on_all(world, same_message=True, no_timeout=True):
                 if world.rank == 0:
                     kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
             data = Path(all_gather_text(world, kept)[0])
-        with raise_on_all(world, patient=True):
+        with raise_on_all(world, no_timeout=True):
             table = series_of(data, codec, spec)
             table.check_ahead(spec.data.horizon)
             sequences = read_python(data, codec, spec, labelled=False)

@@ -216,7 +216,7 @@ def evaluate_run(
     ['split', 'loss', 'accuracy', 'macro_f1']
     """
     world = join(device)
-    with raise_on_all(world, patient=True):
+    with raise_on_all(world, no_timeout=True):
         check_loss(loss, model)
         saved = open_run(path, device, model, world=world, loss=loss)
         details = Details(_checked_by(by, saved.spec.task))

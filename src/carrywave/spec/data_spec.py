@@ -104,7 +104,7 @@ class DataSpec(Section):
         return "\t" if self.separator in ("tab", "\\t") else self.separator
 
     @property
-    def rhythm(self) -> str | None:
+    def frequency_text(self) -> str | None:
         """The frequency as text."""
         return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
 

@@ -56,7 +56,7 @@ from carrywave.tasks.task import POOLED, Task
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.evaluations import DataParts, check_can_judge
-from carrywave.train.finish import carry_out, shown
+from carrywave.train.finish import run_to_end, shown
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.plan_check import Comparison
@@ -166,7 +166,7 @@ def fit(
                 if start.spec.data.train is not None:
                     prepared, files = prepare_in_turn(start)
                 else:
-                    with raise_on_all(world, patient=True):
+                    with raise_on_all(world, no_timeout=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
                 restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
                 result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks, loss=loss)
@@ -259,7 +259,7 @@ def _train(
     if start.init is not None:
         begin_from(start.init, model, world)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
-    kept = start.reach.line(folder.path, world.size)
+    kept = start.visibility.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, seated, kept))
     for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.said, prepared, parts)):
@@ -271,7 +271,7 @@ def _train(
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files, dealing)
-            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.reach)
+            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.visibility)
         state = LoopState.start(trainer.device)
         left = history.last_trace(folder.path / TIMING) if world.rank == 0 else None
         if start.snapshot is not None:
@@ -306,7 +306,7 @@ def _train(
                     folder.expect_snapshot(start.init)
                 folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended
                 folder.write_history(_started(state.step, left, trainer))
-            with raise_on_all(world, for_all_of_us=True, patient=True):
+            with raise_on_all(world, same_message=True, no_timeout=True):
                 folder.upload()
         elif history.unended(folder.path):
             with raise_on_all(world):
@@ -321,9 +321,9 @@ def _train(
         asked_for = spec.train.track if world.rank == 0 else ()
         folder.tracking = Tracking.of(asked_for, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
         with checkpointer.watched(), folder.tracking as tracking:
-            result = carry_out(loop, watch, again_with, restore=restore)
+            result = run_to_end(loop, watch, again_with, restore=restore)
             tracking.how = "stopped" if result.ending in ASKED else "finished"
-            with raise_on_all(world, for_all_of_us=True, patient=True):
+            with raise_on_all(world, same_message=True, no_timeout=True):
                 if folder.remote is not None:
                     folder.close()  # the events of TensorBoard are complete then
                     folder.upload()

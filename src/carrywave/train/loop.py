@@ -343,7 +343,7 @@ class Loop:
         """Have rank 0 write the weights; non-finite weights are refused, with an error on every rank."""
         named = self.trainer.gathered(each_once=True)
         heartbeat.rest()  # a slow disk is no hang
-        with raise_on_all(self.trainer.mesh.world, for_all_of_us=True, patient=True):
+        with raise_on_all(self.trainer.mesh.world, same_message=True, no_timeout=True):
             self.folder.write_weights(named)
         heartbeat.mark()
 
@@ -361,7 +361,7 @@ class Loop:
             if done < total:
                 leave_if_asked(self.stop, self.trainer.mesh.world, done)
             if self.clock.due():
-                self.clock.told()
+                self.clock.shown()
                 rate = tokens * done / total / max(time.monotonic() - started, 1e-9)
                 self.watch.step(self._info(part.name, done, total, None, rate))
 

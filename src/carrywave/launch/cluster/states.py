@@ -1,4 +1,4 @@
-"""What the launchers of several hosts tell each other: each its `HostState`, the first one also the `Orders` for all. Torch-free."""
+"""What the launchers of several hosts tell each other: each its `HostState`, the first one also the `Commands` for all. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HostState:
         return cls(**known, ends=None if ends is None else WorkerEnds.of_json(ends))
 
 
-class Seen(NamedTuple):
+class SeenHost(NamedTuple):
     """A host as the first one sees it."""
 
     join: int  # how often its launcher has joined: another number is another launcher
@@ -60,7 +60,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Orders:
+class Commands:
     """What the first host's launcher tells all of them to do."""
 
     launch: str = ""
@@ -98,7 +98,7 @@ class Orders:
 
     @classmethod
     def of_json(cls, text: str) -> Self:
-        """The orders that `to_json` describes."""
+        """The commands that `to_json` describes."""
         known = json.loads(text)
         members = tuple(Member(node, join, tuple(devices)) for node, join, devices in known.pop("members"))
         ended = known.pop("ended")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.errors import WorkerError, option
-from carrywave.launch.engines.ray_seat import Outcome, Place, Seat
+from carrywave.launch.engines.ray_seat import Outcome, Seat, SeatPlace
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended
 from carrywave.launch.supervisor import FAULT_SECONDS, GRACE_SECONDS, AttemptOutcome, Signals, WorkerGroup
 from carrywave.launch.worker_logs import Outputs, show
@@ -60,7 +60,7 @@ class RayCluster:
             shared |= {name: value for name, value in crew.shared.items() if name not in LOCAL}
             every = [own | shared | {name: own[name] for name in own if name not in INTERFACES} for own in variables(places)]
             work = [seat.work.remote(list(crew.command[1:]), os.getcwd(), own, crew.size) for seat, own in zip(seats, every, strict=True)]
-            ended = _Watch(self._ray, seats, work, places, signals).until_all_have_ended()
+            ended = _SeatWatch(self._ray, seats, work, places, signals).until_all_have_ended()
         for outcome in ended:
             for name, data in outcome.logs.items():
                 (outputs.folder / name).write_bytes(data)
@@ -98,9 +98,9 @@ class RayCluster:
         finally:
             remove_placement_group(group)
 
-    def _asked(self, questions: Sequence[Any]) -> list[Place]:
+    def _asked(self, questions: Sequence[Any]) -> list[SeatPlace]:
         try:
-            found: list[Place] = self._ray.get(list(questions), timeout=self._start_seconds)
+            found: list[SeatPlace] = self._ray.get(list(questions), timeout=self._start_seconds)
         except self._ray.exceptions.RayError as error:
             why = str(error).strip().partition("\n")[0]
             raise WorkerError(
@@ -172,13 +172,13 @@ def _check_head(ray: Any) -> bool:
     return True
 
 
-def by_node(places: Sequence[Place]) -> list[int]:
+def by_node(places: Sequence[SeatPlace]) -> list[int]:
     """The seats in the order of their ranks: those of one node next to each other, nodes as they come."""
     nodes = list(dict.fromkeys(place.node for place in places))
     return sorted(range(len(places)), key=lambda index: (nodes.index(places[index].node), index))
 
 
-def variables(places: Sequence[Place]) -> list[dict[str, str]]:
+def variables(places: Sequence[SeatPlace]) -> list[dict[str, str]]:
     """The launcher's variables for the worker of each seat, given in the order of ranks."""
     first = places[0]
     one_node = all(place.node == first.node for place in places)
@@ -217,10 +217,10 @@ def combined(ends: Sequence[Ended]) -> Ended:
     return next((end for code in (INTERRUPTED, STOPPED) for end in ends if end.code == code), Ended(0))
 
 
-class _Watch:
+class _SeatWatch:
     """Watches seats until the worker of each has ended."""
 
-    def __init__(self, ray: Any, seats: Sequence[Any], work: Sequence[Any], places: Sequence[Place], signals: Signals) -> None:
+    def __init__(self, ray: Any, seats: Sequence[Any], work: Sequence[Any], places: Sequence[SeatPlace], signals: Signals) -> None:
         self._ray, self._seats, self._places, self._signals = ray, seats, places, signals
         self._running = {reference: rank for rank, reference in enumerate(work)}
         self._news: dict[int, Any] = {}  # by rank: a question that has not been answered yet

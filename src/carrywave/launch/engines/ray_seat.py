@@ -24,7 +24,7 @@ LOG_BYTES = 1 << 20  # of each log that is sent to the process that started the 
 
 
 @dataclass(frozen=True)
-class Place:
+class SeatPlace:
     """Where a seat is. Made of plain values, because it travels."""
 
     node: str  # Ray's name of the node
@@ -52,7 +52,7 @@ class Seat:
         self._signals = Signals()  # noted here instead of by handlers: an actor receives no signals
         self._shown: dict[int, IO[bytes]] = {}
 
-    def place(self) -> Place:
+    def place(self) -> SeatPlace:
         """Where this seat is."""
         import ray
 
@@ -61,7 +61,7 @@ class Seat:
             port = free.getsockname()[1]
         node = ray.get_runtime_context().get_node_id()
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
-        return Place(node, socket.gethostname(), address, interface_of(address), port, gpus)
+        return SeatPlace(node, socket.gethostname(), address, interface_of(address), port, gpus)
 
     def work(self, command: Sequence[str], folder: str, variables: Mapping[str, str], size: int) -> Outcome:
         """Run the command, given without its interpreter, as the worker that the variables describe, and wait for it to end."""

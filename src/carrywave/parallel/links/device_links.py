@@ -50,7 +50,7 @@ class _Layout:
     sizes: Sequence[int]
     parts: Mapping[int, int]  # the ordinal of each micro-batch, by first message
     firsts: Mapping[int, int]  # that of the micro-batch which begins with this message
-    told: Mapping[int, int]  # the ordinal of each message among those whose arrival is told of
+    signalled: Mapping[int, int]  # the ordinal of each message among those whose arrival is signalled
     size: int
 
 
@@ -68,8 +68,8 @@ def _laid(messages: Sequence[Message], room: Places) -> _Layout:
     slots = room.slots if room.slots <= SLOTS else len(parts)
     slot = padded(max(ends.values()))
     places = [parts[message.micro_batch] % slots * slot + at for message, at in zip(messages, within, strict=True)]
-    told = {number: ordinal for ordinal, number in enumerate(room.told)}
-    return _Layout(slots, places, [message.size for message in messages], parts, firsts, told, slots * slot)
+    signalled = {number: ordinal for ordinal, number in enumerate(room.signalled)}
+    return _Layout(slots, places, [message.size for message in messages], parts, firsts, signalled, slots * slot)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Line:
 
     def arrived(self, message: int) -> int | None:
         """The signal that a message has arrived; None: one that is sent later is read before it."""
-        ordinal = self.layout.told.get(message)
+        ordinal = self.layout.signalled.get(message)
         return None if ordinal is None else self.signal + ordinal % SIGNALS
 
     def take(self) -> int:
@@ -194,7 +194,7 @@ class DeviceLinks:
 
 
 def _all_free(make: Make, pair: Pair, size: int) -> SharedMemory:
-    """New shared memory of a pair, in which this stage has told that everything is free."""
+    """New shared memory of a pair, in which this stage has signalled that everything is free."""
     memory = make(pair, size)
     for number in range(LINES):  # on channels that this stage sends on, nobody asks
         memory.signal(1 - memory.rank, number * _OF_LINE + _ALL_FREE)

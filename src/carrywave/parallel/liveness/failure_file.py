@@ -12,7 +12,7 @@ from typing import Literal
 
 FOLDER = "CARRYWAVE_CAUSES"  # environment variable with the folder of these files, in workers that `launch.start` started
 
-Kind = Literal["user", "fault", "lost"]
+FailureKind = Literal["user", "fault", "lost"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Cause:
     """The failure of one worker."""
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     code: int
     message: str
     error: str = ""  # class name of the error
@@ -38,7 +38,7 @@ def folder() -> Path | None:
 
 def leave(
     where: Path,
-    kind: Kind,
+    kind: FailureKind,
     code: int,
     message: str,
     error: BaseException | None = None,
@@ -54,7 +54,7 @@ def leave(
         message=message,
         error="" if error is None else type(error).__name__,
         trace="".join(traceback.format_exception(error)) if with_trace and error is not None else "",
-        shared=getattr(error, "told_by", None) is not None,
+        shared=getattr(error, "reported_by", None) is not None,
         seconds=time.time(),
         peer=peer,
     )

@@ -200,7 +200,7 @@ def _judged(error: BaseException) -> ContactLost | None:
 def _contact_lost(rank: int | None, at: str, how: str) -> ContactLost:
     where = "another worker" if rank is None else f"rank {rank}{_on(rank)}"
     now = time.strftime("%H:%M:%S")
-    return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); its own message says why: restart all workers", rank)
+    return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); see that worker's output, then restart all workers", rank)
 
 
 def _on(rank: int) -> str:

@@ -179,15 +179,15 @@ class GrowingMemory:
 
     def __init__(self, make: Callable[[int], SharedMemory], least: int) -> None:
         self.make, self.least = make, least
-        self.known: list[SharedMemory] = []
+        self.memories: list[SharedMemory] = []
 
     def of(self, size: int) -> SharedMemory:
         """The first that is large enough, the same one on every worker. Sizes are powers of two, so that there are few."""
-        for memory in self.known:
+        for memory in self.memories:
             if memory.size >= size:
                 return memory
-        self.known.append(self.make(shared_bytes(size, least=self.least)))
-        return self.known[-1]
+        self.memories.append(self.make(shared_bytes(size, least=self.least)))
+        return self.memories[-1]
 
 
 def padded(size: int) -> int:

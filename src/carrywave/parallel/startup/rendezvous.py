@@ -221,12 +221,12 @@ def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
         f"{who} of {size} did not show up within {seconds:g} s; start every worker, and check that each can reach rank 0 "
         "(to wait longer, set CARRYWAVE_START_SECONDS)"
     )
-    return on_every_rank(error, told_by=next((rank for rank in range(size) if rank not in missing), 0))
+    return on_every_rank(error, reported_by=next((rank for rank in range(size) if rank not in missing), 0))
 
 
-def on_every_rank(error: UserError, told_by: int = 0) -> UserError:
+def on_every_rank(error: UserError, reported_by: int = 0) -> UserError:
     """Mark an error as raised by every worker, to be reported by one of them."""
-    error.told_by = told_by
+    error.reported_by = reported_by
     return error
 
 

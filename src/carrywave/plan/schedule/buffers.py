@@ -5,7 +5,7 @@ micro-batch, next to each other. Micro-batch m, counted by first messages, uses 
 receiver has finished micro-batch m - slots altogether: it reads messages in place, some of them until the weight gradients are computed.
 And each channel has *signals*, by which the sender tells that a message has arrived, unless one that it sends later is read before: whoever
 has waited for that one need not wait again. So a shared head, which reads the last chunks first, needs few of them. The n-th message that
-is told of uses signal n modulo their number, which must have been read before it is raised again.
+is signalled uses signal n modulo their number, which must have been read before it is raised again.
 
 Both numbers are counted along one global order of the tasks: as many as keep a send from ever waiting if tasks run in that order. Whatever
 order they run in, the task that is earliest in the global order never waits for a later one, so nothing can deadlock; the tests show it by
@@ -35,8 +35,8 @@ class Places:
     """The buffers of one channel."""
 
     slots: int  # micro-batches whose messages are held at once
-    signals: int  # messages that may be told of before the first of them is read
-    told: tuple[int, ...]  # the messages that are told of, each by its place among those sent
+    signals: int  # messages that may be signalled before the first of them is read
+    signalled: tuple[int, ...]  # the messages that are signalled, each by its place among those sent
 
 
 def places(program: Program) -> dict[Channel, Places]:
@@ -52,14 +52,14 @@ def places(program: Program) -> dict[Channel, Places]:
         begun: dict[int, int] = {}  # the turn of each micro-batch's first message
         for task in sent:
             begun.setdefault(task.micro_batch, order[task])
-        told = _told(reads)
-        signals = _fewest([reads[number] for number in told], [order[sent[number]] for number in told])
+        signalled = _signalled(reads)
+        signals = _fewest([reads[number] for number in signalled], [order[sent[number]] for number in signalled])
         slots = _fewest([ends[line.receiver, part] for part in begun], list(begun.values()))
-        found[line] = Places(slots, signals, told)
+        found[line] = Places(slots, signals, signalled)
     return found
 
 
-def _told(reads: Sequence[int]) -> tuple[int, ...]:
+def _signalled(reads: Sequence[int]) -> tuple[int, ...]:
     """The messages before which no later one is read, given when each of them is."""
     found: list[int] = []
     for number in reversed(range(len(reads))):

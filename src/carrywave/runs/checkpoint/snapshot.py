@@ -47,7 +47,7 @@ class Stored:
         """The metadata of the snapshot."""
         return self.manifest.meta
 
-    def told(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """What is sent to other workers, which read the files themselves."""
         return [str(self.folder), self.manifest.to_json()]
 

@@ -99,7 +99,7 @@ def shared(world: World, read: Callable[[], Iterator[Block]]) -> Iterator[Block]
     while True:
         block: Block | None = None
         # Patiently: the other end of a pipe may take its time.
-        with raise_on_all(world, for_all_of_us=True, patient=True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
             if world.rank == 0:
                 blocks = read() if blocks is None else blocks
                 block = next(blocks, None)

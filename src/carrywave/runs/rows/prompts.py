@@ -160,7 +160,7 @@ def _blocks(world: World, prompts: Iterator[Prompt], codec: Codec) -> Iterator[l
     waiting: list[Prompt] = []  # read, but not fit for the block before
     while True:
         block: list[Prompt] = []
-        with raise_on_all(world, for_all_of_us=True, patient=True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
             if world.rank == 0:
                 block, waiting = _next_block([*waiting], prompts, codec)
         if world.size > 1:

@@ -83,7 +83,7 @@ def data_on_all(data: str | None, run: Path | str, device: str) -> Iterator[Path
     world = join(device)
     with ExitStack() as stack:
         kept = ""
-        with raise_on_all(world, for_all_of_us=True, patient=True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
             if world.rank == 0:
                 spec = load_own(Run.open(folder_of(run)).path / "spec.yaml")
                 kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))

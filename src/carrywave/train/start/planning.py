@@ -70,7 +70,7 @@ def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
     told = ""
     prediction: Prediction | None = None
-    with raise_on_all(world, for_all_of_us=True, patient=True):
+    with raise_on_all(world, same_message=True, no_timeout=True):
         if world.rank == 0:
             plan, prediction, said = _plan(world, given, say)
             said += _hints(world, given, plan, advised=len(said) > 1)

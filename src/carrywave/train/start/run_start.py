@@ -24,7 +24,7 @@ from carrywave.model.opaque_model import Whole
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
 from carrywave.plan.plan import Plan
-from carrywave.runs.checkpoint.reach import Reach, look
+from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.runs.null_run import NullRun
@@ -39,7 +39,7 @@ from carrywave.tasks.doubts import doubts
 from carrywave.train.checkpointer import receive_snapshot
 from carrywave.train.evaluations import DataParts
 from carrywave.train.start.planning import plan_before
-from carrywave.train.start.same_data import compare, told_on_this_host
+from carrywave.train.start.same_data import compare, hashed_on_this_host
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Start:
     codec: Codec | None  # given together with initial weights
     init: str | None
     watch: Watcher
-    reach: Reach  # who sees the run's folder
+    visibility: FolderVisibility  # who sees the run's folder
     before: Plan | None = None  # the run's plan so far; known to rank 0 only
 
 
@@ -81,7 +81,7 @@ def begin(
     check_agreement(world, {} if run is None else {"run": job_of(None, run)["run"]})
     restarted = any(int(times) for times in all_gather_text(world, str(launch_record.attempt())))
     try:
-        with raise_on_all(world, for_all_of_us=True, patient=True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
             if world.rank == 0:
                 holds = watch.say if hold else None
                 kept = RemoteRun(run, spec.data.cache) if isinstance(run, str) and is_address(run) else None
@@ -90,7 +90,7 @@ def begin(
                 where = kept.folder if kept is not None else None if run is None else Path(run)
                 folder, snapshot = open_folder(spec, where, resume, init, restarted=restarted, hold=holds)
                 folder.remote, folder.backlog.say = kept, watch.say
-                exit_reports.tell_run(folder.path)
+                exit_reports.report_run(folder.path)
                 if resume and snapshot is None:
                     watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")
                 if from_files and (resume or snapshot is not None):
@@ -100,18 +100,18 @@ def begin(
                     before = plan_before(folder)
                 codec = given_codec(init, folder, snapshot)
                 reading = {} if init is None else reading_of(init, spec)
-                told = None if snapshot is None else snapshot.told()
+                told = None if snapshot is None else snapshot.to_json()
                 found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told, reading])
         path, codec_json, told, reading = json.loads(all_gather_text(world, found)[0])
-        launch_record.works_on(Path(path))
+        launch_record.set_run(Path(path))
         if world.rank == 0 and (warning := launch_record.warning()) is not None:
             watch.say(warning)
         codec = None if codec_json is None else Codec.from_json(codec_json)
         spec = read_alike(spec, reading)
-        reach = look(world, Path(path))
-        stored = None if told is None else receive_snapshot(world, told, reach)
+        visibility = look(world, Path(path))
+        stored = None if told is None else receive_snapshot(world, told, visibility)
         spec = spec if stored is None else with_choices_of(spec, stored)
-        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, reach, before)
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, visibility, before)
     except BaseException:
         if folder is not None:
             folder.release()
@@ -128,8 +128,8 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
     with hashes.keeping() as hashed:
         compare(world, start.spec, hashed)
         for turn in (world.local_rank == 0, True):
-            alike = told_on_this_host(world, hashed)
-            with raise_on_all(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
+            alike = hashed_on_this_host(world, hashed)
+            with raise_on_all(world, same_message=True, no_timeout=True), hashes.knowing(alike):
                 if turn and prepared is None:
                     prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # in the second turn every remaining worker reads

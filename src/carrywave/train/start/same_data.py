@@ -22,7 +22,7 @@ Hashed = list[hashes.Found]
 
 
 @dataclass(frozen=True)
-class Seen:
+class FilesSeen:
     """What one worker found under the names in its spec."""
 
     host: str
@@ -34,26 +34,26 @@ def compare(world: World, spec: Spec, hashed: Hashed) -> None:
     """Refuse files that are not the same on every worker. `hashed` collects what was hashed here. Collective: every rank must call it."""
     if world.size == 1:
         return
-    seen: Seen | None = None
+    seen: FilesSeen | None = None
     for turn in (world.local_rank == 0, True):
-        alike = told_on_this_host(world, hashed)
-        with raise_on_all(world, patient=True), hashes.knowing(alike):
+        alike = hashed_on_this_host(world, hashed)
+        with raise_on_all(world, no_timeout=True), hashes.knowing(alike):
             if turn and seen is None:
                 seen = _look(spec)
-    said = [json.loads(text) for text in all_gather_text(world, json.dumps(asdict(seen or Seen(""))))]
-    found = [Seen(each["host"], {key: tuple(file) for key, file in each["files"].items()}, each["failure"]) for each in said]
+    said = [json.loads(text) for text in all_gather_text(world, json.dumps(asdict(seen or FilesSeen(""))))]
+    found = [FilesSeen(each["host"], {key: tuple(file) for key, file in each["files"].items()}, each["failure"]) for each in said]
     if (problem := difference(found)) is not None:
         raise on_every_rank(DataError(problem))
 
 
-def told_on_this_host(world: World, hashed: Hashed) -> Hashed:
+def hashed_on_this_host(world: World, hashed: Hashed) -> Hashed:
     """What the workers of this host have hashed so far. Collective."""
     told = [json.loads(text) for text in all_gather_text(world, json.dumps(hashed))]
     hosts = world.hosts or ("",) * world.size
     return [found for host, of_rank in zip(hosts, told, strict=True) if host == hosts[world.rank] for found in of_rank]
 
 
-def difference(seen: Sequence[Seen]) -> str | None:
+def difference(seen: Sequence[FilesSeen]) -> str | None:
     """What is wrong with the files that the workers found, by rank, in one line; None if all have what rank 0 has.
 
     A file that rank 0 itself cannot read is no difference: reading it gives the error.
@@ -76,18 +76,18 @@ def difference(seen: Sequence[Seen]) -> str | None:
     return None
 
 
-def _look(spec: Spec) -> Seen:
+def _look(spec: Spec) -> FilesSeen:
     host = socket.gethostname()
     try:
         files = digests_of(spec)
         if spec.model.pretrained is not None and Path(spec.model.pretrained).is_file():
             files["model.pretrained"] = spec.model.pretrained, hashes.sha256(Path(spec.model.pretrained))
-        return Seen(host, files)
+        return FilesSeen(host, files)
     except UserError as error:
-        return Seen(host, failure=str(error))
+        return FilesSeen(host, failure=str(error))
 
 
-def _who(ranks: Sequence[int], seen: Sequence[Seen]) -> str:
+def _who(ranks: Sequence[int], seen: Sequence[FilesSeen]) -> str:
     """`rank 2 on nodeB`, or `ranks 2, 3 on nodeB`."""
     shown = ", ".join(map(str, ranks[:NAMED])) + (", …" if len(ranks) > NAMED else "")
     hosts = ", ".join(dict.fromkeys(seen[rank].host for rank in ranks))

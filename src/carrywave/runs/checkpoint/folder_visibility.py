@@ -25,7 +25,7 @@ SEEN_SECONDS = 3.0  # within which a file written by another host must be visibl
 
 
 @dataclass(frozen=True)
-class Reach:
+class FolderVisibility:
     """Which workers see the run's folder, the same on every worker."""
 
     host: str = ""  # that keeps the run
@@ -54,13 +54,13 @@ class Reach:
         )
 
 
-def look(world: World, folder: Path) -> Reach:
+def look(world: World, folder: Path) -> FolderVisibility:
     """Find out who sees a folder of rank 0, which need not exist yet. Collective: every rank must call it."""
     if world.size == 1:
-        return Reach()
+        return FolderVisibility()
     told: list[str | int] = ["", "", ""]
     mark: Path | None = None
-    with raise_on_all(world, for_all_of_us=True):
+    with raise_on_all(world, same_message=True):
         if world.rank == 0:
             # What is created later will be in the nearest folder that exists, and so on the same file system.
             mark = next(place for place in (folder, *folder.parents) if place.is_dir()) / f"{MARK}{secrets.token_hex(8)}"
@@ -78,10 +78,10 @@ def look(world: World, folder: Path) -> Reach:
     return agreed(host, said)
 
 
-def agreed(host: str, said: Sequence[tuple[bool, str]]) -> Reach:
+def agreed(host: str, said: Sequence[tuple[bool, str]]) -> FolderVisibility:
     """The conclusion from what every worker saw, with its host name. Collective if any of them is apart."""
     apart = tuple(rank for rank, (seen, _) in enumerate(said) if not seen)
-    return Reach(host, apart, tuple(dict.fromkeys(said[rank][1] for rank in apart)), Star(apart) if apart else None)
+    return FolderVisibility(host, apart, tuple(dict.fromkeys(said[rank][1] for rank in apart)), Star(apart) if apart else None)
 
 
 def visible(path: Path, seconds: float = SEEN_SECONDS) -> bool:

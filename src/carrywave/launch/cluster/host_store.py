@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave.errors import WorkerError
-from carrywave.launch.cluster.states import HostState, Orders, Seen
+from carrywave.launch.cluster.states import Commands, HostState, SeenHost
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.parallel.liveness.heartbeat import Silence
 from carrywave.parallel.startup import door, native_logs
@@ -21,10 +21,10 @@ from carrywave.parallel.startup.rendezvous import open_store
 
 CYCLE_SECONDS = 0.2
 EARLIER_SECONDS = 3.0  # for a launcher to show that it is alive: it says something in every cycle
-ORDERS = "orders"
+COMMANDS = "commands"
 
 
-class HostBoard:
+class HostStore:
     """One launcher's connection to the others. The first host opens the store; the others join it, each time under a new number.
 
     Hosts of another job are turned away before they have a number, and so is a second launcher of a host whose first one is alive.
@@ -33,14 +33,15 @@ class HostBoard:
     def __init__(self, hosts: Hosts, state: HostState, start_seconds: float, silent_seconds: float) -> None:
         native_logs.hush()
         self.hosts, self.node = hosts, hosts.node
-        self.state, self.orders = state, Orders()  # what this host says; and the orders: written by the first host, read by the others
-        self.seen: dict[int, Seen] = {}  # the other hosts, as the first one sees them
+        self.state = state  # what this host says
+        self.commands = Commands()  # written by the first host, read by the others
+        self.seen: dict[int, SeenHost] = {}  # the other hosts, as the first one sees them
         self.every_seconds = min(CYCLE_SECONDS, silent_seconds / 5)
         self._heard = 0  # exchanges so far
         self._broken = False  # the store is gone
         self._silence, self._looked = Silence(), time.monotonic()
         self._silences: dict[tuple[int, int], Silence] = {}  # of the other hosts' launchers
-        self._led, self._read = time.monotonic(), ""  # when the first host last looked; the number of the orders that were last read
+        self._led, self._read = time.monotonic(), ""  # when the first host last looked; the number of the commands that were last read
         address, port = hosts.meeting
         opened = open_store(address, port, self.node == 0, start_seconds)
         place = f"port {port} on {address}"
@@ -92,24 +93,24 @@ class HostBoard:
 
     def _follow(self, beat: int) -> None:
         self._store.set(f"host/{self.node}/{self.join}", f"{beat} {self.state.to_json()}")
-        if not self._store.check([ORDERS]):
+        if not self._store.check([COMMANDS]):
             return
-        number, _, text = self._store.get(ORDERS).decode().partition(" ")
+        number, _, text = self._store.get(COMMANDS).decode().partition(" ")
         if number != self._read:
-            self._read, self.orders = number, Orders.of_json(text)
+            self._read, self.commands = number, Commands.of_json(text)
             self._heard += 1
 
     def _lead(self, beat: int) -> None:
-        self._store.set(ORDERS, f"{beat} {self.orders.to_json()}")
+        self._store.set(COMMANDS, f"{beat} {self.commands.to_json()}")
         now = time.monotonic()
         passed, self._led = min(now - self._led, 2 * CYCLE_SECONDS), now
-        found: dict[int, Seen] = {}
+        found: dict[int, SeenHost] = {}
         for node in range(1, len(self.hosts.names)):
             join = int(self._store.add(f"joins/{node}", 0))
             if not join or not self._store.check([f"host/{node}/{join}"]):
                 continue
             number, _, text = self._store.get(f"host/{node}/{join}").decode().partition(" ")
             silence = self._silences.setdefault((node, join), Silence())
-            found[node] = Seen(join, HostState.of_json(text), silence.after(number, passed))
+            found[node] = SeenHost(join, HostState.of_json(text), silence.after(number, passed))
         self.seen = self.seen | found  # a new one: the launcher may be reading the old one
         self._heard += 1

@@ -1,9 +1,9 @@
 """Decides for the launchers of several hosts, on the first one: when an attempt begins, with whom, when it has failed, what follows.
 
-A `Council` sees the states of all hosts and answers with orders. It has no clock, no connection and no process: all of these are given to
-it. Between attempts it waits until every host is there and none of its workers is running. A host whose launcher falls silent or was
-started again ends the attempt as a dead worker does; it has a limited time to come back, after which the run goes on without it if so many
-workers may be missing. Torch-free.
+A `Coordinator` sees the states of all hosts and answers with commands. It has no clock, no connection and no process: all of these are
+given to it. Between attempts it waits until every host is there and none of its workers is running. A host whose launcher falls silent or
+was started again ends the attempt as a dead worker does; it has a limited time to come back, after which the run goes on without it if so
+many workers may be missing. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.cluster.states import Commands, HostState, Member, SeenHost
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds, together
 from carrywave.launch.restart_policy import Place, RestartPolicy, where_from
 from carrywave.launch.supervisor import DEATH_SECONDS, FAULT_SECONDS, GRACE_SECONDS
 
 
-class Council:
+class Coordinator:
     """The first host's view of a launch on several hosts."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Council:
         now: float,
         newest_step: Callable[[], int | None],
     ) -> None:
-        self.orders = Orders(launch)
+        self.commands = Commands(launch)
         self._newest_step = newest_step  # of the run's snapshots, if there is one
         self._hosts, self._restarts, self._least = hosts, restarts, least
         self._start_seconds, self._silent_seconds = start_seconds, silent_seconds
@@ -44,18 +44,18 @@ class Council:
         self._ends: dict[int, HostState] = {}  # of the current attempt's hosts: those whose workers have ended,
         self._lost: dict[int, str] = {}  # and those whose launcher is gone, with what is known about it
 
-    def look(self, seen: Mapping[int, Seen], now: float) -> Orders:
-        """The orders, after a look at the hosts that have shown up."""
-        if self.orders.ended is None:
+    def look(self, seen: Mapping[int, SeenHost], now: float) -> Commands:
+        """The commands, after a look at the hosts that have shown up."""
+        if self.commands.ended is None:
             if self._running:
                 self._watch(seen)
-                if all(member.node in self._ends or member.node in self._lost for member in self.orders.members):
+                if all(member.node in self._ends or member.node in self._lost for member in self.commands.members):
                     self._judge(now)
             else:
                 self._gather(seen, now)
-        return self.orders
+        return self.commands
 
-    def _gather(self, seen: Mapping[int, Seen], now: float) -> None:
+    def _gather(self, seen: Mapping[int, SeenHost], now: float) -> None:
         """Begin the next attempt once everybody is there, or whoever is still missing has had time enough."""
         asked = next((each.state.asked for each in seen.values() if each.state.asked is not None), None)
         if asked is not None:
@@ -69,7 +69,7 @@ class Council:
         elif now > self._deadline:
             self._go_on_without({node: seen[node] for node in there}, [node for node in wanted if node not in there])
 
-    def _go_on_without(self, there: dict[int, Seen], missing: list[int]) -> None:
+    def _go_on_without(self, there: dict[int, SeenHost], missing: list[int]) -> None:
         named = ", ".join(self._hosts.who(node) for node in missing)
         within = f"within {self._start_seconds:g} s"
         longer = "to wait longer, set CARRYWAVE_START_SECONDS"
@@ -92,7 +92,7 @@ class Council:
         self._say(said)
         self._begin(there)
 
-    def _take_back(self, seen: Mapping[int, Seen]) -> None:
+    def _take_back(self, seen: Mapping[int, SeenHost]) -> None:
         """Count on hosts again that the run went on without, if they have come back by now."""
         for node in sorted(self._without):
             if node in seen and seen[node].state.ready and not self._is_silent(seen[node]):
@@ -100,10 +100,10 @@ class Council:
                 if self._policy is not None:
                     self._policy.take_back(Place(node, device) for device in range(seen[node].state.devices))
 
-    def _count(self, there: Mapping[int, Seen]) -> str:
+    def _count(self, there: Mapping[int, SeenHost]) -> str:
         return f"{len(there)} of {len(self._hosts.names)} hosts"
 
-    def _begin(self, there: Mapping[int, Seen]) -> None:
+    def _begin(self, there: Mapping[int, SeenHost]) -> None:
         if self._policy is None:
             places = [Place(node, device) for node, each in there.items() for device in range(each.state.devices)]
             if self._least is not None and self._least > len(places):
@@ -124,33 +124,33 @@ class Council:
             policy.keep(left)
         nodes = dict.fromkeys(place.node for place in left)
         members = tuple(Member(node, there[node].join, tuple(place.device for place in left if place.node == node)) for node in nodes)
-        self.orders = replace(self.orders, attempt=self.orders.attempt + 1, members=members, fewer=policy.fewer, over_seconds=None)
+        self.commands = replace(self.commands, attempt=self.commands.attempt + 1, members=members, fewer=policy.fewer, over_seconds=None)
         self._ends, self._lost, self._running = {}, {}, True
 
-    def _continue_earlier(self, there: Mapping[int, Seen]) -> None:
+    def _continue_earlier(self, there: Mapping[int, SeenHost]) -> None:
         """Take up the launch of hosts that were already running, if this host's launcher is the one that was started again."""
         earlier = [each.state for each in there.values() if each.state.launch]
         if earlier:
             newest = max(earlier, key=lambda state: state.before)
-            self.orders = replace(self.orders, launch=newest.launch, attempt=newest.before)
+            self.commands = replace(self.commands, launch=newest.launch, attempt=newest.before)
 
-    def _watch(self, seen: Mapping[int, Seen]) -> None:
+    def _watch(self, seen: Mapping[int, SeenHost]) -> None:
         """Note which hosts have ended the attempt, and call it off everywhere if it has failed on one."""
-        for node, join, _ in self.orders.members:
+        for node, join, _ in self.commands.members:
             if node in self._ends or node in self._lost:
                 continue
             there = seen.get(node)
             if there is None or there.join != join:
                 self._lost[node] = "was started again"
-            elif there.state.attempt == self.orders.attempt and there.state.ends is not None:
+            elif there.state.attempt == self.commands.attempt and there.state.ends is not None:
                 self._ends[node] = there.state
             elif self._is_silent(there):
                 self._lost[node] = f"gave no sign of life for {there.silent_seconds:.0f} s"
         graces = [grace for state in self._ends.values() if state.ends is not None and (grace := _grace(state.ends)) is not None]
         if self._lost:
             graces.append(DEATH_SECONDS)
-        if graces and (self.orders.over_seconds is None or min(graces) < self.orders.over_seconds):
-            self.orders = replace(self.orders, over_seconds=min(graces))
+        if graces and (self.commands.over_seconds is None or min(graces) < self.commands.over_seconds):
+            self.commands = replace(self.commands, over_seconds=min(graces))
 
     def _judge(self, now: float) -> None:
         """Decide what follows an attempt that has ended everywhere."""
@@ -158,10 +158,10 @@ class Council:
         assert policy is not None
         self._running = False
         all_ends = together(state.ends for state in self._ends.values() if state.ends is not None)
-        ended = all_ends.ended(self.orders.size)
+        ended = all_ends.ended(self.commands.size)
         # Workers whose launcher is gone stop in order, and the others with them; but nobody has asked for that. Others may have been
         # called off before they could tell anything. If all that are left have finished, so has the run.
-        left = sum(len(member.devices) for member in self.orders.members if member.node not in self._lost)
+        left = sum(len(member.devices) for member in self.commands.members if member.node not in self._lost)
         finished = ended.code == 0 and left == len(all_ends.codes) > 0
         unasked = ended.code in (0, STOPPED) and all_ends.asked is None
         if self._lost and not finished and (unasked or ended.lost):
@@ -181,21 +181,21 @@ class Council:
             again += f", as soon as {named} is back, within {self._start_seconds:g} s"
         self._say(again)
         # Workers that are still there are of no use to the next attempt.
-        self.orders = replace(self.orders, over_seconds=0.0)
+        self.commands = replace(self.commands, over_seconds=0.0)
         self._deadline = now + self._start_seconds
 
     def _advice(self, ended: Ended) -> str:
-        nodes = list(self._lost) or ([self.orders.node_of(ended.peer)] if ended.peer is not None else range(1, len(self._hosts.names)))
+        nodes = list(self._lost) or ([self.commands.node_of(ended.peer)] if ended.peer is not None else range(1, len(self._hosts.names)))
         return look_at(self._hosts, list(nodes))
 
-    def _is_silent(self, host: Seen) -> bool:
+    def _is_silent(self, host: SeenHost) -> bool:
         return host.silent_seconds > self._silent_seconds
 
     def _say(self, line: str) -> None:
-        self.orders = replace(self.orders, lines=(*self.orders.lines, line))
+        self.commands = replace(self.commands, lines=(*self.commands.lines, line))
 
     def _finish(self, ended: Ended) -> None:
-        self.orders = replace(self.orders, ended=ended, over_seconds=0.0)
+        self.commands = replace(self.commands, ended=ended, over_seconds=0.0)
 
 
 def look_at(hosts: Hosts, nodes: list[int]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from carrywave.launch.cluster.council import Council
-from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.cluster.coordinator import Coordinator
+from carrywave.launch.cluster.states import Commands, HostState, Member, SeenHost
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import Cause, Ended, WorkerEnds
 
@@ -20,39 +20,39 @@ class Scene:
     """Two hosts, whose launchers do what they are ordered."""
 
     def __init__(self, *, devices: tuple[int, int] = (2, 1), restarts: int = 3, least: int | None = None) -> None:
-        self.council = Council(HOSTS, "launch", restarts=restarts, least=least, **LIMITS, newest_step=lambda: self.step)
+        self.coordinator = Coordinator(HOSTS, "launch", restarts=restarts, least=least, **LIMITS, newest_step=lambda: self.step)
         self.now = 0.0
         self.step: int | None = None  # of the newest snapshot
-        self.seen = {node: Seen(1, HostState(count)) for node, count in enumerate(devices)}
+        self.seen = {node: SeenHost(1, HostState(count)) for node, count in enumerate(devices)}
 
     @property
-    def orders(self) -> Orders:
-        return self.council.orders
+    def commands(self) -> Commands:
+        return self.coordinator.commands
 
-    def look(self, seconds: float = 0.1) -> Orders:
+    def look(self, seconds: float = 0.1) -> Commands:
         self.now += seconds
-        return self.council.look(self.seen, self.now)
+        return self.coordinator.look(self.seen, self.now)
 
     def tell(self, node: int, **changes: object) -> None:
         self.seen[node] = self.seen[node]._replace(state=replace(self.seen[node].state, **changes))
 
-    def begin(self) -> Orders:
+    def begin(self) -> Commands:
         """The hosts start the attempt that they were ordered to start."""
-        orders = self.look()
-        for member in orders.members:
-            self.tell(member.node, attempt=orders.attempt, ends=None)
-        return orders
+        commands = self.look()
+        for member in commands.members:
+            self.tell(member.node, attempt=commands.attempt, ends=None)
+        return commands
 
-    def end(self, node: int, codes: dict[int, int], *causes: Cause, asked: int | None = None, steps: int = 5) -> Orders:
+    def end(self, node: int, codes: dict[int, int], *causes: Cause, asked: int | None = None, steps: int = 5) -> Commands:
         self.tell(node, ends=WorkerEnds(codes, {cause.rank: cause for cause in causes}, asked), steps=steps)
         return self.look()
 
-    def fall_silent(self, node: int) -> Orders:
+    def fall_silent(self, node: int) -> Commands:
         self.seen[node] = self.seen[node]._replace(silent_seconds=11.0)
         return self.look()
 
-    def come_back(self, node: int, devices: int = 1, **state: object) -> Orders:
-        self.seen[node] = Seen(self.seen[node].join + 1, HostState(devices, **state))  # type: ignore[arg-type]
+    def come_back(self, node: int, devices: int = 1, **state: object) -> Commands:
+        self.seen[node] = SeenHost(self.seen[node].join + 1, HostState(devices, **state))  # type: ignore[arg-type]
         return self.look()
 
 
@@ -62,13 +62,13 @@ def lost(rank: int, peer: int | None = None) -> Cause:
 
 def test_ranks_follow_the_hosts() -> None:
     scene = Scene()
-    orders = scene.look()
-    assert (orders.attempt, orders.size, orders.fewer) == (0, 3, False)
-    assert orders.members == (Member(0, 1, (0, 1)), Member(1, 1, (0,)))
-    assert [orders.first_rank(node) for node in range(2)] == [0, 2]
-    assert [orders.node_of(rank) for rank in range(3)] == [0, 0, 1]
-    assert orders.member(1, 1) == Member(1, 1, (0,))
-    assert orders.member(1, 2) is None  # a launcher that was started again has no part in it
+    commands = scene.look()
+    assert (commands.attempt, commands.size, commands.fewer) == (0, 3, False)
+    assert commands.members == (Member(0, 1, (0, 1)), Member(1, 1, (0,)))
+    assert [commands.first_rank(node) for node in range(2)] == [0, 2]
+    assert [commands.node_of(rank) for rank in range(3)] == [0, 0, 1]
+    assert commands.member(1, 1) == Member(1, 1, (0,))
+    assert commands.member(1, 2) is None  # a launcher that was started again has no part in it
 
 
 def test_an_attempt_begins_when_all_are_there_and_a_host_that_stays_away_is_named() -> None:
@@ -90,21 +90,21 @@ def test_a_run_that_ends_well() -> None:
     scene = Scene()
     scene.begin()
     assert scene.end(0, {0: 0, 1: 0}).ended is None
-    assert scene.orders.over_seconds is None  # the others may still be saving
+    assert scene.commands.over_seconds is None  # the others may still be saving
     assert scene.end(1, {2: 0}).ended == Ended(0)
 
 
 def test_a_death_on_one_host_ends_the_attempt_on_all_and_all_restart() -> None:
     scene = Scene()
     scene.begin()
-    orders = scene.end(1, {2: -9})
-    assert orders.over_seconds == pytest.approx(0.2)  # nobody has anything to add
-    assert (orders.attempt, orders.ended) == (0, None)
+    commands = scene.end(1, {2: -9})
+    assert commands.over_seconds == pytest.approx(0.2)  # nobody has anything to add
+    assert (commands.attempt, commands.ended) == (0, None)
     scene.step = 40
-    orders = scene.end(0, {})  # called off
-    assert orders.lines == ("worker 2 of 3 was killed (signal 9, SIGKILL); restarting from step 40 (restart 1 of 3)",)
-    orders = scene.begin()
-    assert (orders.attempt, orders.over_seconds, orders.size) == (1, None, 3)
+    commands = scene.end(0, {})  # called off
+    assert commands.lines == ("worker 2 of 3 was killed (signal 9, SIGKILL); restarting from step 40 (restart 1 of 3)",)
+    commands = scene.begin()
+    assert (commands.attempt, commands.over_seconds, commands.size) == (1, None, 3)
     scene.end(0, {0: 0, 1: 0})
     assert scene.end(1, {2: 0}).ended == Ended(0)
 
@@ -156,7 +156,7 @@ def test_a_signal_between_attempts_ends_all() -> None:
     scene.begin()
     scene.end(0, {0: -9, 1: 0})
     del scene.seen[1]
-    scene.seen[1] = Seen(2, HostState(1, asked=signal.SIGTERM))
+    scene.seen[1] = SeenHost(2, HostState(1, asked=signal.SIGTERM))
     scene.look()
     assert scene.look().ended == Ended(143)
 
@@ -168,22 +168,22 @@ def test_a_launcher_that_is_gone_ends_the_attempt_and_may_come_back(codes: dict[
     scene.begin()
     scene.step = 8
     scene.fall_silent(1)
-    orders = scene.end(0, codes)
+    commands = scene.end(0, codes)
     again = "restarting from step 8 (restart 1 of 3), as soon as worker 1 (b:1) is back, within 60 s"
-    assert orders.lines == (f"worker 1 (b:1) gave no sign of life for 11 s; {again}",)
+    assert commands.lines == (f"worker 1 (b:1) gave no sign of life for 11 s; {again}",)
     assert scene.look(30).attempt == 0
-    orders = scene.come_back(1)
-    assert (orders.attempt, orders.ended) == (1, None)
-    assert orders.member(1, 2) is not None
+    commands = scene.come_back(1)
+    assert (commands.attempt, commands.ended) == (1, None)
+    assert commands.member(1, 2) is not None
 
 
 def test_a_launcher_that_was_started_again_at_once_is_noticed() -> None:
     scene = Scene()
     scene.begin()
-    orders = scene.come_back(1)
-    assert orders.over_seconds == pytest.approx(0.2)
-    orders = scene.end(0, {})
-    assert "worker 1 (b:1) was started again; restarting from the beginning" in orders.lines[0]
+    commands = scene.come_back(1)
+    assert commands.over_seconds == pytest.approx(0.2)
+    commands = scene.end(0, {})
+    assert "worker 1 (b:1) was started again; restarting from the beginning" in commands.lines[0]
     assert scene.look().attempt == 1
 
 
@@ -204,12 +204,14 @@ def test_the_run_goes_on_without_a_host_where_that_is_allowed() -> None:
     scene.fall_silent(1)
     scene.step = 16
     scene.end(0, {})
-    orders = scene.look(61)
-    assert orders.lines[-1] == ("worker 1 (b:1) did not come back within 60 s; continuing with 2 of 3 workers on 1 of 2 hosts from step 16")
-    assert (orders.attempt, orders.members, orders.fewer) == (1, (Member(0, 1, (0, 1)),), True)
+    commands = scene.look(61)
+    assert commands.lines[-1] == (
+        "worker 1 (b:1) did not come back within 60 s; continuing with 2 of 3 workers on 1 of 2 hosts from step 16"
+    )
+    assert (commands.attempt, commands.members, commands.fewer) == (1, (Member(0, 1, (0, 1)),), True)
     scene.begin()
     assert scene.come_back(1).attempt == 1  # too late: it waits, and the attempt goes on
-    assert scene.orders.over_seconds is None
+    assert scene.commands.over_seconds is None
     assert scene.end(0, {0: 0, 1: 0}).ended == Ended(0)
 
 
@@ -222,8 +224,8 @@ def test_a_host_that_came_back_late_takes_part_after_the_next_restart() -> None:
     scene.begin()
     scene.come_back(1)
     scene.end(0, {0: -9, 1: 0})
-    orders = scene.look()
-    assert (orders.attempt, orders.members, orders.fewer) == (2, (Member(0, 1, (0, 1)), Member(1, 2, (0,))), False)
+    commands = scene.look()
+    assert (commands.attempt, commands.members, commands.fewer) == (2, (Member(0, 1, (0, 1)), Member(1, 2, (0,))), False)
 
 
 def test_too_few_workers_are_not_allowed() -> None:
@@ -250,7 +252,7 @@ def test_a_device_that_dies_at_every_start_is_left_out() -> None:
         scene.begin()
         scene.end(1, {2: -9}, steps=0)
         scene.end(0, {}, steps=0)
-    assert scene.orders.lines[-1].endswith("continuing with 2 of 3 workers from the beginning")
+    assert scene.commands.lines[-1].endswith("continuing with 2 of 3 workers from the beginning")
     assert scene.look().members == (Member(0, 1, (0, 1)),)
 
 
@@ -258,8 +260,8 @@ def test_a_first_host_that_was_started_again_takes_up_the_launch() -> None:
     """The others kept its name, and the number of the last attempt."""
     scene = Scene()
     scene.tell(1, launch="earlier", before=4)
-    orders = scene.look()
-    assert (orders.launch, orders.attempt) == ("earlier", 5)
+    commands = scene.look()
+    assert (commands.launch, commands.attempt) == ("earlier", 5)
 
 
 def test_what_is_told_travels_as_text() -> None:
@@ -267,6 +269,6 @@ def test_what_is_told_travels_as_text() -> None:
         2, "node1", "10.0.0.2", "x", 3, 4, WorkerEnds({2: -9}, {3: lost(3, 2)}, 15, frozenset({3}), {2: "hung"}), 7, "/run", 15, True
     )
     assert HostState.of_json(state.to_json()) == state
-    orders = Orders("x", 2, (Member(0, 1, (0, 1)), Member(1, 2, (1,))), True, 0.2, ("a", "b"), Ended(2, "no; do", "DataError", rank=1))
-    assert Orders.of_json(orders.to_json()) == orders
-    assert Orders.of_json(Orders().to_json()) == Orders()
+    commands = Commands("x", 2, (Member(0, 1, (0, 1)), Member(1, 2, (1,))), True, 0.2, ("a", "b"), Ended(2, "no; do", "DataError", rank=1))
+    assert Commands.of_json(commands.to_json()) == commands
+    assert Commands.of_json(Commands().to_json()) == Commands()
