@@ -78,8 +78,9 @@ def test_the_peak_starts_anew_and_sees_what_is_held() -> None:
 
 def test_what_a_user_set_reaches_the_workers_and_what_a_launcher_set_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile says over which transport it was measured: the one that was asked for."""
-    for name, value in (("CARRYWAVE_TRANSPORT", "gloo"), ("CARRYWAVE_PLACE", "3"), ("MASTER_ADDR", "elsewhere")):
+    for name, value in (("CARRYWAVE_TRANSPORT", "gloo"), ("CARRYWAVE_WORKER", "/elsewhere"), ("MASTER_ADDR", "elsewhere")):
         monkeypatch.setenv(name, value)
     told = worker_pool._environment(tmp_path, 0, 2, 1)
     assert told["CARRYWAVE_TRANSPORT"] == profiles.versions()["transport"] == "gloo"
-    assert not {"CARRYWAVE_PLACE", "MASTER_ADDR"} & told.keys()
+    assert told["CARRYWAVE_WORKER"] == str(tmp_path / "worker.json")
+    assert "MASTER_ADDR" not in told

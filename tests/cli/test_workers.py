@@ -27,7 +27,7 @@ HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "ind
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES", "CARRYWAVE_SHARE_GPU"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_WORKER", "CARRYWAVE_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch_record._Call, "run", None)  # other tests train in this process
 

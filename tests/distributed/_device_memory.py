@@ -1,7 +1,7 @@
 """Workers whose messages and sums are in memory that they share, as on GPUs of one host, where waiting in vain is a CUDA error.
 
 HARM is JSON, `{"ATTEMPT": [RANK, COUNT, HOW]}`: what happens to a worker when it raises a signal for the COUNT-th time, in the middle of a
-step. HOW is a signal, "exit", "ValueError", "CUDA error" or "sleep". NO_TIMEOUT_SECONDS is how long the others wait.
+step. HOW is a signal, "exit", "ValueError", "CUDA error" or "sleep". PATIENCE_SECONDS is how long the others wait.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from _mapped import MappedMemory
 
 from carrywave.launch import launch_record
 from carrywave.parallel import mesh
+from carrywave.parallel.startup.launcher_env import own
 
 ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 
@@ -63,8 +64,8 @@ def harm(how: str) -> None:
 
 
 def install() -> None:
-    _mapped.LIMIT_SECONDS = float(os.environ.get("NO_TIMEOUT_SECONDS", "1"))
-    MappedMemory.meeting = Path(os.environ["CARRYWAVE_STORE"])
+    _mapped.LIMIT_SECONDS = float(os.environ.get("PATIENCE_SECONDS", "1"))
+    MappedMemory.meeting = own().store or Path()
     mesh.symmetric_memory = DeviceMemory  # type: ignore[attr-defined]
     mesh.peer_access.in_reach = lambda there, ranks: True
 

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from carrywave.launch.launcher import start
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
 
 
 def workers(program: str, folder: Path, size: int, own: Callable[[int], dict[str, str]] = lambda rank: {}) -> list[tuple[int, str]]:
     """Run a program in so many processes that another launcher might have started: the exit code and stderr of each."""
-    shared = {"WORLD_SIZE": str(size), "CARRYWAVE_STORE": str(folder / "store"), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    shared |= WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json")
     started = [
         subprocess.Popen(
             [sys.executable, program],

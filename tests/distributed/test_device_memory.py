@@ -14,6 +14,7 @@ import pytest
 from carrywave.launch import supervisor
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import start
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
 
@@ -85,7 +86,7 @@ def test_the_one_that_failed_is_the_cause(how: str, code: int, message: str, mon
 
 @pytest.mark.slow
 def test_a_message_that_does_not_come_though_everybody_lives() -> None:
-    ended, _ = train("run", f'{{"0": [1, {IN_TRAINING}, "sleep"]}}', NO_TIMEOUT_SECONDS="4", CARRYWAVE_TIMEOUT_SECONDS="4")
+    ended, _ = train("run", f'{{"0": [1, {IN_TRAINING}, "sleep"]}}', PATIENCE_SECONDS="4", CARRYWAVE_TIMEOUT_SECONDS="4")
     assert (ended.code, ended.died, ended.trace) == (1, True, "")
     assert re.fullmatch(
         r"a message in device memory did not come within 4 s, until [\d:]+, though no worker of this host has ended; restart all workers, "
@@ -123,7 +124,8 @@ OWN_LOOP = """
 
 @pytest.mark.slow
 def test_an_error_outside_of_a_step_is_explained_in_a_loop_of_ones_own(write: Write, tmp_path: Path) -> None:
-    shared = {"WORLD_SIZE": "2", "CARRYWAVE_STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= WorkerFile(one_host=True, store=tmp_path / "store").write(tmp_path / "worker.json")
     command = [sys.executable, write("own.py", OWN_LOOP.format(here=str(HERE)))]
     own = [os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     workers = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in own]

@@ -80,7 +80,6 @@ def test_several_tasks_a_node_are_workers() -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": str(slurm.FIRST_PORT + 1000),
         "OMP_NUM_THREADS": "3",
-        "CARRYWAVE_THREADS_DEALT": "1",
         "CARRYWAVE_JOB": "slurm 1000.0",
     }
 

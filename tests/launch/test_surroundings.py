@@ -36,7 +36,7 @@ def test_a_worker_is_a_worker_whatever_else_is_set() -> None:
 
 
 def test_our_own_workers_repeat_the_command_of_their_launcher() -> None:
-    assert find(WORKER | {"CARRYWAVE_LAUNCH": "x"}, "a,b", 0).is_worker
+    assert find(WORKER | {"CARRYWAVE_WORKER": "x"}, "a,b", 0).is_worker
     with pytest.raises(WorkerError, match="a launcher has already started this worker"):
         find(WORKER, "a,b", 0)
 

@@ -182,7 +182,7 @@ def test_threads_are_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert profiles.threads(1) == 2
     assert profiles.versions()["threads"] == "2"
-    monkeypatch.setenv("CARRYWAVE_THREADS_DEALT", "1")
+    monkeypatch.setattr(profiles, "threads_dealt", lambda: True)
     assert profiles.threads(1) == 8
     assert "threads" not in profiles.versions()
 

@@ -16,6 +16,7 @@ from carrywave.parallel import world
 from carrywave.parallel.devices import check_gpus, pick_device
 from carrywave.parallel.liveness.lost_contact import lost
 from carrywave.parallel.startup import door, environment
+from carrywave.parallel.startup.launcher_env import WorkerFile
 from carrywave.parallel.startup.rendezvous import open_store
 from carrywave.parallel.world import World, all_gather_text, check_agreement, join, leave, raise_on_all, report_once
 
@@ -26,7 +27,7 @@ VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "CARRYWAVE_STORE",
+    "CARRYWAVE_WORKER",
     "CARRYWAVE_START_SECONDS",
 )
 ALONE = World.alone(torch.device("cpu"))
@@ -51,6 +52,11 @@ def listener() -> Iterator[int]:
 def launcher(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
+
+
+def in_file(folder: Path) -> dict[str, str]:
+    """As our own launcher tells workers of one host, which meet in a file."""
+    return WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json")
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
@@ -143,7 +149,7 @@ def test_garbled_variables_are_refused(monkeypatch: pytest.MonkeyPatch, variable
 
 
 def test_workers_that_stay_away_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launcher(monkeypatch, RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.2)
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.2)
     with pytest.raises(WorkerError, match=r"^ranks 0, 2 and 3 of 4 did not show up within 0.2 s; start every worker") as raised:
         join("cpu")
     assert raised.value.reported_by == 1  # the first of those that are there
@@ -208,7 +214,6 @@ def test_a_worker_of_another_job_is_turned_away(job: dict[str, str], monkeypatch
         {"WORLD_SIZE": 3},
         {"TORCHELASTIC_RUN_ID": "mine"},
         {"CARRYWAVE_JOB": "slurm 7.0"},
-        {"CARRYWAVE_LAUNCH": "a"},
         {"CARRYWAVE_SECRET": "x"},
     ],
 )
@@ -216,9 +221,13 @@ def test_so_is_one_that_another_launcher_or_engine_started(variables: dict[str, 
     come(monkeypatch, ONE, **variables)
 
 
+def test_so_is_one_of_another_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    come(monkeypatch, ONE, **WorkerFile(launch="a").write(tmp_path / "worker.json"))
+
+
 def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that was restarted before the others noticed: a launcher may try again."""
-    launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.1)
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)
     monkeypatch.setattr(world._Joined, "times", 0)
     with pytest.raises(WorkerError, match="rank 0 of 2 did not show up"):
         join("cpu")
@@ -228,7 +237,7 @@ def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytes
 
 
 def test_of_many_that_stay_away_some_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launcher(monkeypatch, RANK=0, WORLD_SIZE=99_999_999, LOCAL_RANK=0, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.1)
+    launcher(monkeypatch, RANK=0, WORLD_SIZE=99_999_999, LOCAL_RANK=0, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)
     with pytest.raises(WorkerError, match=r"^ranks 1, 2, 3, 4, 5, 6, 7, 8 and others of 99999999 did not show up"):
         join("cpu")
 

@@ -95,18 +95,9 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
         raise
 
 
-def take_place(*, trains: bool) -> None:
-    """Under srun, take this task's place among the workers: from here on it looks as if torchrun had started it.
-
-    A task that is a host of a training run is none of them: it starts workers, which are.
-    """
-    if not launched() and not (trains and slurm.is_host(os.environ)):
-        os.environ.update(slurm.worker(os.environ))
-
-
 def around(hosts: str | None = None, host_index: int | None = None, job: Job | None = None) -> Surroundings:
     """Where this process is, by its environment and what the user says. `job` is what all hosts are to do together."""
-    take_place(trains=True)
+    slurm.take_place(trains=True)
     found = surroundings.find(os.environ, hosts, host_index)
     return found if found.hosts is None else replace(found, hosts=replace(found.hosts, asked=dict(job or {})))
 
@@ -186,7 +177,7 @@ def start_workers(
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
     if plan is None:
-        take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
+        slurm.take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
     where = where or (Surroundings() if plan is None else around())
     if launched():
         size = os.environ.get("WORLD_SIZE")

@@ -15,11 +15,10 @@ from typing import Any
 
 from carrywave import errors
 from carrywave.errors import ResourceError, UserError
-from carrywave.parallel.liveness.failure_file import FOLDER, Cause, FailureKind, folder, leave
+from carrywave.parallel.liveness.failure_file import Cause, FailureKind, folder, leave
 
 __all__ = [
     "FAULT",
-    "FOLDER",
     "INTERRUPTED",
     "MISTAKE",
     "RESOURCE",

@@ -16,10 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from carrywave.launch.engines import surroundings
-from carrywave.parallel.startup.launcher_env import LAUNCH
+from carrywave.parallel.startup.launcher_env import own
 
-ATTEMPT = "CARRYWAVE_ATTEMPT"  # the number of this attempt, from 0
-FEWER = "CARRYWAVE_FEWER"  # set if this attempt has fewer workers than the launch started with
 NOTE = "launch.json"
 OWNER = "owner.json"  # written by `runs.owner`: the process that trains the run
 KEPT = (NOTE, OWNER, "logs")  # what remains when a run is started over
@@ -66,9 +64,9 @@ def current_run() -> Path | None:
 
 
 def attempt() -> int:
-    """How many times the workers of this launch have been restarted, as far as their environment tells."""
-    counts = (os.environ.get(name, "") for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return max((int(count) for count in counts if count.isdecimal()), default=0)
+    """How many times the workers of this launch have been restarted, as far as they are told."""
+    counts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return max(own().attempt, *(int(count) if count.isdecimal() else 0 for count in counts))
 
 
 def warning() -> str | None:
@@ -84,12 +82,13 @@ def warning() -> str | None:
 
 def with_fewer() -> bool:
     """True if the launch continues with fewer workers than it started with."""
-    return FEWER in os.environ
+    return own().fewer
 
 
 def names() -> list[str]:
     """The names that identify the launch of this process; empty if a user started it by hand."""
-    found = [f"carrywave {os.environ[LAUNCH]}"] if LAUNCH in os.environ else []
+    launch = own().launch
+    found = [f"carrywave {launch}"] if launch else []
     if "TORCHELASTIC_RUN_ID" in os.environ:
         given = os.environ["TORCHELASTIC_RUN_ID"]
         # torchrun's default id is the same for every job; then the agent, which outlives its workers, identifies the launch.

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
@@ -23,11 +22,8 @@ from carrywave.launch.launcher import RESTARTS, start
 from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.liveness import device_faults, heartbeat
 from carrywave.parallel.startup import environment
-from carrywave.parallel.startup.launcher_env import is_first, launched
+from carrywave.parallel.startup.launcher_env import FitCall, is_first, own
 
-CALL = "CARRYWAVE_FIT"  # in a worker: the index of the call to carry out, from 0
-EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of earlier calls
-RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file to write this call's result to
 VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that take the next argument as their value
 
 FAILED = "failed"  # the key of the error's class, in the record of a call that raised one
@@ -43,16 +39,13 @@ def begin() -> CallRecord | None:
     Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
     """
     environment.check()
-    if not launched():
-        os.environ.update(slurm.worker(os.environ))  # a script starts no workers on other hosts, so every task of srun is one
+    slurm.take_place(trains=False)  # a script starts no workers on other hosts, so every task of srun is one
     _results.append(None)
     heartbeat.start()
-    if CALL not in os.environ:
+    call, number = own().fit, len(_results) - 1
+    if call is None or number >= call.number:
         return None
-    number = len(_results) - 1
-    if number >= int(os.environ[CALL]):
-        return None
-    record: CallRecord | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
+    record = call.earlier[number]
     _results[number] = record
     if record is not None and FAILED in record:
         Ended(MISTAKE, record["message"], record[FAILED]).check()
@@ -68,10 +61,9 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
     """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
     with work_folder() as folder:
-        earlier, result = folder / "earlier.json", folder / "result.json"
-        earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
-        variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
-        ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices, shares=shares)
+        result = folder / "result.json"
+        call = FitCall(number=len(_results) - 1, earlier=tuple(_results[:-1]), result=result)
+        ended = start(command, devices, fit=call, restarts=restarts, min_devices=min_devices, shares=shares)
         ended.check()
         if ended.code == STOPPED and not result.exists():
             raise WorkerError("the workers were stopped before their first step, and the run is unchanged; call fit with resume=True")
@@ -87,7 +79,7 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
 
 def is_script_worker() -> bool:
     """True if this process is a worker that runs a script again."""
-    return CALL in os.environ
+    return own().fit is not None
 
 
 @contextmanager
@@ -129,11 +121,11 @@ def _leave(code: int) -> NoReturn:
 
 def finish(record: CallRecord) -> NoReturn:
     """End this worker; rank 0 first writes the result for the process that started it."""
-    if is_first():
-        path = Path(os.environ[RESULT])
-        part = path.with_suffix(".part")
+    call = own().fit
+    if call is not None and is_first():
+        part = call.result.with_suffix(".part")
         part.write_text(json.dumps(record), encoding="utf-8")
-        part.replace(path)
+        part.replace(call.result)
     sys.exit(0)
 
 

@@ -2,7 +2,8 @@
 
 A signal is forwarded once, and the workers finish their step and write a snapshot; a second one kills them immediately. When one worker
 dies the others are of no use, and are terminated after a short grace period in which they can report what they know; after a user error,
-which every worker may be about to report, the grace period is longer. A worker whose heartbeat stops is killed like one that died.
+which every worker may be about to report, the grace period is longer. A worker whose heartbeat stops is killed like one that died. At the
+end, the logs of the workers go to the run.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from carrywave.launch import exit_reports
+from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds
+from carrywave.launch.hardware import cores
 from carrywave.launch.signals import ECHO_SECONDS, let_go_of_terminal, wanted
 from carrywave.launch.work_folder import held
 from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.liveness.failure_file import CAUSES
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # after a user error: for the others to report it too, and then again between SIGTERM and SIGKILL
@@ -62,13 +66,30 @@ class Signals:
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The workers to start on this host: their command, their shared and per-rank environment variables, and the world size."""
+    """The workers to start on this host: their command, what they are told, and the world size."""
 
     command: Sequence[str]
-    shared: Mapping[str, str]
-    own: Mapping[int, Mapping[str, str]]  # by rank
+    file: WorkerFile  # what all of them are told
+    shared: Mapping[str, str]  # variables of all
+    own: Mapping[int, Mapping[str, str]]  # and of each, by rank
     size: int
     direct_output: bool = False  # rank 0 inherits standard output
+
+    @staticmethod
+    def of(
+        command: Sequence[str], devices: Sequence[int], file: WorkerFile, shared: Mapping[str, str], *, first: int, size: int, direct: bool
+    ) -> WorkerGroup:
+        """A worker for each of these devices of this host, by index; their ranks start at `first`."""
+        here, common = len(devices), dict(shared)
+        dealt = "OMP_NUM_THREADS" not in os.environ
+        if dealt:
+            common["OMP_NUM_THREADS"] = str(max(1, cores() // here))
+        own = {}
+        for local_rank in range(here):
+            numbers = {"RANK": first + local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}
+            own[first + local_rank] = {key: str(value) for key, value in numbers.items()}
+        told = file.model_copy(update={"devices": tuple(devices), "threads_dealt": dealt})
+        return WorkerGroup(command, told, common, own, size, direct)
 
 
 @dataclass(frozen=True)
@@ -95,11 +116,12 @@ def supervise(
     `elsewhere` is asked again and again: once the attempt has failed on another host, it returns the seconds in which the workers of this
     one may still end by themselves, with what they know.
     """
-    causes, beats = folder / "causes", folder / "beats"
+    causes, beats = folder / CAUSES, folder / heartbeat.BEATS
     for made in (causes, beats):
         made.mkdir(parents=True)
     outputs = Outputs(folder / "logs", direct=crew.direct_output)
-    shared = {**crew.shared, exit_reports.FOLDER: str(causes), heartbeat.FOLDER: str(beats), "CARRYWAVE_PARENT": str(os.getpid())}
+    file = crew.file.model_copy(update={"folder": folder, "parent": os.getpid()})
+    shared = {**crew.shared, **file.write(folder / "worker.json")}
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank, own in crew.own.items():
@@ -119,6 +141,23 @@ def supervise(
         outputs.add(cause.rank, cause.trace or cause.message)
     ends = WorkerEnds(codes, found, signals.asked, frozenset(watch.killed), watch.silent)
     return AttemptOutcome(ends.ended(crew.size), watch.listener.steps, exit_reports.run_of(causes), outputs, ends)
+
+
+def with_logs(outcome: AttemptOutcome, signals: Signals, host: str = "") -> Ended:
+    """How an attempt ended, after copying its logs into the run's folder."""
+    ended, run = outcome.ended, outcome.run
+    logs = outcome.outputs.publish(run, host)
+    if logs is None and ended.died and ended.rank is not None and not ended.trace and not ended.lost:
+        outcome.outputs.show_errors(ended.rank)
+    outcome.outputs.close()
+    ended = replace(ended, logs=logs)
+    return ended if signals.asked is None else asked_to_stop(ended, run)
+
+
+def asked_to_stop(ended: Ended, run: Path | None) -> Ended:
+    """Treat a stop before the attempt's first step as an orderly one if there is a snapshot to resume from."""
+    at_once = ended.code in {128 + number for number in REQUESTS} and not ended.message
+    return Ended(STOPPED) if at_once and launch_record.last_step(run) is not None else ended
 
 
 class _Supervision:

@@ -26,6 +26,7 @@ from carrywave.launch.gpu_shares.shares import PIPES, divided
 from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
+from carrywave.parallel.startup.launcher_env import threads_dealt
 from carrywave.plan.cost.profile import Contention, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
 from carrywave.plan.cost.shipped_profiles import LINKS
@@ -110,7 +111,7 @@ def threads(workers: int) -> int:
 def _own_threads() -> int | None:
     """Threads per worker if the user set them; None if not, or if the launcher assigned them."""
     text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() and int(text) and "CARRYWAVE_THREADS_DEALT" not in os.environ else None
+    return int(text) if text.isdecimal() and int(text) and not threads_dealt() else None
 
 
 def empty(kind: str) -> Profile:

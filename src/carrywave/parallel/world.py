@@ -29,7 +29,7 @@ from carrywave.parallel.devices import check_gpus, made_current, pick_device, se
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup import door, environment, native_logs
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
-from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.startup.launcher_env import WORKER, launched, own
 from carrywave.parallel.startup.rendezvous import (
     everyone,
     find_store,
@@ -106,7 +106,7 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         return _of_group(device, local_rank, local_size or size)
     heartbeat.start()
     _end_with_parent()
-    where = made_current(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
+    where = made_current(pick_device(device, own().device(local_rank)))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
@@ -265,8 +265,8 @@ def _room() -> str:
 
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
-    if "CARRYWAVE_ATTEMPT" in os.environ:
-        return os.environ["CARRYWAVE_ATTEMPT"]  # our own launchers agree on it, and keep their store
+    if WORKER in os.environ:
+        return str(own().attempt)  # our own launchers agree on it, and keep their store
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -347,13 +347,13 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
 
 def _end_with_parent() -> None:
     """Make a worker of a local launch shut down cleanly when the process that started it is gone: nobody else would stop it."""
-    parent = os.environ.get("CARRYWAVE_PARENT")
-    if not parent or _Joined.watches_parent:
+    parent = own().parent
+    if parent is None or _Joined.watches_parent:
         return
     _Joined.watches_parent = True
 
     def watch() -> None:
-        while os.getppid() == int(parent):
+        while os.getppid() == parent:
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGTERM)
 

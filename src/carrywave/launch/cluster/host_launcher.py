@@ -22,12 +22,10 @@ from carrywave.launch.cluster.host_store import HostStore
 from carrywave.launch.cluster.states import Commands, HostState, Member, SeenHost
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import FAULT, Ended
-from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, supervise
-from carrywave.launch.worker_ends import asked_to_stop, with_logs
-from carrywave.launch.worker_environment import of_workers
+from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.addresses import address_towards, interface_of
-from carrywave.parallel.startup.launcher_env import LAUNCH
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 SLOW_SECONDS = 300.0  # the limit of a launcher's silence if heartbeats are off
 TRY_SECONDS = 2.0  # for one attempt to reach the first host
@@ -204,19 +202,16 @@ class HostLauncher:
         shared = {
             **environment,
             **self.job.environment,
-            LAUNCH: commands.launch,
-            launch_record.ATTEMPT: str(commands.attempt),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already exists, so rank 0 need not open it
         }
-        if commands.fewer:
-            shared[launch_record.FEWER] = "1"
         interface = self._interface()
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             shared["GLOO_SOCKET_IFNAME"] = interface
+        file = WorkerFile(launch=commands.launch, attempt=commands.attempt, fewer=commands.fewer)
         first, size = commands.first_rank(self.hosts.node), commands.size
-        return WorkerGroup(self.job.command, *of_workers(member.devices, shared, first=first, size=size), size)
+        return WorkerGroup.of(self.job.command, member.devices, file, shared, first=first, size=size, direct=False)
 
     def _interface(self) -> str | None:
         """The interface by which the other hosts reach this one: that of the address they know, or that on the way to them."""

@@ -24,13 +24,14 @@ from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE,
 from carrywave.launch.supervisor import FAULT_SECONDS, GRACE_SECONDS, AttemptOutcome, Signals, WorkerGroup
 from carrywave.launch.worker_logs import Outputs, show
 from carrywave.parallel.startup.door import SECRET
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 POLL_SECONDS = 0.2
 HEAD_SECONDS = 5.0  # for a Ray head to accept a connection
 KILL_SECONDS = 10.0  # for a seat to kill its worker, before the seat itself is killed
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the user's own choice counts
 PASSED = ("CARRYWAVE_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")  # variables of this process that the workers get
-LOCAL = ("CARRYWAVE_STORE", "CARRYWAVE_THREADS_DEALT", "OMP_NUM_THREADS", *INTERFACES)  # what `launcher` tells the workers of one host
+LOCAL = ("OMP_NUM_THREADS", *INTERFACES)  # what `launcher` tells the workers of one host
 
 
 class RayCluster:
@@ -59,7 +60,9 @@ class RayCluster:
             shared = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name != SECRET}  # it never travels
             shared |= {name: value for name, value in crew.shared.items() if name not in LOCAL}
             every = [own | shared | {name: own[name] for name in own if name not in INTERFACES} for own in variables(places)]
-            work = [seat.work.remote(list(crew.command[1:]), os.getcwd(), own, crew.size) for seat, own in zip(seats, every, strict=True)]
+            file = WorkerFile(launch=crew.file.launch, attempt=crew.file.attempt, fewer=crew.file.fewer).model_dump(mode="json")
+            start = list(crew.command[1:]), os.getcwd()
+            work = [seat.work.remote(*start, file, own, crew.size) for seat, own in zip(seats, every, strict=True)]
             ended = _SeatWatch(self._ray, seats, work, places, signals).until_all_have_ended()
         for outcome in ended:
             for name, data in outcome.logs.items():
@@ -190,7 +193,6 @@ def variables(places: Sequence[SeatPlace]) -> list[dict[str, str]]:
             "WORLD_SIZE": len(places),
             "LOCAL_RANK": here.index(rank),
             "LOCAL_WORLD_SIZE": len(here),
-            "CARRYWAVE_PLACE": here.index(rank),
             "MASTER_PORT": first.port,
         }
         own = {name: str(value) for name, value in numbers.items()}

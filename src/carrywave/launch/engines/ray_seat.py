@@ -12,13 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from carrywave.launch.exit_reports import MISTAKE, Ended
 from carrywave.launch.supervisor import Signals, WorkerGroup, supervise
 from carrywave.launch.work_folder import work_folder
 from carrywave.launch.worker_logs import ERR, OUT
 from carrywave.parallel.startup.addresses import interface_of
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 LOG_BYTES = 1 << 20  # of each log that is sent to the process that started the run: its end
 
@@ -63,8 +64,8 @@ class Seat:
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         return SeatPlace(node, socket.gethostname(), address, interface_of(address), port, gpus)
 
-    def work(self, command: Sequence[str], folder: str, variables: Mapping[str, str], size: int) -> Outcome:
-        """Run the command, given without its interpreter, as the worker that the variables describe, and wait for it to end."""
+    def work(self, command: Sequence[str], folder: str, file: Mapping[str, Any], variables: Mapping[str, str], size: int) -> Outcome:
+        """Run the command, given without its interpreter, as the worker that the file and the variables describe, until it ends."""
         rank = int(variables["RANK"])
         try:
             os.chdir(folder)
@@ -73,7 +74,7 @@ class Seat:
             return Outcome(Ended(MISTAKE, why, "WorkerError", rank=rank))
         with work_folder() as place:
             self._show(place)
-            crew = WorkerGroup([sys.executable, *command], {}, {rank: variables}, size)
+            crew = WorkerGroup([sys.executable, *command], WorkerFile(**file), {}, {rank: variables}, size)
             outcome = supervise(crew, place / "attempt", self._signals)
             outcome.outputs.close()
             logs = {path.name: path.read_bytes()[-LOG_BYTES:] for path in outcome.outputs.folder.iterdir()}

@@ -6,6 +6,7 @@ exchange the most. Workers meet on the first node, at a port derived from the jo
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from carrywave.errors import WorkerError
 from carrywave.launch.engines.hosts import SLURM, Hosts, with_port
 from carrywave.launch.hardware import cores
 from carrywave.parallel.startup.addresses import interface_of
-from carrywave.parallel.startup.launcher_env import JOB
+from carrywave.parallel.startup.launcher_env import JOB, deal_threads, launched
 
 FIRST_PORT, PORTS = 16384, 16384  # below the range from which Linux takes ports for outgoing connections
 STEPS_APART = 131  # between the ports of steps of one job; neighbouring jobs have neighbouring ports
@@ -109,8 +110,21 @@ def worker(environment: Mapping[str, str], address_of: Callable[[str], str] | No
         if interface := interface_of(address_of(found.nodes[found.node])):
             variables["GLOO_SOCKET_IFNAME"] = interface
     if "OMP_NUM_THREADS" not in environment:
-        variables |= {"OMP_NUM_THREADS": str(_threads(environment, here)), "CARRYWAVE_THREADS_DEALT": "1"}
+        variables["OMP_NUM_THREADS"] = str(_threads(environment, here))
     return {name: environment.get(name) or value for name, value in variables.items()}
+
+
+def take_place(*, trains: bool) -> None:
+    """Under srun, take this task's place among the workers: from here on it looks as if torchrun had started it.
+
+    With `trains`, a task that is a host of a training run is none of them: it starts workers, which are.
+    """
+    if launched() or (trains and is_host(os.environ)):
+        return
+    variables = worker(os.environ)
+    if variables and "OMP_NUM_THREADS" not in os.environ:
+        deal_threads()
+    os.environ.update(variables)
 
 
 def doubt(environment: Mapping[str, str]) -> str | None:

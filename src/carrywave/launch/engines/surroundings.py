@@ -14,7 +14,7 @@ from typing import NamedTuple
 from carrywave.errors import WorkerError
 from carrywave.launch.engines import kubeflow, skypilot, slurm, tf_config
 from carrywave.launch.engines.hosts import Hosts, host_and_port, usual_port, with_port
-from carrywave.parallel.startup.launcher_env import LAUNCH, launched
+from carrywave.parallel.startup.launcher_env import WORKER, launched
 
 
 class Engine(NamedTuple):
@@ -47,7 +47,7 @@ def find(environment: Mapping[str, str], names: str | None = None, index: int | 
     by_hand = named_hosts(names, index, environment)
     if launched(environment):
         # Our own workers get the command of the process that started them, `--hosts` included.
-        if by_hand is not None and not is_own_worker(environment):
+        if by_hand is not None and WORKER not in environment:
             raise WorkerError("--hosts names hosts, but a launcher has already started this worker (RANK is set); remove --hosts")
         return Surroundings("launcher", is_worker=True)
     found = [(engine.name, hosts) for engine in ENGINES if (hosts := engine.read(environment)) is not None]
@@ -60,11 +60,6 @@ def find(environment: Mapping[str, str], names: str | None = None, index: int | 
         return Surroundings()
     engine, hosts = found[0]
     return Surroundings(engine, hosts if len(hosts.addresses) > 1 else None, hosts.workers)
-
-
-def is_own_worker(environment: Mapping[str, str]) -> bool:
-    """True if `launcher.start` started this process."""
-    return LAUNCH in environment
 
 
 def jobs(environment: Mapping[str, str]) -> list[str]:

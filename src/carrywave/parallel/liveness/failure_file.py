@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-FOLDER = "CARRYWAVE_CAUSES"  # environment variable with the folder of these files, in workers that `launch.start` started
+from carrywave.parallel.startup.launcher_env import own
+
+CAUSES = "causes"  # the folder of these files, within that of an attempt
 
 FailureKind = Literal["user", "fault", "lost"]
 
@@ -32,8 +34,8 @@ class Cause:
 
 def folder() -> Path | None:
     """Where this worker should record its failure; None if nobody would read it."""
-    name = os.environ.get(FOLDER)
-    return Path(name) if name and Path(name).is_dir() else None
+    given = own().folder
+    return given / CAUSES if given is not None and (given / CAUSES).is_dir() else None
 
 
 def leave(

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from carrywave.errors import WorkerError
+from carrywave.parallel.startup.launcher_env import own
 
-FOLDER = "CARRYWAVE_BEATS"  # environment variable with the folder of these files, in workers that `launch.start` started
+BEATS = "beats"  # the folder of these files, within that of an attempt
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
 HANG_SECONDS = 600.0
@@ -66,10 +67,10 @@ def _limit(name: str, usual: float) -> float:
 
 def start() -> None:
     """Start beating if somebody listens; call it early. A second call does nothing."""
-    folder = os.environ.get(FOLDER)
-    if not folder or _own.thread is not None:
+    folder = own().folder
+    if folder is None or not (folder / BEATS).is_dir() or _own.thread is not None:
         return
-    handle = os.open(Path(folder) / os.environ.get("RANK", "0"), os.O_WRONLY | os.O_CREAT, 0o600)
+    handle = os.open(folder / BEATS / os.environ.get("RANK", "0"), os.O_WRONLY | os.O_CREAT, 0o600)
     every_seconds = min(BEAT_SECONDS, silent_seconds() / 5)
 
     def beat() -> None:

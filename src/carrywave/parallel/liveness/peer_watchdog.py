@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
 from carrywave.parallel.liveness.heartbeat import Silence
+from carrywave.parallel.startup.launcher_env import own
 from carrywave.parallel.startup.rendezvous import identity, seconds_of
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
@@ -35,7 +36,7 @@ LEFT = "left"
 @contextmanager
 def watched(world: World) -> Iterator[None]:
     """Inside this context, this worker beats and watches its neighbour."""
-    store = None if world.size == 1 or "CARRYWAVE_STORE" in os.environ else shared_store()
+    store = None if world.size == 1 or own().one_host else shared_store()
     over = threading.Event()
     threads: list[threading.Thread] = []
     if store is not None and heartbeat.silent_seconds() < math.inf:

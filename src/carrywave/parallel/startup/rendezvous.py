@@ -23,6 +23,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from carrywave.errors import ContactLost, PortError, UserError, WorkerError
 from carrywave.parallel.startup import door, native_logs
+from carrywave.parallel.startup.launcher_env import own
 
 START_SECONDS = 60.0
 NAMED = 8  # most ranks named in a message
@@ -61,10 +62,10 @@ def seconds_of(name: str, usual: float) -> float:
 def find_store(rank: int, size: int, seconds: float) -> Store:
     """The rendezvous store: the file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
     timeout = timedelta(seconds=seconds)
-    path = os.environ.get("CARRYWAVE_STORE")
-    if path:
+    path = own().store
+    if path is not None:
         # Without a worker count: given one, torch deletes the file as soon as that many of its store objects are gone.
-        store: Store = FileStore(path)
+        store: Store = FileStore(str(path))
         store.set_timeout(timeout)
         return store
     address = os.environ.get("MASTER_ADDR")
