@@ -33,6 +33,7 @@ from pathlib import Path
 from carrywave.parallel.liveness import heartbeat
 from carrywave.launch import launch_record
 from carrywave.launch import exit_reports
+from carrywave.parallel.liveness import failure_file
 from carrywave.parallel.startup.launcher_env import own
 rank, attempt, place = int(os.environ["RANK"]), own().attempt, own().device(int(os.environ["LOCAL_RANK"]))
 here = Path(os.environ["HERE"])
@@ -52,7 +53,7 @@ def snapshot(number):
     (folder / "last").write_text(f"step-{number:08d}\\n")
 
 def fail(kind, code, message):
-    exit_reports.leave(exit_reports.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
+    failure_file.leave(failure_file.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
     sys.exit(code)
 
 heartbeat.start()

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from carrywave.launch.cluster.coordinator import Coordinator
-from carrywave.launch.cluster.states import Commands, HostState, Member, SeenHost
+from carrywave.launch.cluster.states import COMMANDS, STATE, Commands, HostState, Member, SeenHost
 from carrywave.launch.engines.hosts import Hosts
-from carrywave.launch.exit_reports import Cause, Ended, WorkerEnds
+from carrywave.launch.exit_reports import Ended, WorkerEnds
+from carrywave.parallel.liveness.failure_file import Cause
 
 LIMITS = {"start_seconds": 60.0, "silent_seconds": 10.0, "now": 0.0}
 HOSTS = Hosts(("a:1", "b:1"), ("worker 0", "worker 1"), 0)
@@ -268,7 +269,7 @@ def test_what_is_told_travels_as_text() -> None:
     state = HostState(
         2, "node1", "10.0.0.2", "x", 3, 4, WorkerEnds({2: -9}, {3: lost(3, 2)}, 15, frozenset({3}), {2: "hung"}), 7, "/run", 15, True
     )
-    assert HostState.of_json(state.to_json()) == state
+    assert STATE.validate_json(STATE.dump_json(state)) == state
     commands = Commands("x", 2, (Member(0, 1, (0, 1)), Member(1, 2, (1,))), True, 0.2, ("a", "b"), Ended(2, "no; do", "DataError", rank=1))
-    assert Commands.of_json(commands.to_json()) == commands
-    assert Commands.of_json(Commands().to_json()) == Commands()
+    assert COMMANDS.validate_json(COMMANDS.dump_json(commands)) == commands
+    assert COMMANDS.validate_json(COMMANDS.dump_json(Commands())) == Commands()

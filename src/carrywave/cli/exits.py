@@ -26,10 +26,10 @@ import typer
 
 from carrywave.cli.options import note
 from carrywave.errors import ResourceError, UserError, by_command, from_system, remedy_for
-from carrywave.launch import exit_reports, launch_record, worker_logs
+from carrywave.launch import launch_record, worker_logs
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, code_of
 from carrywave.launch.signals import let_go_of_terminal, wanted
-from carrywave.parallel.liveness import device_faults
+from carrywave.parallel.liveness import device_faults, failure_file
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -208,11 +208,11 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
     if is_lost and contact is not None:
         said = contact.of(error)
         message, peer = str(said), said.rank
-    folder = exit_reports.folder()
+    folder = failure_file.folder()
     if folder is not None:
-        kind: exit_reports.FailureKind = "lost" if is_lost else "fault" if code == FAULT else "user"
+        kind: failure_file.FailureKind = "lost" if is_lost else "fault" if code == FAULT else "user"
         with suppress(OSError):  # a full disk, say: then this worker says it itself
-            exit_reports.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
+            failure_file.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
             return
     kept: Path | None = None
     rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
@@ -22,7 +21,8 @@ from carrywave.launch.engines import slurm, surroundings
 from carrywave.launch.engines.ray_cluster import connected
 from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.hardware import gpus
-from carrywave.launch.launcher import RESTARTS, is_worker, start
+from carrywave.launch.launcher import is_worker, start
+from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.script_workers import script_command
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.door import Job, job_of
@@ -76,16 +76,12 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
         return
     heartbeat.start()
     with leaving_at_once():
-        from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
+        from carrywave.parallel.world import from_rank_0, join, leave, raise_on_all
 
     world = join(device, job)
 
     def of_rank_0(read: Read) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        with raise_on_all(world, same_message=True):
-            found = read() if world.rank == 0 else {}
-        told: dict[str, Any] = json.loads(all_gather_text(world, json.dumps(found))[0])
-        return told
+        return from_rank_0(world, read)
 
     try:
         with raise_on_all(world):

@@ -24,7 +24,7 @@ from carrywave.parallel.memory import peer_access
 from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.parallel.startup.launcher_env import own
-from carrywave.parallel.startup.rendezvous import identity
+from carrywave.parallel.startup.process_identity import identity
 
 # Settings that workers should have in common; the first must be, because it decides what carries their messages.
 SETTINGS = (TRANSPORT, SHARE_GPU, "CARRYWAVE_KERNEL", "CARRYWAVE_CAPTURE", "CARRYWAVE_TIMEOUT_SECONDS", "OMP_NUM_THREADS")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from carrywave.errors import WorkerError, option
 from carrywave.launch import launch_record
@@ -27,13 +28,14 @@ from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.gpu_shares.shares import Shares
 from carrywave.launch.hardware import visible
-from carrywave.launch.restart_policy import RESTARTS, Place, RestartPolicy
+from carrywave.launch.restart_policy import Place, RestartPolicy
 from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
 from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.startup.environment import SHARE_GPU
 from carrywave.parallel.startup.launcher_env import FitCall, WorkerFile, own
 
-__all__ = ["RESTARTS", "is_worker", "start"]
+if TYPE_CHECKING:
+    from carrywave.launch.cluster.host_launcher import HostLauncher
 
 
 def is_worker() -> bool:
@@ -68,13 +70,20 @@ def start(
     if shares > 1:
         say(_of_shares(devices, shares))
     name = uuid.uuid4().hex
-    elsewhere = None if hosts is None else _on_hosts(command, devices, hosts, environment or {}, restarts, min_devices, name, resumes, say)
+    elsewhere: HostLauncher | None = None
+    if hosts is not None:
+        from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
+        from carrywave.parallel.startup.rendezvous import start_seconds
+
+        # Meets the other hosts.
+        job = HostJob(command, devices, hosts, environment or {}, restarts, min_devices, start_seconds(), name, resumes)
+        elsewhere = HostLauncher(job, say)
     parts = Shares(shares) if shares > 1 else nullcontext(None)
     with work_folder() as place, Signals() as signals, parts as divided:
         of_shares = {} if divided is None else divided.environment
-        settle = _nothing if divided is None else divided.settle
+        settle: Callable[[], None] = (lambda: None) if divided is None else divided.settle
         if elsewhere is not None:
-            return elsewhere(place, signals, of_shares, settle)
+            return elsewhere.run_until_the_end(place, signals, of_shares, settle)
         shared = {**of_shares, **(environment or {})}
         policy = RestartPolicy((Place(0, device) for device in range(devices)), restarts, min_devices)
         number = 0
@@ -101,29 +110,6 @@ def start(
             say(again)
             settle()
             number += 1
-
-
-def _on_hosts(
-    command: Sequence[str],
-    devices: int,
-    hosts: Hosts,
-    environment: Mapping[str, str],
-    restarts: int,
-    least: int | None,
-    name: str,
-    resumes: Path | None,
-    say: Callable[[str], None],
-) -> Callable[[Path, Signals, Mapping[str, str], Callable[[], None]], Ended]:
-    """Meet the other hosts; returns what runs the workers of this one, together with those of the others, until the end."""
-    from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
-    from carrywave.parallel.startup.rendezvous import start_seconds
-
-    launcher = HostLauncher(HostJob(command, devices, hosts, environment, restarts, least, start_seconds(), name, resumes), say)
-    return launcher.run_until_the_end
-
-
-def _nothing() -> None:
-    return None
 
 
 def _of_shares(devices: int, shares: int) -> str:

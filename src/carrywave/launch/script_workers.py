@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.launch import exit_reports
 from carrywave.launch.engines import slurm
-from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
-from carrywave.launch.launcher import RESTARTS, start
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended, code_of
+from carrywave.launch.launcher import start
+from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.work_folder import work_folder
-from carrywave.parallel.liveness import device_faults, heartbeat
+from carrywave.parallel.liveness import device_faults, failure_file, heartbeat
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import FitCall, is_first, own
 
@@ -92,24 +92,24 @@ def working() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        where = exit_reports.folder()
+        where = failure_file.folder()
         if not is_script_worker() or where is None:
             remember({FAILED: type(error).__name__, "message": str(error)})
             raise
         if isinstance(error, UserError):
-            code = exit_reports.code_of(error)
-            exit_reports.leave(where, "user", code, str(error), error)
+            code = code_of(error)
+            failure_file.leave(where, "user", code, str(error), error)
             _leave(code)
         if isinstance(error, KeyboardInterrupt):
-            exit_reports.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
+            failure_file.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
             _leave(INTERRUPTED)
         from carrywave.parallel.liveness import lost_contact
 
         if lost_contact.lost(error):
             said = lost_contact.of(error)
-            exit_reports.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
+            failure_file.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
         else:
-            exit_reports.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
+            failure_file.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
         _leave(FAULT)
 
 

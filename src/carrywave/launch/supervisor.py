@@ -11,18 +11,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
 
 from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds
 from carrywave.launch.hardware import cores
-from carrywave.launch.signals import ECHO_SECONDS, let_go_of_terminal, wanted
+from carrywave.launch.signals import ECHO_SECONDS, SignalContext, let_go_of_terminal
 from carrywave.launch.work_folder import held
 from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
@@ -36,24 +34,14 @@ REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # signals that ask a
 DEATH_SECONDS = 0.2  # after a death without a report: nobody has anything to add
 
 
-class Signals:
+class Signals(SignalContext):
     """Context in which signals that ask for an end are recorded, to be forwarded."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.noted: list[int] = []
         self.asked: int | None = None  # the first one
-        self._before: dict[int, object] = {}
         self._last = 0, 0.0  # signal and time; a repeat within ECHO_SECONDS is the same request, except SIGINT
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in wanted((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -103,14 +91,7 @@ class AttemptOutcome:
     ends: WorkerEnds = field(default_factory=lambda: WorkerEnds({}, {}))  # what `ended` sums up, where several hosts need it
 
 
-def nothing_elsewhere() -> float | None:
-    """All workers are on this host."""
-    return None
-
-
-def supervise(
-    crew: WorkerGroup, folder: Path, signals: Signals, elsewhere: Callable[[], float | None] = nothing_elsewhere
-) -> AttemptOutcome:
+def supervise(crew: WorkerGroup, folder: Path, signals: Signals, elsewhere: Callable[[], float | None] = lambda: None) -> AttemptOutcome:
     """Start the workers and wait for them to end. `folder` is created for the files of this attempt.
 
     `elsewhere` is asked again and again: once the attempt has failed on another host, it returns the seconds in which the workers of this

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,24 +28,18 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup import door, environment, native_logs
+from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
 from carrywave.parallel.startup.launcher_env import WORKER, launched, own
-from carrywave.parallel.startup.rendezvous import (
-    everyone,
-    find_store,
-    identity,
-    number,
-    on_every_rank,
-    reason,
-    seconds_of,
-    short,
-    start_seconds,
-)
+from carrywave.parallel.startup.process_identity import identity
+from carrywave.parallel.startup.rendezvous import everyone, find_store, number, on_every_rank, reason, short, start_seconds
 
 # A worker that dies is noticed at once by its closed connections; this timeout is for one that stays silent. If one worker may take long
 # while the others wait, they wait in the store (`raise_on_all(no_timeout=True)`).
 TIMEOUT_SECONDS = 300.0
 NO_TIMEOUT_SECONDS = 24 * 3600.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -199,6 +193,21 @@ def all_gather_text(world: World, text: str) -> list[str]:
     return [bytes(one[:size].tolist()).decode() for one, size in zip(texts, sizes, strict=True)]
 
 
+def all_gather_json(world: World, value: Any) -> list[Any]:
+    """The values of all ranks, in rank order, as JSON holds them. Collective."""
+    return [json.loads(text) for text in all_gather_text(world, json.dumps(value))]
+
+
+def from_rank_0(world: World, make: Callable[[], T], *, no_timeout: bool = False) -> T:
+    """What rank 0 makes, as JSON holds it, on every worker; a user error there is raised on all. Collective."""
+    made: T | None = None
+    with raise_on_all(world, same_message=True, no_timeout=no_timeout):
+        if world.rank == 0:
+            made = make()
+    found: T = all_gather_json(world, made)[0]
+    return found
+
+
 @contextmanager
 def raise_on_all(world: World, *, same_message: bool = False, no_timeout: bool = False) -> Iterator[None]:
     """Raise on every worker a user error that any worker hits in this block, so that none waits for one that has given up.
@@ -216,12 +225,12 @@ def raise_on_all(world: World, *, same_message: bool = False, no_timeout: bool =
         failure = error
     if no_timeout:
         wait_for_all(world)
-    told = all_gather_text(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
-    failures = [(rank, reported_by) for rank, reported_by in enumerate(map(json.loads, told)) if reported_by is not None]
+    told = all_gather_json(world, None if failure is None else [type(failure).__name__, str(failure)])
+    failures = [(rank, each) for rank, each in enumerate(told) if each is not None]
     if not failures:
         return
     rank, (kind, message) = failures[0]
-    alike = len(failures) == world.size and all(reported_by == [kind, message] for _, reported_by in failures)
+    alike = len(failures) == world.size and all(each == [kind, message] for _, each in failures)
     known = getattr(errors, kind, UserError)
     raise on_every_rank(known(message if alike or same_message else f"rank {rank}: {message}")) from failure
 
@@ -276,7 +285,7 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
     """Refuse workers that were started with a different spec, data or version than rank 0."""
     if world.size == 1:
         return
-    said = [json.loads(text) for text in all_gather_text(world, json.dumps(dict(what)))]
+    said = all_gather_json(world, dict(what))
     for rank, theirs in enumerate(said):
         for name in dict.fromkeys([*said[0], *theirs]):
             if theirs.get(name) != said[0].get(name):
@@ -331,7 +340,7 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
     world = World(rank, size, local_rank, local_size, where, "")
     if size == 1:
         return world
-    there = [json.loads(text) for text in all_gather_text(world, json.dumps(_self(where, local_rank)))]
+    there = all_gather_json(world, _self(where, local_rank))
     lost_contact.remember(there)
     gpus = [bool(one["gpu"]) for one in there]
     if any(gpus) and not all(gpus) and "cuda:nccl" in config:

@@ -19,17 +19,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from carrywave.errors import RunError, option
 from carrywave.launch import launch_record
+from carrywave.parallel.startup.process_identity import has_ended, identity
 
 FILE = launch_record.OWNER
 BEAT_SECONDS = 5.0
@@ -69,22 +70,25 @@ def read(folder: Path) -> Owner | None:
     try:
         if not (folder / FILE).is_file():
             return None  # nothing, or something that would block a reader
-        said = json.loads((folder / FILE).read_bytes())
-        found = Owner(**{field.name: said[field.name] for field in fields(Owner)})
-        return replace(found, launch=tuple(map(str, found.launch)), pid=int(found.pid), beats=int(found.beats), attempt=int(found.attempt))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return TypeAdapter(Owner).validate_json((folder / FILE).read_bytes())
+    except (OSError, ValidationError):
         return None
 
 
 def this_process() -> Owner:
     """This process, as the owner that it would be."""
+    known = identity(os.getpid())
+    try:
+        machine = Path("/etc/machine-id").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        machine = ""
     return Owner(
-        socket.gethostname(),
-        _text("/etc/machine-id"),
-        _text("/proc/sys/kernel/random/boot_id"),
-        _space(),
+        str(known["host"]),
+        machine,
+        str(known["boot"]),
+        str(known["space"]),
         os.getpid(),
-        _born(os.getpid()) or "",
+        str(known["born"]),
         secrets.token_hex(8),
         tuple(launch_record.names()),
         launch_record.call(),
@@ -212,18 +216,7 @@ def is_gone(there: Owner, own: Owner) -> bool | None:
         return True  # the host has rebooted since
     if (there.host, there.boot, there.space) != (own.host, own.boot, own.space):
         return None
-    born = _born(there.pid)
-    if born:
-        return born != there.born
-    try:
-        os.kill(there.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return None  # another user's process, hidden from us
-    if born is None:
-        return True  # a zombie, whose parent has not collected its exit status yet
-    return False if there.pid == own.pid else None
+    return has_ended(there.pid, there.born)
 
 
 def _moves(folder: Path, there: Owner, say: Callable[[str], None]) -> bool:
@@ -262,28 +255,3 @@ def _guarded(folder: Path) -> Iterator[bool]:
         yield held
     finally:
         os.close(handle)
-
-
-def _born(pid: int) -> str | None:
-    """The start time of a process; None if there is no such process or only a zombie; empty if the system does not tell."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return None if words[0] in ("Z", "X") else words[19]
-    except (FileNotFoundError, ProcessLookupError):
-        return None if sys.platform == "linux" else ""
-    except (OSError, IndexError):
-        return ""
-
-
-def _space() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.files.rows import Row, Rows, open_rows
 from carrywave.data.python_inputs import read_python, rows_for, series_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
-from carrywave.parallel.world import World, all_gather_text, join, leave, raise_on_all
+from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.rows import row_writer
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.carried import Carried
@@ -29,13 +29,12 @@ from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.rows.predicted import forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
-from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, open_stream
+from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
 from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
 
-Row = dict[str, Any]
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
 AT_ONCE = 4096  # rows of a forecast that are written together
 
@@ -176,12 +175,7 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
 
 def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     """Hand rows over on rank 0; on every worker, whether more are wanted."""
-    go_on = True
-    # Patiently: whoever reads our output may take its time.
-    with raise_on_all(world, same_message=True, no_timeout=True):
-        if world.rank == 0:
-            go_on = sink(rows)
-    return go_on if world.size == 1 else all_gather_text(world, "1" if go_on else "")[0] == "1"
+    return from_rank_0(world, lambda: sink(rows), no_timeout=True)  # whoever reads our output may take its time
 
 
 def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: Carried) -> Iterator[Block]:
@@ -203,11 +197,7 @@ def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
     with ExitStack() as stack:
         data = asked.data
         if is_standard(data):
-            kept = ""
-            with raise_on_all(world, same_message=True, no_timeout=True):
-                if world.rank == 0:
-                    kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
-            data = Path(all_gather_text(world, kept)[0])
+            data = kept_on_all(world, stack, lambda: spec)
         with raise_on_all(world, no_timeout=True):
             table = series_of(data, codec, spec)
             table.check_ahead(spec.data.horizon)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from carrywave.errors import UserError, one_line
 from carrywave.parallel.liveness import heartbeat
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, all_gather_json, raise_on_all
 
 EVENTS = ("on_step", "on_evaluation", "on_epoch")
 
@@ -118,7 +118,7 @@ class Callbacks:
             if self._pending is not None:
                 raise self._pending
         asked, self._asked = self._asked, False
-        return asked if self.world.size == 1 else all_gather_text(self.world, "stop" if asked else "")[0] == "stop"
+        return bool(all_gather_json(self.world, asked)[0])
 
     def _ask(self, event: str, called: Sequence[object], at: Moment) -> None:
         for callback in called:

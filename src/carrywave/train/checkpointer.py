@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
 from carrywave.errors import Diverged, RunError, UserError, option
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, from_rank_0, raise_on_all
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import Manifest
 from carrywave.runs.checkpoint.part_transfer import handed_out
 from carrywave.runs.checkpoint.same_spec import sound
-from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored
+from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored, under
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
@@ -119,10 +116,10 @@ class Checkpointer:
         with raise_on_all(self.world, same_message=True, no_timeout=True), sound():
             load_state(trainer, stored, self.spec.lanes)
             extra = stored.read("extra", stored.manifest.forms("extra"))
-            state = LoopState.of(meta["progress"], _under("loop/", extra), trainer.device)
+            state = LoopState.of(meta["progress"], under("loop/", extra), trainer.device)
             if trainer.sync is None:  # otherwise each replica has its own
                 if trainer.scaler is not None:
-                    trainer.scaler.load(_under("scaler/", extra))
+                    trainer.scaler.load(under("scaler/", extra))
                 trainer.nonfinite.forget(state.in_a_row)
             noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
             self.folder.cut_back(*noted, step=state.step)
@@ -144,11 +141,7 @@ class Checkpointer:
 
 def read_last(world: World, folder: Run, visibility: FolderVisibility) -> Stored:
     """The last snapshot of a run. Collective: every rank must call it."""
-    found = ""
-    with raise_on_all(world, same_message=True):
-        if world.rank == 0:
-            found = json.dumps(open_stored(folder.snapshots).to_json())
-    return receive_snapshot(world, json.loads(all_gather_text(world, found)[0]), visibility)
+    return receive_snapshot(world, from_rank_0(world, lambda: open_stored(folder.snapshots).to_json()), visibility)
 
 
 def receive_snapshot(world: World, sent: Sequence[Any], visibility: FolderVisibility) -> Stored:
@@ -160,7 +153,3 @@ def receive_snapshot(world: World, sent: Sequence[Any], visibility: FolderVisibi
                 raise RunError(f"rank {world.rank} no longer sees {stored.folder}; set {option('run')} to a folder that stays in place")
             stored.verify(*visibility.share(world))
     return stored
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -5,7 +5,6 @@ Whoever asks for a stop may not wait for an evaluation to end; all workers leave
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from carrywave.errors import SpecError
 from carrywave.launch.signals import Reason, Stop
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
-from carrywave.parallel.world import World, all_gather_text
+from carrywave.parallel.world import World, all_gather_json
 from carrywave.spec.train_spec import OF_LOSS, score
 from carrywave.tasks.metrics import TOP
 from carrywave.tasks.task import Part
@@ -72,7 +71,6 @@ def leave_if_asked(stop: Stop | None, world: World, done: int) -> None:
     if world.size == 1:
         reason = stop.asked
     else:
-        said = [json.loads(text) for text in all_gather_text(world, json.dumps(stop.votes))]
-        reason = stop.decided([sum(votes) for votes in zip(*said, strict=True)])
+        reason = stop.decided([sum(votes) for votes in zip(*all_gather_json(world, stop.votes), strict=True)])
     if reason is not None:
         raise Stopped(reason)

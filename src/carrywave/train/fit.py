@@ -20,7 +20,7 @@ from carrywave.data.python_inputs import from_python, naming
 from carrywave.errors import PlanError, UserError
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
-from carrywave.launch.launcher import RESTARTS
+from carrywave.launch.restart_policy import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.vocabulary_split import check_modules

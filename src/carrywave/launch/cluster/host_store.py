@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave.errors import WorkerError
-from carrywave.launch.cluster.states import Commands, HostState, SeenHost
+from carrywave.launch.cluster.states import COMMANDS, STATE, Commands, HostState, SeenHost
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.parallel.liveness.heartbeat import Silence
 from carrywave.parallel.startup import door, native_logs
@@ -21,7 +21,7 @@ from carrywave.parallel.startup.rendezvous import open_store
 
 CYCLE_SECONDS = 0.2
 EARLIER_SECONDS = 3.0  # for a launcher to show that it is alive: it says something in every cycle
-COMMANDS = "commands"
+KEY = "commands"  # of the commands
 
 
 class HostStore:
@@ -61,7 +61,7 @@ class HostStore:
         if not join or not self._store.check([f"host/{self.node}/{join}"]):
             return
         said = self._store.get(f"host/{self.node}/{join}")
-        if HostState.of_json(said.decode().partition(" ")[2]).launcher == self.state.launcher:
+        if STATE.validate_json(said.partition(b" ")[2]).launcher == self.state.launcher:
             return  # this one, which had lost contact
         deadline = time.monotonic() + EARLIER_SECONDS
         while time.monotonic() < deadline:
@@ -92,16 +92,16 @@ class HostStore:
             self._broken = True
 
     def _follow(self, beat: int) -> None:
-        self._store.set(f"host/{self.node}/{self.join}", f"{beat} {self.state.to_json()}")
-        if not self._store.check([COMMANDS]):
+        self._store.set(f"host/{self.node}/{self.join}", f"{beat} {STATE.dump_json(self.state).decode()}")
+        if not self._store.check([KEY]):
             return
-        number, _, text = self._store.get(COMMANDS).decode().partition(" ")
+        number, _, text = self._store.get(KEY).decode().partition(" ")
         if number != self._read:
-            self._read, self.commands = number, Commands.of_json(text)
+            self._read, self.commands = number, COMMANDS.validate_json(text)
             self._heard += 1
 
     def _lead(self, beat: int) -> None:
-        self._store.set(COMMANDS, f"{beat} {self.commands.to_json()}")
+        self._store.set(KEY, f"{beat} {COMMANDS.dump_json(self.commands).decode()}")
         now = time.monotonic()
         passed, self._led = min(now - self._led, 2 * CYCLE_SECONDS), now
         found: dict[int, SeenHost] = {}
@@ -111,6 +111,6 @@ class HostStore:
                 continue
             number, _, text = self._store.get(f"host/{node}/{join}").decode().partition(" ")
             silence = self._silences.setdefault((node, join), Silence())
-            found[node] = SeenHost(join, HostState.of_json(text), silence.after(number, passed))
+            found[node] = SeenHost(join, STATE.validate_json(text), silence.after(number, passed))
         self.seen = self.seen | found  # a new one: the launcher may be reading the old one
         self._heard += 1

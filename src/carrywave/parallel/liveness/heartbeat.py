@@ -11,7 +11,6 @@ the listener itself did not run (a frozen machine) does not count. Torch-free.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 import sys
@@ -21,8 +20,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carrywave.errors import WorkerError
+from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.process_identity import processor_ticks
 
 BEATS = "beats"  # the folder of these files, within that of an attempt
 BEAT_SECONDS = 1.0
@@ -46,23 +46,12 @@ _own = _Own()
 
 def silent_seconds() -> float:
     """How long a worker may go without a sign of life; infinite if the check is off."""
-    return _limit("CARRYWAVE_HEARTBEAT_SECONDS", SILENT_SECONDS)
+    return seconds_of("CARRYWAVE_HEARTBEAT_SECONDS", SILENT_SECONDS, or_off=True)
 
 
 def hang_seconds() -> float:
     """How long training may go without a step on any worker; infinite if the check is off."""
-    return _limit("CARRYWAVE_HANG_SECONDS", HANG_SECONDS)
-
-
-def _limit(name: str, usual: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        seconds = float(text) if text else usual
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < 1e9:
-        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}, or 0 to turn this check off")
-    return seconds or math.inf
+    return seconds_of("CARRYWAVE_HANG_SECONDS", HANG_SECONDS, or_off=True)
 
 
 def start() -> None:
@@ -157,7 +146,7 @@ class Listener:
     def _hear(self, rank: int, passed: float) -> _Heard:
         heard = self._heard[rank]
         heard.beats, heard.steps, heard.training = _read(self._folder / str(rank))
-        heard.silence.after((heard.beats, _processor_ticks(self._pids[rank])), passed)
+        heard.silence.after((heard.beats, processor_ticks(self._pids[rank])), passed)
         heard.stillness.after((heard.steps, heard.training), passed)
         return heard
 
@@ -168,12 +157,3 @@ def _read(path: Path) -> tuple[int, int, bool]:
     except (OSError, struct.error):
         return 0, 0, False  # not started yet
     return beats, steps, bool(training)
-
-
-def _processor_ticks(pid: int) -> int:
-    """CPU time of a process in Linux clock ticks; 0 on other systems."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return int(words[11]) + int(words[12])
-    except (OSError, IndexError, ValueError):
-        return 0

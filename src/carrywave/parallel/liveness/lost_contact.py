@@ -27,7 +27,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from carrywave.errors import ContactLost
 from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import device_faults
-from carrywave.parallel.startup.rendezvous import is_gone, reason
+from carrywave.parallel.startup.process_identity import is_gone
+from carrywave.parallel.startup.rendezvous import reason
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,8 +25,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
 from carrywave.parallel.liveness.heartbeat import Silence
+from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.launcher_env import own
-from carrywave.parallel.startup.rendezvous import identity, seconds_of
+from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
 FAULT = 1  # exit code of a worker that gives up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,8 +10,8 @@ import torch
 
 from carrywave.errors import SpecError
 from carrywave.parallel.startup.environment import OVERLAPPING, TRANSPORT, shares_of_a_gpu
-from carrywave.parallel.startup.rendezvous import identity
-from carrywave.parallel.world import World, all_gather_text
+from carrywave.parallel.startup.process_identity import identity
+from carrywave.parallel.world import World, all_gather_json
 
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
@@ -36,8 +35,8 @@ def asked() -> str:
 
 def neighbours(world: World) -> list[Neighbour]:
     """What every rank tells. Collective: every rank must call it."""
-    told = all_gather_text(world, json.dumps(asdict(own(world.device))))
-    return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in map(json.loads, told)]
+    told = all_gather_json(world, asdict(own(world.device)))
+    return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in told]
 
 
 def in_reach(there: Sequence[Neighbour], ranks: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ Variables that identify a worker (RANK and the like) are read and checked where 
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Callable
@@ -82,6 +83,21 @@ def shares_of_a_gpu() -> int:
     """Among how many workers each GPU is divided; 1 if it is not."""
     check(SHARES)
     return max(1, int(os.environ.get(SHARE_GPU) or 1))
+
+
+def seconds_of(name: str, usual: float, *, or_off: bool = False) -> float:
+    """A number of seconds that the user may set; with `or_off`, 0 means that there is no limit."""
+    text = os.environ.get(name) or f"{usual}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if or_off and seconds == 0:
+        return math.inf
+    if not 0 < seconds < 1e9:
+        off = ", or 0 to turn this check off" if or_off else ""
+        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}{off}")
+    return seconds
 
 
 def check_descriptors(workers: int) -> None:

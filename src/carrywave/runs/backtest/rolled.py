@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
@@ -118,9 +119,6 @@ def _in_units(
                 std,
                 change_SC[place],
             )
-
-
-Row = dict[str, Any]
 
 
 def times_of(table: Table, each: Rolled) -> tuple[Any, list[Any]]:

@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from carrywave.errors import RunError, from_system, remedy_for
-from carrywave.runs.checkpoint import atomic_files
 
 DTYPES = {
     torch.float64: "F64",
@@ -267,7 +266,7 @@ class HashedLog:
         if path.is_file():
             with path.open("rb") as file:
                 left = path.stat().st_size if num_bytes is None else num_bytes
-                while block := file.read(min(left, atomic_files.BLOCK_BYTES)):
+                while block := file.read(min(left, BLOCK_BYTES)):
                     found.add(block)
                     left -= len(block)
         return found

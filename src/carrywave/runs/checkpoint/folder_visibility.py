@@ -6,17 +6,17 @@ not enough: each may have a folder of that name.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from carrywave.parallel.byte_channel import Star
-from carrywave.parallel.startup.rendezvous import identity
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.startup.process_identity import identity
+from carrywave.parallel.world import World, all_gather_json, from_rank_0
 from carrywave.runs.checkpoint import atomic_files
 
 MARK = ".carrywave-meeting-"
@@ -58,20 +58,21 @@ def look(world: World, folder: Path) -> FolderVisibility:
     """Find out who sees a folder of rank 0, which need not exist yet. Collective: every rank must call it."""
     if world.size == 1:
         return FolderVisibility()
-    told: list[str | int] = ["", "", ""]
     mark: Path | None = None
-    with raise_on_all(world, same_message=True):
-        if world.rank == 0:
-            # What is created later will be in the nearest folder that exists, and so on the same file system.
-            mark = next(place for place in (folder, *folder.parents) if place.is_dir()) / f"{MARK}{secrets.token_hex(8)}"
-            told = [str(mark), os.uname().nodename, identity(os.getpid())["boot"]]
-            with atomic_files.writing(str(folder)):
-                mark.touch()
+
+    def leave_mark() -> list[Any]:
+        nonlocal mark
+        # What is created later will be in the nearest folder that exists, and so on the same file system.
+        mark = next(place for place in (folder, *folder.parents) if place.is_dir()) / f"{MARK}{secrets.token_hex(8)}"
+        with atomic_files.writing(str(folder)):
+            mark.touch()
+        return [str(mark), os.uname().nodename, identity(os.getpid())["boot"]]
+
     try:
-        path, host, boot = json.loads(all_gather_text(world, json.dumps(told))[0])
+        path, host, boot = from_rank_0(world, leave_mark)
         # The same kernel shows a new file at once; another host's may take a moment to.
         seen = visible(Path(path), 0.0 if boot and boot == identity(os.getpid())["boot"] else SEEN_SECONDS)
-        said = [json.loads(text) for text in all_gather_text(world, json.dumps([seen, os.uname().nodename]))]
+        said = all_gather_json(world, [seen, os.uname().nodename])
     finally:
         if mark is not None:
             mark.unlink(missing_ok=True)

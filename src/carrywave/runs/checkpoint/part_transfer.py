@@ -20,6 +20,7 @@ from typing import Any
 from carrywave.errors import RunError, from_system, remedy_for
 from carrywave.parallel.byte_channel import PIECE_BYTES, Channel
 from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.startup.process_identity import boot_id
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
@@ -117,8 +118,7 @@ def _leaders(world: World, visibility: FolderVisibility, cache: Path) -> dict[in
 def _mounts() -> list[str]:
     """What two processes have in common if they see the same files under the same paths."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return [boot, os.readlink("/proc/self/ns/mnt")]
+        return [boot_id(), os.readlink("/proc/self/ns/mnt")]
     except OSError:
         return [os.uname().nodename, str(os.getpid())]
 

@@ -257,6 +257,11 @@ def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
     return found
 
 
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def pointed(folder: Path, pointer: str) -> str | None:
     """What `last` or `best` names; None if that is missing or no plain name."""
     try:

@@ -2,9 +2,9 @@
 
 `begin` copies the content of a snapshot into buffers that are reused for the next one, and a thread writes the copy. Every worker's thread
 leaves a report beside its files, and that of rank 0 waits for all reports, checks that the files are there, writes the manifest and
-publishes. Threads exchange no messages, except those of workers that do not see the run's folder (`reach`): they send their part to rank 0,
-through connections that only these threads use. The workers agree on the outcome in `settle`, which all call at the same step: before the
-next snapshot, or at the end. So at most one snapshot is in progress at a time, and a second one waits for it.
+publishes. Threads exchange no messages, except those of workers that do not see the run's folder (`folder_visibility`): they send their
+part to rank 0, through connections that only these threads use. The workers agree on the outcome in `settle`, which all call at the same
+step: before the next snapshot, or at the end. So at most one snapshot is in progress at a time, and a second one waits for it.
 
 A worker that dies leaves a draft, which the next start removes; the previous snapshot remains valid.
 """
@@ -31,7 +31,7 @@ from carrywave.data.loader import copy_stream
 from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, all_gather_json, from_rank_0, raise_on_all
 from carrywave.plan.search.partition import say
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, visible
@@ -78,20 +78,21 @@ class Writer:
     def meet(self) -> None:
         """Remove leftovers, and check that all who write into the folder see it. Collective: every rank must call it."""
         token = secrets.token_hex(4)
-        mark = self.folder / f"{TEMPORARY}meeting-{token}"
         if self.world.rank == 0 and self.folder.is_dir():
             sweep(self.folder)
         if self.world.size == 1:
             self._token = token
             return
-        with raise_on_all(self.world, same_message=True):
-            if self.world.rank == 0:
-                with atomic_files.writing(str(self.folder)):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    mark.mkdir()
-        self._token = all_gather_text(self.world, token)[0]
+
+        def leave_mark() -> str:
+            with atomic_files.writing(str(self.folder)):
+                (self.folder / f"{TEMPORARY}meeting-{token}").mkdir(parents=True)
+            return token
+
+        self._token = from_rank_0(self.world, leave_mark)
+        mark = self.folder / f"{TEMPORARY}meeting-{self._token}"
         with raise_on_all(self.world):
-            if self.visibility.sees(self.world.rank) and not visible(self.folder / f"{TEMPORARY}meeting-{self._token}"):
+            if self.visibility.sees(self.world.rank) and not visible(mark):
                 raise RunError(
                     f"the folder {self.folder} of rank 0 was visible on {os.uname().nodename} when the run was opened, and is no longer; "
                     f"set {option('run')} to a folder that stays in place"
@@ -133,7 +134,7 @@ class Writer:
             heartbeat.rest()  # a slow disk is no hang, though no step is taken meanwhile
         with raise_on_all(self.world, no_timeout=True):
             job.written.wait()
-        said = [json.loads(text) for text in all_gather_text(self.world, json.dumps(job.part_failure))]
+        said = all_gather_json(self.world, job.part_failure)
         failed = [(rank, failure) for rank, failure in enumerate(said) if failure is not None]
         if failed:
             job.given_up.set()
@@ -141,7 +142,7 @@ class Writer:
             job.thread.join()
             if self.world.rank == 0 and (failed or job.failure):
                 sweep(self.folder)  # including what a worker created after the draft was removed
-        failure = json.loads(all_gather_text(self.world, json.dumps(job.failure))[0])
+        failure = all_gather_json(self.world, job.failure)[0]
         if (failed or failure) and self.visibility.star is not None:
             self.visibility.star.renew()
         if failed:

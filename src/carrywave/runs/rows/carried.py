@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from carrywave.data.files.rows import RenamedRow
+from carrywave.data.files.rows import RenamedRow, Row
 from carrywave.errors import DataError, UserError, option
 
-Row = dict[str, Any]
 PREDICTED: Mapping[str, tuple[str, ...]] = {
     "classification": ("label", "probability", "probabilities"),
     "regression": ("label",),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
+from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
@@ -17,7 +17,6 @@ from carrywave.runs.trained_run import Saved
 from carrywave.tasks.views import Naive
 
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
-Row = dict[str, Any]
 
 
 def rows_of(outputs: Outputs, block: Block) -> Iterator[Row]:

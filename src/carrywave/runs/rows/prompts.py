@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,13 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.fields import as_plain
 from carrywave.data.files.frames import columns_of, is_frame, plain_column
-from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.files.rows import Row, Rows, open_rows
 from carrywave.data.files.source import FORMATS, Source, find, to_utf8
 from carrywave.data.python_inputs import file_of
 from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, from_rank_0
 from carrywave.runs.rows.carried import Carried
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.rows.standard_input import is_standard, open_stream
@@ -30,7 +29,6 @@ from carrywave.spec.spec import Spec
 MOST_PROMPTS = 1024
 MOST_STEPS = 1 << 18  # of a block of prompts, padded to the longest
 FIELDS = ("prompt", "text")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -160,13 +158,14 @@ def _blocks(world: World, prompts: Iterator[Prompt], codec: Codec) -> Iterator[l
     waiting: list[Prompt] = []  # read, but not fit for the block before
     while True:
         block: list[Prompt] = []
-        with raise_on_all(world, same_message=True, no_timeout=True):
-            if world.rank == 0:
-                block, waiting = _next_block([*waiting], prompts, codec)
-        if world.size > 1:
-            told = json.dumps([[prompt.where, prompt.text] for prompt in block])
-            given = json.loads(all_gather_text(world, told)[0])
-            block = block if world.rank == 0 else [Prompt(where, text) for where, text in given]
+
+        def read() -> list[tuple[str, str]]:
+            nonlocal block, waiting
+            block, waiting = _next_block([*waiting], prompts, codec)
+            return [(prompt.where, prompt.text) for prompt in block]
+
+        given = from_rank_0(world, read, no_timeout=True)
+        block = block if world.rank == 0 else [Prompt(where, text) for where, text in given]
         if not block:
             return
         yield block

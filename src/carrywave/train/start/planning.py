@@ -6,7 +6,6 @@ the measured one.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from carrywave.launch.hardware import gpus, made_for_bf16
 from carrywave.measure.profiles import known_profile, profile_for
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import launched
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, from_rank_0
 from carrywave.plan.cost.cluster import Cluster, Host
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile, shipped
@@ -68,14 +67,14 @@ class PlanRequest:
 
 def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
-    told = ""
     prediction: Prediction | None = None
-    with raise_on_all(world, same_message=True, no_timeout=True):
-        if world.rank == 0:
-            plan, prediction, said = _plan(world, given, say)
-            said += _hints(world, given, plan, advised=len(said) > 1)
-            told = json.dumps([asdict(plan), prediction is not None, said])
-    known, predicted, said = json.loads(all_gather_text(world, told)[0])
+
+    def choose() -> list[Any]:
+        nonlocal prediction
+        plan, prediction, said = _plan(world, given, say)
+        return [asdict(plan), prediction is not None, said + _hints(world, given, plan, advised=len(said) > 1)]
+
+    known, predicted, said = from_rank_0(world, choose, no_timeout=True)
     return Planned(_of_json(known), prediction, predicted, tuple(said))
 
 

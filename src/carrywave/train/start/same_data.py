@@ -5,7 +5,6 @@ Paths may differ from host to host; the content may not. One worker of each host
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from carrywave.data.files import hashes
 from carrywave.data.prepare import digests_of
 from carrywave.errors import DataError, UserError
 from carrywave.parallel.startup.rendezvous import NAMED, on_every_rank
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, all_gather_json, raise_on_all
 from carrywave.spec.spec import Spec
 
 Hashed = list[hashes.Found]
@@ -40,7 +39,7 @@ def compare(world: World, spec: Spec, hashed: Hashed) -> None:
         with raise_on_all(world, no_timeout=True), hashes.knowing(alike):
             if turn and seen is None:
                 seen = _look(spec)
-    said = [json.loads(text) for text in all_gather_text(world, json.dumps(asdict(seen or FilesSeen(""))))]
+    said = all_gather_json(world, asdict(seen or FilesSeen("")))
     found = [FilesSeen(each["host"], {key: tuple(file) for key, file in each["files"].items()}, each["failure"]) for each in said]
     if (problem := difference(found)) is not None:
         raise on_every_rank(DataError(problem))
@@ -48,7 +47,7 @@ def compare(world: World, spec: Spec, hashed: Hashed) -> None:
 
 def hashed_on_this_host(world: World, hashed: Hashed) -> Hashed:
     """What the workers of this host have hashed so far. Collective."""
-    told = [json.loads(text) for text in all_gather_text(world, json.dumps(hashed))]
+    told = all_gather_json(world, hashed)
     hosts = world.hosts or ("",) * world.size
     return [found for host, of_rank in zip(hosts, told, strict=True) if host == hosts[world.rank] for found in of_rank]
 
