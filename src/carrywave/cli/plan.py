@@ -289,6 +289,6 @@ def _about(units: Units, plan: Plan) -> str:
     return f"a step of {_size(shape)}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
 
 
-def _write(path: Path | None, known: Mapping[str, Any]) -> None:
+def _write(path: Path | None, values: Mapping[str, Any]) -> None:
     if path is not None:
-        output_file.write(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")
+        output_file.write(path, json.dumps({name: plain(value) for name, value in values.items()}, indent=1, ensure_ascii=False) + "\n")

@@ -114,12 +114,12 @@ def find(run: Path | None, task: str) -> Path | None:
     return next((folder for folder in folders if _is_ours(folder, own)), None)
 
 
-def _is_ours(run: Path, known: list[str]) -> bool:
+def _is_ours(run: Path, launch_names: list[str]) -> bool:
     if not (run / NOTE).is_file():  # nothing, or something that would block a reader
         return False
     try:
-        told = json.loads((run / NOTE).read_bytes())
-        return told["call"] == _Call.number and any(name in told["launch"] for name in known)
+        note_read = json.loads((run / NOTE).read_bytes())
+        return note_read["call"] == _Call.number and any(name in note_read["launch"] for name in launch_names)
     except (OSError, ValueError, TypeError, KeyError):
         return False
 

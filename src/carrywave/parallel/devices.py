@@ -40,14 +40,14 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
+def check_gpus(workers_seen: Sequence[Mapping[str, Any]]) -> None:
     """Refuse workers that share a GPU, since they would only take turns on it. The environment may allow it for trials."""
     if environment.may_share_gpu():
         return
-    gpus = [(one["host"], one["gpu"]) for one in there if one["gpu"]]
+    gpus = [(one["host"], one["gpu"]) for one in workers_seen if one["gpu"]]
     for host, gpu in gpus:
         if gpus.count((host, gpu)) > 1:
-            workers = [one["host"] for one in there].count(host)
+            workers = [one["host"] for one in workers_seen].count(host)
             own = len({each for where, each in gpus if where == host})
             raise on_every_rank(too_few_gpus(workers, own, host))
 

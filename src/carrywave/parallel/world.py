@@ -113,14 +113,14 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         door.put_up(opened, door.WORKERS, known)
     about = {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}
     place = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
-    there = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
-    check_hosts(there)
+    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
+    check_hosts(workers_seen)
     # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
-    gpus = [one["gpu"] for one in there]
-    check_gpus(there)
+    gpus = [one["gpu"] for one in workers_seen]
+    check_gpus(workers_seen)
     apart = "" not in gpus and len(set(gpus)) == size
     backend = "nccl" if apart and os.environ.get(environment.TRANSPORT) != "gloo" else "gloo"
-    lost_contact.remember(there)
+    lost_contact.remember(workers_seen)
     environment.check_descriptors(size)
     process_groups.limit(timeout)
     try:
@@ -141,8 +141,8 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         ) from error
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
-    hosts = host_names(there)
-    local_ranks = tuple(int(one["local"]) for one in there)
+    hosts = host_names(workers_seen)
+    local_ranks = tuple(int(one["local"]) for one in workers_seen)
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, hosts, local_ranks)
 
 
@@ -158,14 +158,14 @@ def _self(device: torch.device, local_rank: int) -> dict[str, Any]:
     return {**identity(os.getpid()), "gpu": gpu, "local": local_rank}
 
 
-def host_names(there: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def host_names(workers_seen: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The host of each worker: its name, with a number if several hosts have the same name."""
     known: dict[tuple[str, str, str], str] = {}
-    for one in there:
+    for one in workers_seen:
         key = (one["host"], one["boot"], one["net"])
         alike = sum(name == one["host"] for name, _, _ in known) + 1
         known.setdefault(key, one["host"] if alike == 1 else f"{one['host']} ({alike})")
-    return tuple(known[one["host"], one["boot"], one["net"]] for one in there)
+    return tuple(known[one["host"], one["boot"], one["net"]] for one in workers_seen)
 
 
 def leave(world: World) -> None:
@@ -340,9 +340,9 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
     world = World(rank, size, local_rank, local_size, where, "")
     if size == 1:
         return world
-    there = all_gather_json(world, _self(where, local_rank))
-    lost_contact.remember(there)
-    gpus = [bool(one["gpu"]) for one in there]
+    workers_seen = all_gather_json(world, _self(where, local_rank))
+    lost_contact.remember(workers_seen)
+    gpus = [bool(one["gpu"]) for one in workers_seen]
     if any(gpus) and not all(gpus) and "cuda:nccl" in config:
         raise on_every_rank(
             WorkerError(
@@ -351,7 +351,7 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
             )
         )
     backend = "nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo"
-    return replace(world, backend=backend, hosts=host_names(there), local_ranks=tuple(int(one["local"]) for one in there))
+    return replace(world, backend=backend, hosts=host_names(workers_seen), local_ranks=tuple(int(one["local"]) for one in workers_seen))
 
 
 def _end_with_parent() -> None:

@@ -157,10 +157,10 @@ def take(folder: Path, say: Callable[[str], None] = lambda _: None) -> Claim:
     """Become the owner of a run whose folder exists; raises if another process owns it."""
     own = this_process()
     while True:
-        there = _settled(folder)
-        if there is not None:
-            _judge(folder, there, own, say)
-        if _write(folder, there, own):
+        recorded = _settled(folder)
+        if recorded is not None:
+            _judge(folder, recorded, own, say)
+        if _write(folder, recorded, own):
             return Claim(folder, own)
 
 
@@ -199,36 +199,36 @@ def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
     return there is not None and there.token == own.token
 
 
-def _judge(folder: Path, there: Owner, own: Owner, say: Callable[[str], None]) -> None:
+def _judge(folder: Path, recorded: Owner, own: Owner, say: Callable[[str], None]) -> None:
     """Return if the recorded owner no longer trains the run; raise if it does."""
-    if there.call == own.call and set(there.launch) & set(own.launch) and there.attempt < own.attempt:
+    if recorded.call == own.call and set(recorded.launch) & set(own.launch) and recorded.attempt < own.attempt:
         return
-    gone = is_gone(there, own)
+    gone = is_gone(recorded, own)
     if gone is None:
-        gone = not _moves(folder, there, say)
+        gone = not _moves(folder, recorded, say)
     if not gone:
-        raise RunError(f"{folder} is being trained by {there}; wait until it ends, stop it, or use another {option('run')}")
+        raise RunError(f"{folder} is being trained by {recorded}; wait until it ends, stop it, or use another {option('run')}")
 
 
-def is_gone(there: Owner, own: Owner) -> bool | None:
+def is_gone(recorded: Owner, own: Owner) -> bool | None:
     """True if the process of an owner has ended; None if that cannot be seen from here."""
-    if there.machine and (there.host, there.machine) == (own.host, own.machine) and there.boot != own.boot:
+    if recorded.machine and (recorded.host, recorded.machine) == (own.host, own.machine) and recorded.boot != own.boot:
         return True  # the host has rebooted since
-    if (there.host, there.boot, there.space) != (own.host, own.boot, own.space):
+    if (recorded.host, recorded.boot, recorded.space) != (own.host, own.boot, own.space):
         return None
-    return has_ended(there.pid, there.born)
+    return has_ended(recorded.pid, recorded.born)
 
 
-def _moves(folder: Path, there: Owner, say: Callable[[str], None]) -> bool:
+def _moves(folder: Path, recorded: Owner, say: Callable[[str], None]) -> bool:
     """True if an owner that cannot be seen from here shows a heartbeat."""
-    say(f"{folder} was last trained by {there}; waiting up to {SILENT_SECONDS:g} s for a heartbeat from it")
+    say(f"{folder} was last trained by {recorded}; waiting up to {SILENT_SECONDS:g} s for a heartbeat from it")
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         now = read(folder)
-        if now is None or (now.token, now.beats) != (there.token, there.beats):
+        if now is None or (now.token, now.beats) != (recorded.token, recorded.beats):
             # Released, or taken by another process: `take` judges again. Only the same owner with an advancing counter is alive.
-            return now is not None and now.token == there.token
+            return now is not None and now.token == recorded.token
     return False
 
 

@@ -24,8 +24,8 @@ from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.rows import row_writer
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
-from carrywave.runs.rows.carried import Carried
 from carrywave.runs.rows.generation import Sampling
+from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.rows.predicted import forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
@@ -151,7 +151,7 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
     with raise_on_all(world):
         saved = open_run(asked.path, device, model, world=world, whole_for="language", loss=_no_loss)
         _check(saved, asked)
-        carried = Carried.of(asked.keep, saved.spec.task)
+        carried = KeptColumns.of(asked.keep, saved.spec.task)
     spec = saved.spec
     if asked.format != "auto":
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"format": asked.format})})
@@ -178,11 +178,11 @@ def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     return from_rank_0(world, lambda: sink(rows), no_timeout=True)  # whoever reads our output may take its time
 
 
-def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: Carried) -> Iterator[Block]:
+def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: KeptColumns) -> Iterator[Block]:
     yield from read_blocks(_open(stack, spec, data, carried), saved.task.codec, carried)
 
 
-def _open(stack: ExitStack, spec: Spec, data: Any, carried: Carried) -> Rows:
+def _open(stack: ExitStack, spec: Spec, data: Any, carried: KeptColumns) -> Rows:
     """The rows of the input; on rank 0 only."""
     if not is_standard(data):
         return rows_for(data, spec, as_text=carried.names)

@@ -134,7 +134,7 @@ def fit(
     'ups'
     """
     heap.keep()
-    told = script_workers.begin()
+    record = script_workers.begin()
     with script_workers.working():
         if model is not None and not isinstance(model, Mapping) and not callable(model):
             raise UserError(f"model is a {type(model).__name__}; pass a cw.Model, a function that builds one, or the spec's model section")
@@ -149,11 +149,11 @@ def fit(
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
             own = Whole(own, loss, pooled=asked.task in POOLED)
-        if told is None and devices > 1 and not launched():
+        if record is None and devices > 1 and not launched():
             check_workers(asked.plan_spec, devices)
-            told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
-        if told is not None:
-            return _result_of(told, own, device, loss)
+            record = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
+        if record is not None:
+            return _result_of(record, own, device, loss)
         world = join(device, job_of(asked, run))
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
@@ -170,10 +170,10 @@ def fit(
                         prepared = from_python(data, start.spec, codec=start.codec)
                 restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
                 result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks, loss=loss)
-        told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
+        record = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if script_workers.is_script_worker():
-            script_workers.finish(told)
-        script_workers.remember(told)
+            script_workers.finish(record)
+        script_workers.remember(record)
         return result
 
 
@@ -185,16 +185,16 @@ def _left_at_the_end(world: World) -> Iterator[None]:
     leave(world)
 
 
-def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str, loss: Loss | None) -> Result:
+def _result_of(record: Mapping[str, Any], own: Own | Whole | None, device: str, loss: Loss | None) -> Result:
     """The result of a run that worker processes trained."""
-    folder = Path(told["run"])
+    folder = Path(record["run"])
     where = pick_device(device)
     if own is None:
         try:
             opened = open_run(folder, device)
         except torch.OutOfMemoryError:  # workers have split it because no device can hold all of it
             opened = open_run(folder, "cpu")
-        return Result(folder, told["ending"], told["metrics"], opened.model, opened.task)
+        return Result(folder, record["ending"], record["metrics"], opened.model, opened.task)
     saved = Run.open(folder)
     spec = load_own(folder / "spec.yaml")
     codec = codec_of(saved, spec)
@@ -202,7 +202,7 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str, lo
     model = own_model(own, spec, facts, loss)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
-    return Result(folder, told["ending"], told["metrics"], shown(model), Task(spec, codec, facts, scale))
+    return Result(folder, record["ending"], record["metrics"], shown(model), Task(spec, codec, facts, scale))
 
 
 def _train(

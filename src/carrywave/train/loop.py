@@ -39,7 +39,7 @@ from carrywave.train.callbacks import Callbacks, Moment
 from carrywave.train.checkpointer import Checkpointer
 from carrywave.train.evaluations import DataParts, Stopped, improves, leave_if_asked, score_of
 from carrywave.train.loop_state import Ending, LoopState
-from carrywave.train.nonfinite_steps import check_can_go_back, heed, went_back
+from carrywave.train.nonfinite_steps import check_can_go_back, handle_nonfinite, went_back
 from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
 from carrywave.train.step_reports import batches_of_epoch, info_of, mean_loss, moment_of, place_of, train_row
@@ -257,7 +257,7 @@ class Loop:
         met = meetings.meet()
         at.met_before, at.met = at.met, at.step
         at.sums = at.sums + met.sums
-        self._heed(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica
+        self._handle_nonfinite(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica
         sync.exchange(due, met.targets)
         if self._due(train.log_every):
             self.write_row()
@@ -279,10 +279,10 @@ class Loop:
         """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""
         if self.meetings is None:  # otherwise it was done when replicas met
             scaler = self.trainer.scaler
-            self._heed(self.trainer.nonfinite.look(), scale_gone=scaler is not None and float(scaler.scale) < SMALLEST_SCALE)
+            self._handle_nonfinite(self.trainer.nonfinite.look(), scale_gone=scaler is not None and float(scaler.scale) < SMALLEST_SCALE)
 
-    def _heed(self, seen: Seen, *, scale_gone: bool) -> None:
-        heed(self.state, self.spec.train, self.trainer, seen, scale_gone=scale_gone, say=self.watch.say)
+    def _handle_nonfinite(self, seen: Seen, *, scale_gone: bool) -> None:
+        handle_nonfinite(self.state, self.spec.train, self.trainer, seen, scale_gone=scale_gone, say=self.watch.say)
 
     def _go_back(self, error: Diverged) -> None:
         """Continue from the last snapshot with a lower learning rate, if the spec asks for it and the limit is not reached. Collective."""

@@ -122,10 +122,10 @@ def _plain(label: str, start: float, end: float, task: StageTask | None) -> list
     return [label, round(start, 7), round(end, 7), *place]
 
 
-def _laid_side_by_side(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _laid_side_by_side(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The workers on one time axis: those of a host read one clock; every host begins at 0, as clocks of hosts differ."""
-    first = {host: min(each["begun"] for each in told if each["host"] == host) for host in {each["host"] for each in told}}
-    return [{**each, "begun": round(each["begun"] - first[each["host"]], 7)} for each in told]
+    first = {host: min(each["begun"] for each in workers if each["host"] == host) for host in {each["host"] for each in workers}}
+    return [{**each, "begun": round(each["begun"] - first[each["host"]], 7)} for each in workers]
 
 
 def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str:

@@ -63,34 +63,34 @@ class Coordinator:
             return
         self._take_back(seen)
         wanted = [node for node in range(len(self._hosts.names)) if node not in self._without]
-        there = [node for node in wanted if node in seen and seen[node].state.ready and not self._is_silent(seen[node])]
-        if there == wanted:
-            self._begin({node: seen[node] for node in there})
+        present = [node for node in wanted if node in seen and seen[node].state.ready and not self._is_silent(seen[node])]
+        if present == wanted:
+            self._begin({node: seen[node] for node in present})
         elif now > self._deadline:
-            self._go_on_without({node: seen[node] for node in there}, [node for node in wanted if node not in there])
+            self._go_on_without({node: seen[node] for node in present}, [node for node in wanted if node not in present])
 
-    def _go_on_without(self, there: dict[int, SeenHost], missing: list[int]) -> None:
+    def _go_on_without(self, present: dict[int, SeenHost], missing: list[int]) -> None:
         named = ", ".join(self._hosts.who(node) for node in missing)
         within = f"within {self._start_seconds:g} s"
         longer = "to wait longer, set CARRYWAVE_START_SECONDS"
         policy = self._policy
         if policy is None:
-            count = sum(each.state.devices for each in there.values())
+            count = sum(each.state.devices for each in present.values())
             if self._least is None or count < self._least:
                 self._finish(Ended(MISTAKE, f"{named} did not show up {within}; start it there too ({longer})", "WorkerError"))
                 return
-            said = f"{named} did not show up {within}; continuing with {count} worker{'s' * (count != 1)} on {self._count(there)}"
+            message = f"{named} did not show up {within}; continuing with {count} worker{'s' * (count != 1)} on {self._count(present)}"
         else:
-            left = [place for place in policy.places if place.node in there]
+            left = [place for place in policy.places if place.node in present]
             if len(left) < policy.least or not left:
                 remedy = f"start every host again with --resume ({longer}; to go on with fewer workers, set --min-devices)"
                 self._finish(Ended(FAULT, f"{named} did not come back {within}; {remedy}", died=True))
                 return
-            workers = f"{len(left)} of {policy.devices} workers on {self._count(there)}"
-            said = f"{named} did not come back {within}; continuing with {workers} {where_from(self._newest_step())}"
+            workers = f"{len(left)} of {policy.devices} workers on {self._count(present)}"
+            message = f"{named} did not come back {within}; continuing with {workers} {where_from(self._newest_step())}"
         self._without |= set(missing)
-        self._say(said)
-        self._begin(there)
+        self._say(message)
+        self._begin(present)
 
     def _take_back(self, seen: Mapping[int, SeenHost]) -> None:
         """Count on hosts again that the run went on without, if they have come back by now."""
@@ -100,21 +100,21 @@ class Coordinator:
                 if self._policy is not None:
                     self._policy.take_back(Place(node, device) for device in range(seen[node].state.devices))
 
-    def _count(self, there: Mapping[int, SeenHost]) -> str:
-        return f"{len(there)} of {len(self._hosts.names)} hosts"
+    def _count(self, present: Mapping[int, SeenHost]) -> str:
+        return f"{len(present)} of {len(self._hosts.names)} hosts"
 
-    def _begin(self, there: Mapping[int, SeenHost]) -> None:
+    def _begin(self, present: Mapping[int, SeenHost]) -> None:
         if self._policy is None:
-            places = [Place(node, device) for node, each in there.items() for device in range(each.state.devices)]
+            places = [Place(node, device) for node, each in present.items() for device in range(each.state.devices)]
             if self._least is not None and self._least > len(places):
-                said = f"--min-devices {self._least} is more than the {len(places)} workers of all hosts; use at most {len(places)}"
-                self._finish(Ended(MISTAKE, said, "PlanError"))
+                message = f"--min-devices {self._least} is more than the {len(places)} workers of all hosts; use at most {len(places)}"
+                self._finish(Ended(MISTAKE, message, "PlanError"))
                 return
             self._policy = RestartPolicy(places, self._restarts, self._least)
-            self._continue_earlier(there)
+            self._continue_earlier(present)
         policy = self._policy
         # A host may come back with fewer devices than it had.
-        left = [place for place in policy.places if place.node in there and place.device < there[place.node].state.devices]
+        left = [place for place in policy.places if place.node in present and place.device < present[place.node].state.devices]
         if len(left) < max(policy.least, 1):
             count = f"{len(left)} of {policy.devices}"
             remedy = "start every host again with --resume, or set --min-devices to go on with fewer"
@@ -123,13 +123,13 @@ class Coordinator:
         if len(left) < len(policy.places):
             policy.keep(left)
         nodes = dict.fromkeys(place.node for place in left)
-        members = tuple(Member(node, there[node].join, tuple(place.device for place in left if place.node == node)) for node in nodes)
+        members = tuple(Member(node, present[node].join, tuple(place.device for place in left if place.node == node)) for node in nodes)
         self.commands = replace(self.commands, attempt=self.commands.attempt + 1, members=members, fewer=policy.fewer, over_seconds=None)
         self._ends, self._lost, self._running = {}, {}, True
 
-    def _continue_earlier(self, there: Mapping[int, SeenHost]) -> None:
+    def _continue_earlier(self, present: Mapping[int, SeenHost]) -> None:
         """Take up the launch of hosts that were already running, if this host's launcher is the one that was started again."""
-        earlier = [each.state for each in there.values() if each.state.launch]
+        earlier = [each.state for each in present.values() if each.state.launch]
         if earlier:
             newest = max(earlier, key=lambda state: state.before)
             self.commands = replace(self.commands, launch=newest.launch, attempt=newest.before)
@@ -139,13 +139,13 @@ class Coordinator:
         for node, join, _ in self.commands.members:
             if node in self._ends or node in self._lost:
                 continue
-            there = seen.get(node)
-            if there is None or there.join != join:
+            present = seen.get(node)
+            if present is None or present.join != join:
                 self._lost[node] = "was started again"
-            elif there.state.attempt == self.commands.attempt and there.state.ends is not None:
-                self._ends[node] = there.state
-            elif self._is_silent(there):
-                self._lost[node] = f"gave no sign of life for {there.silent_seconds:.0f} s"
+            elif present.state.attempt == self.commands.attempt and present.state.ends is not None:
+                self._ends[node] = present.state
+            elif self._is_silent(present):
+                self._lost[node] = f"gave no sign of life for {present.silent_seconds:.0f} s"
         graces = [grace for state in self._ends.values() if state.ends is not None and (grace := _grace(state.ends)) is not None]
         if self._lost:
             graces.append(DEATH_SECONDS)

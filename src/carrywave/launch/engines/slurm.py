@@ -65,23 +65,23 @@ def task(environment: Mapping[str, str]) -> Task | None:
 
 def is_host(environment: Mapping[str, str]) -> bool:
     """True if srun started one task on each of several nodes: each is a host that starts workers, and none of them itself."""
-    found = task(environment)
-    return found is not None and set(found.tasks) == {1}
+    own_task = task(environment)
+    return own_task is not None and set(own_task.tasks) == {1}
 
 
 def read(environment: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> Hosts | None:
     """The nodes as hosts, each of which starts a worker for each of its devices; None unless srun started one task on each of several."""
-    found = task(environment)
-    if found is None or not is_host(environment):
+    own_task = task(environment)
+    if own_task is None or not is_host(environment):
         return None
     address_of = address_of or _address_of
-    port = _own_port(environment, found)
+    port = _own_port(environment, own_task)
     # Only the first node's address and this node's own are used; a large cluster has many others.
-    known = {node: address_of(found.nodes[node]) for node in {0, found.node}}
+    known = {node: address_of(own_task.nodes[node]) for node in {0, own_task.node}}
     if address := environment.get("MASTER_ADDR"):
         known[0] = address
-    addresses = tuple(with_port(known.get(node, name), port) for node, name in enumerate(found.nodes))
-    return Hosts(addresses, tuple(f"node {name}" for name in found.nodes), found.node, SLURM, job=found.job)
+    addresses = tuple(with_port(known.get(node, name), port) for node, name in enumerate(own_task.nodes))
+    return Hosts(addresses, tuple(f"node {name}" for name in own_task.nodes), own_task.node, SLURM, job=own_task.job)
 
 
 def worker(environment: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:
@@ -89,25 +89,25 @@ def worker(environment: Mapping[str, str], address_of: Callable[[str], str] | No
 
     What the user has set stays: MASTER_ADDR, MASTER_PORT, the interface and the number of threads.
     """
-    found = task(environment)
-    if found is None:
+    own_task = task(environment)
+    if own_task is None:
         return {}
-    here = found.tasks[found.node]
+    here = own_task.tasks[own_task.node]
     variables = {
-        "RANK": str(found.rank),
-        "WORLD_SIZE": str(sum(found.tasks)),
-        "LOCAL_RANK": str(found.local),
+        "RANK": str(own_task.rank),
+        "WORLD_SIZE": str(sum(own_task.tasks)),
+        "LOCAL_RANK": str(own_task.local),
         "LOCAL_WORLD_SIZE": str(here),
-        "MASTER_PORT": str(_own_port(environment, found)),
-        JOB: f"slurm {found.job}",
+        "MASTER_PORT": str(_own_port(environment, own_task)),
+        JOB: f"slurm {own_task.job}",
     }
-    if len(found.nodes) == 1:
+    if len(own_task.nodes) == 1:
         # As in a launch on one host: nothing listens where another machine could reach it.
         variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     else:
         address_of = address_of or _address_of
-        variables["MASTER_ADDR"] = address_of(found.nodes[0])
-        if interface := interface_of(address_of(found.nodes[found.node])):
+        variables["MASTER_ADDR"] = address_of(own_task.nodes[0])
+        if interface := interface_of(address_of(own_task.nodes[own_task.node])):
             variables["GLOO_SOCKET_IFNAME"] = interface
     if "OMP_NUM_THREADS" not in environment:
         variables["OMP_NUM_THREADS"] = str(_threads(environment, here))
@@ -202,9 +202,9 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
     return int(text)
 
 
-def _own_port(environment: Mapping[str, str], found: Task) -> int:
+def _own_port(environment: Mapping[str, str], task: Task) -> int:
     """The user's MASTER_PORT if there is one: another program may have the usual port."""
-    return _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else found.port
+    return _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else task.port
 
 
 def _threads(environment: Mapping[str, str], here: int) -> int:

@@ -97,10 +97,10 @@ class Silence:
         self.seconds = 0.0
         self._said: object = None
 
-    def after(self, said: object, passed: float) -> float:
+    def after(self, value: object, passed: float) -> float:
         """The seconds of silence, after what was said now and the time that has passed."""
-        self.seconds = 0.0 if said != self._said else self.seconds + passed
-        self._said = said
+        self.seconds = 0.0 if value != self._said else self.seconds + passed
+        self._said = value
         return self.seconds
 
 

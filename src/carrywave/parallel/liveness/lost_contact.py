@@ -66,9 +66,9 @@ _BROKEN = "carrywave/broken"  # in the rendezvous store: why workers ended a ste
 _JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that it stands for, or None; looking again would take as long
 
 
-def remember(there: Sequence[Mapping[str, Any]]) -> None:
+def remember(workers: Sequence[Mapping[str, Any]]) -> None:
     """Keep what the workers reported about themselves, for error messages."""
-    _Known.there = list(there)
+    _Known.there = list(workers)
 
 
 def sounds_lost(text: str) -> bool:
@@ -230,7 +230,7 @@ def _found(*, certain: bool) -> list[int]:
     return found
 
 
-def _look(rank: int, size: int, found: list[int], certain: bool) -> None:
+def _look(rank: int, size: int, gone_ranks: list[int], certain: bool) -> None:
     store: Store | None = None
     mark = f"carrywave/lost/{rank}"
     with suppress(RuntimeError, ValueError):
@@ -247,13 +247,13 @@ def _look(rank: int, size: int, found: list[int], certain: bool) -> None:
                 store = None
         gone = [other for other in others if other < len(_Known.there) and is_gone(_Known.there[other])]
         if gone and certain:
-            found[:] = gone
+            gone_ranks[:] = gone
             # Only now: a worker whose own device failed is a cause, not one that lost contact.
             with suppress(RuntimeError):
                 if store is not None:
                     store.set(mark, "")
             return
         if len(gone or others) == 1 and not certain:
-            found[:] = gone or others
+            gone_ranks[:] = gone or others
             return
         time.sleep(0.05)

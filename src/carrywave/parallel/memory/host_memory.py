@@ -24,9 +24,9 @@ def shared_by(group: dist.ProcessGroup, sizes: Sequence[int]) -> list[Tensor] | 
     """
     rank, word = group.rank(), secrets.randbits(62)
     file, own = _made(sizes[rank], word)
-    told = torch.tensor([os.getpid(), -1 if file is None else file, word])
-    rows = [torch.zeros_like(told) for _ in sizes]
-    dist.all_gather(rows, told, group=group)
+    described = torch.tensor([os.getpid(), -1 if file is None else file, word])
+    rows = [torch.zeros_like(described) for _ in sizes]
+    dist.all_gather(rows, described, group=group)
     found = [own if number == rank else _opened(row.tolist(), size) for number, (row, size) in enumerate(zip(rows, sizes, strict=True))]
     missing = torch.tensor([sum(each is None for each in found)])
     dist.all_reduce(missing, group=group)  # after it, everyone has opened every file
@@ -46,9 +46,9 @@ def _made(size: int, word: int) -> tuple[int | None, Tensor | None]:
         return None, None
 
 
-def _opened(told: Sequence[int], size: int) -> Tensor | None:
+def _opened(described: Sequence[int], size: int) -> Tensor | None:
     """The bytes of another worker's file; None if it cannot be opened here, or is another one."""
-    pid, number, word = told
+    pid, number, word = described
     try:
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

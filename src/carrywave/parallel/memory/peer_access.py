@@ -39,9 +39,9 @@ def neighbours(world: World) -> list[Neighbour]:
     return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in told]
 
 
-def in_reach(there: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
+def in_reach(neighbours: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
     """True if each of these workers can write to the memory of all the others."""
-    group = [there[rank] for rank in ranks]
+    group = [neighbours[rank] for rank in ranks]
     return all(
         one.gpu and one.host == group[0].host and all(other.gpu in one.reaches for other in group if other is not one) for one in group
     )

@@ -72,17 +72,17 @@ def look(world: World, folder: Path) -> FolderVisibility:
         path, host, boot = from_rank_0(world, leave_mark)
         # The same kernel shows a new file at once; another host's may take a moment to.
         seen = visible(Path(path), 0.0 if boot and boot == identity(os.getpid())["boot"] else SEEN_SECONDS)
-        said = all_gather_json(world, [seen, os.uname().nodename])
+        answers = all_gather_json(world, [seen, os.uname().nodename])
     finally:
         if mark is not None:
             mark.unlink(missing_ok=True)
-    return agreed(host, said)
+    return agreed(host, answers)
 
 
-def agreed(host: str, said: Sequence[tuple[bool, str]]) -> FolderVisibility:
+def agreed(host: str, answers: Sequence[tuple[bool, str]]) -> FolderVisibility:
     """The conclusion from what every worker saw, with its host name. Collective if any of them is apart."""
-    apart = tuple(rank for rank, (seen, _) in enumerate(said) if not seen)
-    return FolderVisibility(host, apart, tuple(dict.fromkeys(said[rank][1] for rank in apart)), Star(apart) if apart else None)
+    apart = tuple(rank for rank, (seen, _) in enumerate(answers) if not seen)
+    return FolderVisibility(host, apart, tuple(dict.fromkeys(answers[rank][1] for rank in apart)), Star(apart) if apart else None)
 
 
 def visible(path: Path, seconds: float = SEEN_SECONDS) -> bool:

@@ -236,10 +236,10 @@ class Writer:
             channel.send_json({"failure": _failure(job.target, error)})
             raise
 
-    def _report(self, job: _Job, said: Any) -> None:
+    def _report(self, job: _Job, content: Any) -> None:
         report = _report_of(job.draft, self.world.rank)
         part = report.with_suffix(".part")
-        part.write_text(json.dumps(said))
+        part.write_text(json.dumps(content))
         os.replace(part, report)
 
     def _complete(self, job: _Job, files: dict[str, File], sent: Sequence[_Sent] = ()) -> bool:

@@ -20,8 +20,8 @@ from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.world import World, from_rank_0
-from carrywave.runs.rows.carried import Carried
 from carrywave.runs.rows.generation import Sampling, generate
+from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.standard_input import is_standard, open_stream
 from carrywave.runs.trained_run import Saved
 from carrywave.spec.spec import Spec
@@ -40,7 +40,7 @@ class Prompt:
     carried: Row = field(default_factory=dict)
 
 
-def prompts_of(data: Any, prompt: str | None, spec: Spec, carried: Carried) -> Iterator[Prompt]:
+def prompts_of(data: Any, prompt: str | None, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     """The prompts: `prompt` itself, the lines or rows of a file or of standard input, a text, or a list of texts."""
     if data is None:
         yield Prompt("the prompt", prompt or "")
@@ -82,7 +82,7 @@ def _texts(data: Any) -> Any:
     return plain_column(columns[name])
 
 
-def _of_file(name: str, spec: Spec, carried: Carried) -> Iterator[Prompt]:
+def _of_file(name: str, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     path = Path(name)
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
@@ -103,7 +103,7 @@ def _lines(source: Source) -> Iterator[Prompt]:
             raise DataError(f"{where}: byte {error.start} of the line is not valid utf-8; {to_utf8(source.name)}") from error
 
 
-def _of_rows(rows: Rows, carried: Carried) -> Iterator[Prompt]:
+def _of_rows(rows: Rows, carried: KeptColumns) -> Iterator[Prompt]:
     for number, row in rows:
         where = rows.where(number)
         text = next((row[name] for name in FIELDS if row.get(name) is not None), None)

@@ -184,9 +184,9 @@ def plan_before(folder: Run) -> Plan | None:
         return None
 
 
-def _of_json(known: Mapping[str, Any]) -> Plan:
+def _of_json(values: Mapping[str, Any]) -> Plan:
     """Parse a plan from JSON, validated like that of a spec."""
-    given = PlanSpec.model_validate(known)
+    given = PlanSpec.model_validate(values)
     replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
     return Plan(
         replicas,

@@ -18,13 +18,13 @@ PREDICTED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Carried:
+class KeptColumns:
     """Columns of the input, each with its name in the predictions."""
 
     columns: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(words: Iterable[str], task: str) -> Carried:
+    def of(words: Iterable[str], task: str) -> KeptColumns:
         """Read names such as `id`, or `label=truth` for a column that is to have another name."""
         pairs = [(word, word) if "=" not in word else (word.partition("=")[0], word.partition("=")[2]) for word in words]
         if pairs and task == "forecasting":
@@ -40,7 +40,7 @@ class Carried:
         twice = [name for number, (_, name) in enumerate(pairs) if name in [other for _, other in pairs[:number]]]
         if twice:
             raise UserError(f"{option('keep')} names {twice[0]} twice; name each field once")
-        return Carried(tuple(pairs))
+        return KeptColumns(tuple(pairs))
 
     @property
     def names(self) -> tuple[str, ...]:
