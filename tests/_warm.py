@@ -193,8 +193,10 @@ def _become(asked: dict[str, Any], files: list[int]) -> NoReturn:
             os.dup2(file, number)
             os.close(file)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if "CARRYWAVE_PARENT" in asked["env"]:
-            asked["env"]["CARRYWAVE_PARENT"] = str(os.getppid())  # a worker ends with the process whose child it is
+        if file := asked["env"].get("CARRYWAVE_WORKER"):
+            told = json.loads(Path(file).read_text()) | {"parent": os.getppid()}  # a worker ends with the process whose child it is
+            asked["env"]["CARRYWAVE_WORKER"] = f"{file}-{os.getpid()}"
+            Path(asked["env"]["CARRYWAVE_WORKER"]).write_text(json.dumps(told))
         os.environ.clear()
         os.environ.update(asked["env"])
         os.chdir(asked["cwd"])

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 class UserError(Exception):
     """A mistake in the user's input. The command line prints it on one line and exits with 2."""
 
-    told_by: int | None = None  # when every worker raises this error: the rank that reports it
+    reported_by: int | None = None  # when every worker raises this error: the rank that reports it
 
 
 class SpecError(UserError):

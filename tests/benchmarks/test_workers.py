@@ -15,6 +15,7 @@ from carrywave.benchmarks import _workers
 from carrywave.errors import RunError, UserError
 from carrywave.measure import profiles
 from carrywave.parallel import worker_pool
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 # Stands in for `python -m carrywave.parallel.worker_pool MODULE FOLDER`: tells what it was given, or fails as it is told to.
 STAND_IN = """#!{python}
@@ -78,8 +79,10 @@ def test_the_peak_starts_anew_and_sees_what_is_held() -> None:
 
 def test_what_a_user_set_reaches_the_workers_and_what_a_launcher_set_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile says over which transport it was measured: the one that was asked for."""
-    for name, value in (("CARRYWAVE_TRANSPORT", "gloo"), ("CARRYWAVE_PLACE", "3"), ("MASTER_ADDR", "elsewhere")):
+    of_launch = WorkerFile(launch="a", attempt=3).write(tmp_path / "launch.json")
+    for name, value in {"CARRYWAVE_TRANSPORT": "gloo", "MASTER_ADDR": "elsewhere", **of_launch}.items():
         monkeypatch.setenv(name, value)
     told = worker_pool._environment(tmp_path, 0, 2, 1)
     assert told["CARRYWAVE_TRANSPORT"] == profiles.versions()["transport"] == "gloo"
-    assert not {"CARRYWAVE_PLACE", "MASTER_ADDR"} & told.keys()
+    assert told["CARRYWAVE_WORKER"] == str(tmp_path / "worker.json")
+    assert "MASTER_ADDR" not in told

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import _whole_snapshots
 from carrywave.cli.main import app
 from carrywave.runs.checkpoint import atomic_files, manifest, snapshot
 from carrywave.tasks.task import Task
@@ -366,12 +367,12 @@ def remanifest(run: Path, **changes: Any) -> None:
     path.write_bytes(manifest.encode(said | {"sha256": manifest.digest(said)}))
 
 
-def rewrite(run: Path, change: Callable[[snapshot.Snapshot], snapshot.Snapshot]) -> None:
+def rewrite(run: Path, change: Callable[[_whole_snapshots.Snapshot], _whole_snapshots.Snapshot]) -> None:
     """The same snapshot with something else in it, sound in itself."""
-    snapshot.save(run / "snapshots", "step-other", change(snapshot.load(run / "snapshots")), 9)
+    _whole_snapshots.save(run / "snapshots", "step-other", change(_whole_snapshots.load(run / "snapshots")), 9)
 
 
-def without(name: str) -> Callable[[snapshot.Snapshot], snapshot.Snapshot]:
+def without(name: str) -> Callable[[_whole_snapshots.Snapshot], _whole_snapshots.Snapshot]:
     return lambda old: replace(old, meta={key: value for key, value in old.meta.items() if key != name})
 
 

@@ -27,7 +27,7 @@ HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "ind
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES", "CARRYWAVE_SHARE_GPU", doctor.VERDICT):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_WORKER", "CARRYWAVE_SHARE_GPU", doctor.VERDICT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "gpus", lambda: [])
 

@@ -16,7 +16,7 @@ from carrywave.cli.main import app
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "CARRYWAVE_CAUSES", "CARRYWAVE_SHARE_GPU"):
+    for name in ("RANK", "WORLD_SIZE", "CARRYWAVE_WORKER", "CARRYWAVE_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
     Path("Words_1.yaml").write_text("task: language\n# ours\nmodel: {hidden: 3}\n")
 

@@ -323,7 +323,7 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
 
     def train(spec: Spec, **rest: object) -> object:
         launch_record.next_call()
-        launch_record.works_on(tmp_path)
+        launch_record.set_run(tmp_path)
         try:
             signal.raise_signal(signal.SIGTERM)
             raise AssertionError

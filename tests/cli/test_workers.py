@@ -15,8 +15,8 @@ from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, fitted, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch import launch_record
+from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.spec.plan_spec import PlanSpec
@@ -27,7 +27,7 @@ HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "ind
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES", "CARRYWAVE_SHARE_GPU"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_WORKER", "CARRYWAVE_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch_record._Call, "run", None)  # other tests train in this process
 
@@ -227,7 +227,7 @@ def said(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 def shared(error: DataError) -> DataError:
-    error.told_by = 0
+    error.reported_by = 0
     return error
 
 

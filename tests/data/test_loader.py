@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader, Share, build
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, Window
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader, Share
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 
 CPU = torch.device("cpu")
 lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=12)

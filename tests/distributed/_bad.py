@@ -29,7 +29,7 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         try:
             told["ending"] = train(parse(job["spec"]), run=folder / job["run"], device="cpu", watch=watch).ending
         except UserError as error:
-            told = {"error": f"{type(error).__name__}: {error}", "told_by": error.told_by}
+            told = {"error": f"{type(error).__name__}: {error}", "reported_by": error.reported_by}
     return told | {"lines": [line for line in watch.lines if "no longer finite" in line], "begun": begun}
 
 

@@ -15,7 +15,7 @@ from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
-from carrywave.parallel.row_exchange import RowExchange
+from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.step import executor, trainer, worker_setup
 from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.trainer import Trainer

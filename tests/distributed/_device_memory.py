@@ -22,6 +22,7 @@ from _mapped import MappedMemory
 
 from carrywave.launch import launch_record
 from carrywave.parallel import mesh
+from carrywave.parallel.startup.launcher_env import own
 
 ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 
@@ -64,7 +65,7 @@ def harm(how: str) -> None:
 
 def install() -> None:
     _mapped.LIMIT_SECONDS = float(os.environ.get("PATIENCE_SECONDS", "1"))
-    MappedMemory.meeting = Path(os.environ["CARRYWAVE_STORE"])
+    MappedMemory.meeting = own().store or Path()
     mesh.symmetric_memory = DeviceMemory  # type: ignore[attr-defined]
     mesh.peer_access.in_reach = lambda there, ranks: True
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.parallel.symmetric import signals_of
+from carrywave.parallel.memory.symmetric import signals_of
 
 LIMIT_SECONDS = 60.0
 _made: dict[tuple[str, tuple[int, ...]], int] = {}

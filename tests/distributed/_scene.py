@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.parallel import pair_links, process_groups
+from carrywave.parallel import process_groups
+from carrywave.parallel.links import pair_links
+from carrywave.parallel.links.pair_links import PairLinks
+from carrywave.parallel.links.transport import Pending
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.pair_links import PairLinks
-from carrywave.parallel.transport import Pending
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel

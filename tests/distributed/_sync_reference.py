@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _sync_definition import simulate
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
@@ -18,10 +19,9 @@ from carrywave.data.loader import Loader, Share
 from carrywave.data.order import Cursor
 from carrywave.data.prepare import prepare
 from carrywave.runs.evaluation import order_for
-from carrywave.spec.batches import fitted
+from carrywave.spec.defaults import fitted
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.sync.reference import simulate
 from carrywave.tasks.task import Task
 
 CPU = torch.device("cpu")

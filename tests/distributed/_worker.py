@@ -32,9 +32,11 @@ from _cases import Run, plan_of, train
 from _mapped import MappedMemory
 from _serial_device import SerialDevice
 
-from carrywave.parallel import host_sums, pair_links, process_groups
 from carrywave.parallel import mesh as mesh_module
+from carrywave.parallel import process_groups
+from carrywave.parallel.links import pair_links
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums import host_sums
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.step import worker_setup

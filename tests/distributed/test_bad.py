@@ -111,7 +111,7 @@ def test_all_workers_stop_at_one_step_and_name_the_rank_and_the_layer(number: in
         f"Diverged: {FOUND[number][-1]} is no longer finite at step {STEP} (epoch 1); "
         "lower train.lr=0.02 or set train.clip; nothing from that step was saved"
     )
-    assert each["told_by"] == 0  # by one of them
+    assert each["reported_by"] == 0  # by one of them
     assert each["begun"] == [0, 2, 4]
     assert not list(folder.glob(f"stop-{number}/snapshots/step-*"))
 

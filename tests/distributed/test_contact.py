@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from carrywave.launch.launcher import start
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
 
 
 def workers(program: str, folder: Path, size: int, own: Callable[[int], dict[str, str]] = lambda rank: {}) -> list[tuple[int, str]]:
     """Run a program in so many processes that another launcher might have started: the exit code and stderr of each."""
-    shared = {"WORLD_SIZE": str(size), "CARRYWAVE_STORE": str(folder / "store"), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    shared |= WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json")
     started = [
         subprocess.Popen(
             [sys.executable, program],
@@ -112,7 +114,7 @@ def test_trainers_leave_nothing_behind_and_who_has_gone_is_named(write: Write, t
         words, text = told(tmp_path, 3)[rank], ended[rank][1]
         assert words["rank"] == 1
         assert words["lost"].startswith("contact with rank 1 on ")
-        assert words["lost"].endswith("(the connection closed); its own message says why: restart all workers")
+        assert words["lost"].endswith("(the connection closed); see that worker's output, then restart all workers")
         assert words["lost"] in text.splitlines()[-1]
         assert "gloo" not in text
     assert "ValueError: oops" in ended[1][1]

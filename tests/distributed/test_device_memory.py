@@ -14,6 +14,7 @@ import pytest
 from carrywave.launch import supervisor
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import start
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
 
@@ -54,7 +55,9 @@ def test_a_run_goes_on_after_a_worker_was_killed(monkeypatch: pytest.MonkeyPatch
         "worker 1 of 2 was killed (signal 9, SIGKILL); restarting from step N (restart 1 of 1)"
     ]
     how = r"\(CUDA error: unspecified launch failure\)"
-    assert re.search(rf"contact with rank 1 on \S+ was lost at [\d:]+ {how}; its own message says why: restart all workers", log("run", 0))
+    assert re.search(
+        rf"contact with rank 1 on \S+ was lost at [\d:]+ {how}; see that worker's output, then restart all workers", log("run", 0)
+    )
     assert train("calm") == (Ended(0), [])
     assert Path("run/weights.safetensors").read_bytes() == Path("calm/weights.safetensors").read_bytes()
     assert Path("run/metrics.jsonl").read_bytes() == Path("calm/metrics.jsonl").read_bytes()
@@ -121,7 +124,8 @@ OWN_LOOP = """
 
 @pytest.mark.slow
 def test_an_error_outside_of_a_step_is_explained_in_a_loop_of_ones_own(write: Write, tmp_path: Path) -> None:
-    shared = {"WORLD_SIZE": "2", "CARRYWAVE_STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= WorkerFile(one_host=True, store=tmp_path / "store").write(tmp_path / "worker.json")
     command = [sys.executable, write("own.py", OWN_LOOP.format(here=str(HERE)))]
     own = [os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     workers = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in own]
@@ -129,5 +133,5 @@ def test_an_error_outside_of_a_step_is_explained_in_a_loop_of_ones_own(write: Wr
     assert [worker.returncode for worker in workers] == [1, -9], errors
     lines = errors[0].splitlines()
     assert any(line.endswith("AcceleratorError: CUDA error: an illegal memory access was encountered") for line in lines)
-    found = r"carrywave: rank 0: contact with rank 1 on \S+ was lost at .*; its own message says why: restart all workers"
+    found = r"carrywave: rank 0: contact with rank 1 on \S+ was lost at .*; see that worker's output, then restart all workers"
     assert re.fullmatch(found, lines[-1])

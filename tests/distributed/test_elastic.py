@@ -33,7 +33,9 @@ from pathlib import Path
 from carrywave.parallel.liveness import heartbeat
 from carrywave.launch import launch_record
 from carrywave.launch import exit_reports
-rank, attempt, place = (int(os.environ[name]) for name in ("RANK", "CARRYWAVE_ATTEMPT", "CARRYWAVE_PLACE"))
+from carrywave.parallel.liveness import failure_file
+from carrywave.parallel.startup.launcher_env import own
+rank, attempt, place = int(os.environ["RANK"]), own().attempt, own().device(int(os.environ["LOCAL_RANK"]))
 here = Path(os.environ["HERE"])
 
 def die(number=signal.SIGKILL):
@@ -47,11 +49,11 @@ def step():  # one of the training, and time for it to be heard of
 def snapshot(number):
     folder = here / "run" / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
-    exit_reports.tell_run(here / "run")
+    exit_reports.report_run(here / "run")
     (folder / "last").write_text(f"step-{number:08d}\\n")
 
 def fail(kind, code, message):
-    exit_reports.leave(exit_reports.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
+    failure_file.leave(failure_file.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
     sys.exit(code)
 
 heartbeat.start()
@@ -161,8 +163,8 @@ def test_going_on_with_fewer(launch: Callable[..., Launched], tmp_path: Path) ->
 if place == 1:
     die()
 if launch_record.with_fewer():
-    words = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "CARRYWAVE_PLACE")]
-    (here / f"there-{rank}").write_text(" ".join(words))
+    words = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")]
+    (here / f"there-{rank}").write_text(" ".join([*words, str(place)]))
 else:
     time.sleep(60)
 """

@@ -19,8 +19,9 @@ PROGRAM = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    from carrywave.parallel import host_memory, host_sums
-    from carrywave.parallel.host_sums import HostSum, _HostWork
+    from carrywave.parallel.memory import host_memory
+    from carrywave.parallel.sums import host_sums
+    from carrywave.parallel.sums.host_sums import HostSum, _HostWork
     from carrywave.parallel.world import join, leave
 
     folder, broken = Path(sys.argv[1]), sys.argv[2]

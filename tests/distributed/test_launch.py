@@ -147,7 +147,7 @@ def test_a_run_that_is_resumed_restarts_from_where_it_is(write: Write, tmp_path:
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     (tmp_path / "run" / "snapshots" / "last").write_text("step-00000200\n")
     said: list[str] = []
-    text = "os.environ['CARRYWAVE_ATTEMPT'] == '0' and rank and os.kill(os.getpid(), signal.SIGKILL)"
+    text = "'\"attempt\":0' in Path(os.environ['CARRYWAVE_WORKER']).read_text() and rank and os.kill(os.getpid(), signal.SIGKILL)"
     assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(0)
     assert [line.partition("; ")[2] for line in said] == ["restarting from step 200 (restart 1 of 3)"]
 

@@ -16,10 +16,10 @@ from torch import Tensor
 import _warm
 import carrywave as cw
 from carrywave.step.sync.outer import bounds, fragments_due
-from carrywave.step.sync.reference import simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _loop_parts import SYNCED, batch, model, train
+from _sync_definition import simulate
 
 WORKER = Path(__file__).with_name("_loop_parts.py")
 SPLIT = {"replicas": 2, "split_vocabulary": True}
@@ -39,7 +39,7 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def told_by(asked: list[dict[str, Any]], workers: int, folder: Path) -> list[list[dict[str, Any]]]:
+def reported_by(asked: list[dict[str, Any]], workers: int, folder: Path) -> list[list[dict[str, Any]]]:
     """What each worker told of each job, by rank."""
     (folder / "jobs").write_text(json.dumps(asked))
     ended = _warm.start([sys.executable, str(WORKER), str(folder), "jobs"], workers)
@@ -61,7 +61,7 @@ SYNC: dict[str, dict[str, Any]] = {
 
 
 def simulated(keys: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the weights of two replicas, one after the other in this process: plain steps, and `reference.simulate`."""
+    """The loss and the weights of two replicas, one after the other in this process: plain steps, and `simulate`."""
     plain = {"lr": 0.02, "clip": 0.3, "optimizer": "adamw"}
     trainers = [cw.Trainer(model(tie=False), plain) for _ in range(2)]
     fragments = keys.get("sync_fragments", 1)
@@ -105,7 +105,7 @@ def simulated(keys: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
 def test_replicas_that_train_on_their_own(plan: dict[str, Any], tmp_path: Path) -> None:
     """`train.sync` in a loop of one's own, against its definition."""
     asked = [{"case": case, "plan": plan, "keys": keys, "device": "cpu"} for case, keys in SYNC.items()]
-    told = told_by(asked, 4 if plan else 2, tmp_path)
+    told = reported_by(asked, 4 if plan else 2, tmp_path)
     for number, keys in enumerate(SYNC.values()):
         loss, weights = simulated(keys)
         for answers in told:
@@ -125,7 +125,7 @@ def test_replicas_that_train_on_their_own(plan: dict[str, Any], tmp_path: Path) 
 def test_parts_of_a_loop_compute_what_one_device_does(workers: int, mapped: bool, tmp_path: Path) -> None:
     """In shared memory, as between GPUs, replicas that divide the optimizer state sum gradients in pieces; a backward has them whole."""
     asked = [job | {"mapped": mapped} for job in jobs(workers) if not mapped or job["keys"] == PIECES]
-    told = told_by(asked, workers, tmp_path)
+    told = reported_by(asked, workers, tmp_path)
     alone = {case: train(case, {}, {}) for case in CASES}
     for number, job in enumerate(asked):
         where, wanted = f"{job['name']}: {job['case']}", alone[job["case"]]

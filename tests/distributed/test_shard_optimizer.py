@@ -20,7 +20,7 @@ from _crew import Crew
 from _fixed import PLANS, SHARED, a_case, a_plan, sequences
 from _small import Job, carry_out, spec
 
-from carrywave.runs.checkpoint.snapshot import load
+from _whole_snapshots import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

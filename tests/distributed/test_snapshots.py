@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from _warm import start
-from carrywave.runs.checkpoint.snapshot import load
+from _whole_snapshots import load
 
 WORKER = Path(__file__).with_name("_snapshots.py")
 FULL = "could not be written: No space left on device"

@@ -13,8 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from _sync_reference import reference, text
 
+import _whole_snapshots
 from _warm import start
-from carrywave.runs.checkpoint import snapshot
 
 WORKER = Path(__file__).with_name("_train.py")
 CLOSE = 1e-10  # sums in another order, in float64, over two dozen steps at a rate where training is stable
@@ -42,7 +42,7 @@ def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str 
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
-    return snapshot.load(run / "snapshots").parameters
+    return _whole_snapshots.load(run / "snapshots").parameters
 
 
 def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

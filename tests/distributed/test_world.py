@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from carrywave.launch.launcher import start
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -27,7 +28,7 @@ TALK = """
         try:
             block()
         except UserError as error:
-            return [type(error).__name__, str(error), error.told_by]
+            return [type(error).__name__, str(error), error.reported_by]
 
     def fail(*ranks, alike=True):
         with raise_on_all(world):
@@ -139,7 +140,8 @@ LATE = """
 
 def test_a_missing_peer_is_named_by_one(write: Write, tmp_path: Path) -> None:
     program = write("late.py", LATE)
-    variables = {"WORLD_SIZE": "4", "CARRYWAVE_STORE": str(tmp_path / "store"), "CARRYWAVE_START_SECONDS": "3"}
+    file = WorkerFile(one_host=True, store=tmp_path / "store").write(tmp_path / "worker.json")
+    variables = {"WORLD_SIZE": "4", "CARRYWAVE_START_SECONDS": "3", **file}
     there = [
         subprocess.Popen(
             [sys.executable, program],

@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import carrywave as cw
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, SequenceOrder
-from carrywave.data.view import View
-from carrywave.launch.worker_environment import of_workers
+from carrywave.data.sequences import View
+from carrywave.launch.supervisor import WorkerGroup
+from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
 from carrywave.parallel.startup.rendezvous import find_store
 
 PAGE = (Path(__file__).parents[2] / "docs/usual-snippets.md").read_text("utf-8")
@@ -162,12 +163,13 @@ def test_a_fixed_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         # Ours: workers of one machine meet in a file, whatever port is set.
         monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setenv("CARRYWAVE_STORE", str(tmp_path / "store"))
+        file = WorkerFile(one_host=True, store=tmp_path / "store")
+        monkeypatch.setenv(WORKER, file.write(tmp_path / "worker.json")[WORKER])
         first, second = (find_store(rank, 2, seconds=5.0) for rank in range(2))
         first.set("here", "0")
         assert second.get("here") == b"0"
-    common, own = of_workers([0, 1], {}, first=0, size=2)
-    assert not any("PORT" in name for each in (common, *own.values()) for name in each)
+    crew = WorkerGroup.of(["true"], [0, 1], file, {}, first=0, size=2, direct=False)
+    assert not any("PORT" in name for each in (crew.shared, *crew.own.values()) for name in each)
 
 
 def test_unsharded_data() -> None:

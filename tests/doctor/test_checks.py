@@ -22,7 +22,7 @@ from carrywave.doctor.report import Report, lines
 from carrywave.doctor.speed import Speed, check_speeds
 from carrywave.doctor.verdicts import failed, fell_silent, of_launch, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
-from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.plan.show.text import seconds_text
 
 HOST = Host("a", "Linux", 8, None, 4, 64 << 30, 32 << 30, 8 << 30, 65536, 0.5)
@@ -369,7 +369,7 @@ def test_whoever_hangs_is_named() -> None:
 
 def test_of_several_that_fail_the_cause_is_named() -> None:
     there = {0: make(0), 1: make(1)}
-    lost = {"error": "contact with rank 1 was lost; its own message says why", "lost": True}
+    lost = {"error": "contact with rank 1 was lost; see that worker's output", "lost": True}
     assert failed({0: lost}, [1], there).fact == "rank 0 on a: contact with rank 1 was lost"
     found = failed({0: lost, 1: {"error": "no memory; use less", "lost": False}}, [], there)
     assert (found.fact, found.remedy) == ("rank 1 on a: no memory", "use less")

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _small import TEXT, Job, carry_out, spec
 
 import carrywave
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 NAN = float("nan")
 FILES: dict[str, Any] = {
@@ -110,7 +111,7 @@ CLUSTER: dict[str, tuple[dict[str, str], str]] = {
         "port BUSY on 127.0.0.1 is in use by another program; ",
     ),
     "31 rank": ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"}, "RANK=2 is out of range for WORLD_SIZE=2; "),
-    "34 no peer": ({"RANK": "1", "CARRYWAVE_STORE": "STORE", "CARRYWAVE_START_SECONDS": "3"}, "rank 0 of 2 did not show up within 3 s; "),
+    "34 no peer": ({"RANK": "1", "CARRYWAVE_WORKER": "WORKER", "CARRYWAVE_START_SECONDS": "3"}, "rank 0 of 2 did not show up within 3 s; "),
 }
 
 
@@ -123,8 +124,9 @@ def test_an_environment_that_cannot_be(tmp_path: Path) -> None:
         other.listen()
         port = str(other.getsockname()[1])
         running = {}
+        file = WorkerFile(one_host=True, store=tmp_path / "store").write(tmp_path / "worker.json")["CARRYWAVE_WORKER"]
         for name, (variables, message) in CLUSTER.items():
-            swapped = {key: value.replace("BUSY", port).replace("STORE", str(tmp_path / "store")) for key, value in variables.items()}
+            swapped = {key: value.replace("BUSY", port).replace("WORKER", file) for key, value in variables.items()}
             own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": str(Path(carrywave.__file__).parents[1]), **swapped}
             command = [sys.executable, "-m", "carrywave", "train", "--device", "cpu", "--run", str(tmp_path / "run")]
             process = subprocess.Popen(command, env=os.environ | own, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _small import Job, carry_out, spec
 
-from carrywave.runs.checkpoint import manifest, snapshot
+import _whole_snapshots
+from carrywave.runs.checkpoint import manifest
 
 CHANGED = r"^the data has changed since the snapshot was written \(.*text.txt\); restore the old data"
 OTHER = "resume from another snapshot or start a new run"
@@ -57,15 +58,15 @@ def newer(run: Path) -> None:
 
 
 def other_dtype(run: Path) -> None:
-    old = snapshot.load(run / "snapshots")
+    old = _whole_snapshots.load(run / "snapshots")
     parameters = {name: tensor.double() for name, tensor in old.parameters.items()}
-    snapshot.save(run / "snapshots", "step-other", replace(old, parameters=parameters), 9)
+    _whole_snapshots.save(run / "snapshots", "step-other", replace(old, parameters=parameters), 9)
 
 
 def other_model(run: Path) -> None:
-    old = snapshot.load(run / "snapshots")
+    old = _whole_snapshots.load(run / "snapshots")
     parameters = {name: tensor for name, tensor in old.parameters.items() if "_l1" not in name}
-    snapshot.save(run / "snapshots", "step-other", replace(old, parameters=parameters), 9)
+    _whole_snapshots.save(run / "snapshots", "step-other", replace(old, parameters=parameters), 9)
 
 
 def other_pointer(run: Path) -> None:

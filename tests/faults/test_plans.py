@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _small import Job, carry_out, spec
 
-from carrywave.runs.checkpoint.snapshot import load
+from _whole_snapshots import load
 
 BEGUN, STEPS = 17, 67  # a snapshot in mid-epoch, and 50 steps more
 PLANS: dict[str, Job] = {

@@ -19,7 +19,7 @@ from _fixed import a_plan, sequences
 from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, SequenceOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledSoftmax, Softmax

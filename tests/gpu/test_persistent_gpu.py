@@ -21,7 +21,7 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, StreamOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc

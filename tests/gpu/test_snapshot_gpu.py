@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from _whole_snapshots import load
 from carrywave.parallel.world import World
-from carrywave.runs.checkpoint.snapshot import load, open_stored
+from carrywave.runs.checkpoint.snapshot import open_stored
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.spec.load import parse
 from carrywave.train.fit import train

@@ -28,7 +28,7 @@ SAY = """
 START = """
     import os, sys
     from carrywave.launch.launcher import start
-    from carrywave.launch.surroundings import find
+    from carrywave.launch.engines.surroundings import find
 
     end = start([sys.executable, "say.py"], int(sys.argv[1]), hosts=find(os.environ).hosts)
     print(end.message, file=sys.stderr)

@@ -18,11 +18,12 @@ import carrywave
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORKER = """
-import os, sys, time
+import json, os, sys, time
 from pathlib import Path
 
 parent = os.getppid()
-name = "-".join(os.environ[key] for key in ("CARRYWAVE_LAUNCH", "CARRYWAVE_ATTEMPT", "RANK"))
+told = json.loads(Path(os.environ["CARRYWAVE_WORKER"]).read_text())
+name = f"{told['launch']}-{told['attempt']}-{os.environ['RANK']}"
 Path(f"{name}.part").write_text(str(os.getpid()))
 Path(f"{name}.part").rename(f"{name}.at")
 while not Path("finish").exists():
@@ -32,7 +33,7 @@ while not Path("finish").exists():
 """
 LAUNCHER = """
 import sys
-from carrywave.launch.hosts import Hosts
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.launcher import start
 
 node, port = int(sys.argv[1]), int(sys.argv[2])

@@ -10,11 +10,12 @@ import pytest
 
 from carrywave.errors import DataError, PortError, ResourceError, UserError
 from carrywave.launch import exit_reports
-from carrywave.launch.exit_reports import Cause, Ended, ended
+from carrywave.launch.exit_reports import Ended, WorkerEnds
+from carrywave.parallel.liveness.failure_file import Cause, leave
 
 
 def of(codes: list[int], *told: Cause, asked: int | None = None, killed: tuple[int, ...] = ()) -> Ended:
-    return ended(dict(enumerate(codes)), {cause.rank: cause for cause in told}, size=len(codes), asked=asked, killed=killed)
+    return WorkerEnds(dict(enumerate(codes)), {cause.rank: cause for cause in told}, asked, frozenset(killed)).ended(len(codes))
 
 
 def cause(rank: int, kind: Any, seconds: float = 1.0, **more: Any) -> Cause:
@@ -80,8 +81,8 @@ def test_a_signal_that_was_passed_on() -> None:
 def test_a_cause_travels_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     error = DataError("no; do")
-    error.told_by = 0
-    exit_reports.leave(tmp_path, "fault", 1, "no; do", error, with_trace=True)
+    error.reported_by = 0
+    leave(tmp_path, "fault", 1, "no; do", error, with_trace=True)
     found = exit_reports.read(tmp_path)[3]
     assert (found.kind, found.code, found.message, found.error, found.shared) == ("fault", 1, "no; do", "DataError", True)
     assert found.trace.strip().endswith("DataError: no; do")

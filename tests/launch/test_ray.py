@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from carrywave.errors import WorkerError
+from carrywave.launch.engines.ray_cluster import by_node, combined, connected, variables
+from carrywave.launch.engines.ray_seat import SeatPlace
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.ray_cluster import by_node, combined, connected, variables
-from carrywave.launch.ray_seat import Place
 
 
-def place(node: str, *gpus: str) -> Place:
-    return Place(node, f"host-{node}", f"10.0.0.{ord(node)}", f"eth{node}", 20_000 + ord(node), gpus)
+def place(node: str, *gpus: str) -> SeatPlace:
+    return SeatPlace(node, f"host-{node}", f"10.0.0.{ord(node)}", f"eth{node}", 20_000 + ord(node), gpus)
 
 
 def test_seats_of_a_node_are_neighbours() -> None:
@@ -33,11 +33,7 @@ def test_seats_of_a_node_are_neighbours() -> None:
 def test_variables_on_two_nodes() -> None:
     found = variables([place("a", "0"), place("a", "3"), place("b", "1")])
     assert [each["RANK"] for each in found] == ["0", "1", "2"]
-    assert [(each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"], each["CARRYWAVE_PLACE"]) for each in found] == [
-        ("0", "2", "0"),
-        ("1", "2", "1"),
-        ("0", "1", "0"),
-    ]
+    assert [(each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) for each in found] == [("0", "2"), ("1", "2"), ("0", "1")]
     assert {(each["MASTER_ADDR"], each["MASTER_PORT"], each["WORLD_SIZE"]) for each in found} == {("10.0.0.97", "20097", "3")}
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,3", "0,3", "1"]
     assert [each["GLOO_SOCKET_IFNAME"] for each in found] == ["etha", "etha", "ethb"]
@@ -106,14 +102,14 @@ def test_a_cluster_that_we_start_listens_on_loopback_alone(monkeypatch: pytest.M
 
 SEAT = """
     import json, os, sys, threading, time
-    from carrywave.launch.ray_seat import Seat
+    from carrywave.launch.engines.ray_seat import Seat
 
     seat = Seat()
     shown, errors = os.dup(1), os.dup(2)
     sys.excepthook = lambda kind, error, trace: os.write(errors, repr(error).encode())  # descriptor 2 becomes the seat's
     found = []
     variables = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": os.environ["PYTHONPATH"]}
-    thread = threading.Thread(target=lambda: found.append(seat.work(["-c", sys.argv[1]], sys.argv[2], variables, 2)))
+    thread = threading.Thread(target=lambda: found.append(seat.work(["-c", sys.argv[1]], sys.argv[2], {"launch": "x"}, variables, 2)))
     thread.start()
     told = b""
     while thread.is_alive():

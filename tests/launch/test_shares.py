@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _fake_mps
 
 from carrywave.errors import WorkerError
-from carrywave.launch import gpu_probe, hardware, mps_guard
-from carrywave.launch import shares as module
+from carrywave.launch import hardware
 from carrywave.launch.exit_reports import Ended
+from carrywave.launch.gpu_shares import gpu_probe, mps_guard
+from carrywave.launch.gpu_shares import shares as module
+from carrywave.launch.gpu_shares.shares import Shares, divided, shares
 from carrywave.launch.launcher import start
-from carrywave.launch.shares import Shares, divided, shares
 
 LONG_SECONDS = 60.0
 
@@ -146,7 +147,7 @@ def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from carrywave.launch.shares import shares
+from carrywave.launch.gpu_shares.shares import shares
 with shares(2) as environment:
     Path(sys.argv[1]).write_text(environment["CUDA_MPS_PIPE_DIRECTORY"])
     time.sleep(600)
@@ -286,8 +287,9 @@ def test_without_a_driver_there_is_nothing_to_wait_for() -> None:
 TELLS = """
 import json, os, sys
 from pathlib import Path
-rank, attempt = os.environ["RANK"], os.environ["CARRYWAVE_ATTEMPT"]
-Path(sys.argv[1], f"{attempt}-{rank}.json").write_text(json.dumps(dict(os.environ)))
+told = json.loads(Path(os.environ["CARRYWAVE_WORKER"]).read_text())
+rank, attempt = os.environ["RANK"], str(told["attempt"])
+Path(sys.argv[1], f"{attempt}-{rank}.json").write_text(json.dumps(dict(os.environ) | told))
 if rank == "1" and attempt == "0":
     os.kill(os.getpid(), 9)
 """
@@ -307,7 +309,7 @@ def test_a_launch_has_one_daemon_for_all_workers_and_restarts(tmp_path: Path, pi
         worker = json.loads((told / f"1-{rank}.json").read_text())
         assert worker["CUDA_MPS_PIPE_DIRECTORY"] == daemon["CUDA_MPS_PIPE_DIRECTORY"]
         assert [worker[name] for name in ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CARRYWAVE_SHARE_GPU")] == ["50", "2"]
-        assert worker["CARRYWAVE_PLACE"] == str(rank)
+        assert worker["devices"][rank] == rank
 
 
 def test_without_shares_a_launch_starts_no_daemon(tmp_path: Path, pids: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from carrywave.errors import WorkerError
-from carrywave.launch import slurm
-from carrywave.launch.slurm import doubt, expand, read, worker
+from carrywave.launch.engines import slurm
+from carrywave.launch.engines.slurm import doubt, expand, read, worker
 
 
 def step(nodes: str, tasks: str, node: int = 0, local: int = 0, **more: Any) -> dict[str, str]:
@@ -80,7 +80,6 @@ def test_several_tasks_a_node_are_workers() -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": str(slurm.FIRST_PORT + 1000),
         "OMP_NUM_THREADS": "3",
-        "CARRYWAVE_THREADS_DEALT": "1",
         "CARRYWAVE_JOB": "slurm 1000.0",
     }
 

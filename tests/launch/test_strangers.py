@@ -30,10 +30,11 @@ sys.argv[0] = "carrywave"
 main()
 """
 WORKER = """
-import os, time
+import json, os, time
 from pathlib import Path
 
-Path(f"{os.environ['RANK']}-{os.environ['CARRYWAVE_ATTEMPT']}.at").touch()
+told = json.loads(Path(os.environ["CARRYWAVE_WORKER"]).read_text())
+Path(f"{os.environ['RANK']}-{told['attempt']}.at").touch()
 while not Path("finish").exists() and os.getppid() != 1:
     time.sleep(0.05)
 """

@@ -10,8 +10,8 @@ import pytest
 
 import carrywave
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts
-from carrywave.launch.surroundings import Surroundings, find, jobs
+from carrywave.launch.engines.hosts import Hosts
+from carrywave.launch.engines.surroundings import Surroundings, find, jobs
 
 TF = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}})}
 PET = {
@@ -36,7 +36,7 @@ def test_a_worker_is_a_worker_whatever_else_is_set() -> None:
 
 
 def test_our_own_workers_repeat_the_command_of_their_launcher() -> None:
-    assert find(WORKER | {"CARRYWAVE_LAUNCH": "x"}, "a,b", 0).is_worker
+    assert find(WORKER | {"CARRYWAVE_WORKER": "x"}, "a,b", 0).is_worker
     with pytest.raises(WorkerError, match="a launcher has already started this worker"):
         find(WORKER, "a,b", 0)
 

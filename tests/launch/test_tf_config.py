@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from carrywave.errors import WorkerError
-from carrywave.launch.hosts import Hosts
-from carrywave.launch.tf_config import read
+from carrywave.launch.engines.hosts import Hosts
+from carrywave.launch.engines.tf_config import read
 
 
 def config(task: Any, **cluster: Any) -> dict[str, str]:

@@ -16,7 +16,7 @@ from carrywave.measure import profiles
 from carrywave.measure.profiles import crowds, empty, known_profile, merged, profile_for, profile_of_shares
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Crowd, Link, Profile, Sample
+from carrywave.plan.cost.profile import Contention, Link, Profile, Sample
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
@@ -83,7 +83,7 @@ def test_what_is_known_is_not_measured_again_and_what_is_new_is_added(started: l
     assert [job["workers"] for job in started] == [1, 2]
     assert [job["links"] for job in started] == [False, True]
     assert all(job["launched"] for job in started)
-    assert first.crowds == (Crowd(2, lag=0.1),)
+    assert first.crowds == (Contention(2, lag=0.1),)
     assert profile_for(units(), device="cpu", devices=2) == first
     assert len(started) == 2
     more = profile_for(units(16, optimizer="sgd"), device="cpu", devices=2)
@@ -182,7 +182,7 @@ def test_threads_are_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert profiles.threads(1) == 2
     assert profiles.versions()["threads"] == "2"
-    monkeypatch.setenv("CARRYWAVE_THREADS_DEALT", "1")
+    monkeypatch.setattr(profiles, "threads_dealt", lambda: True)
     assert profiles.threads(1) == 8
     assert "threads" not in profiles.versions()
 

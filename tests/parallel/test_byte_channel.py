@@ -59,8 +59,8 @@ def test_bytes_arrive_whatever_they_are_written_in(wire: Wire, size: int, longes
 
 @pytest.mark.parametrize("value", [None, 1.5, "text", {"files": ["ä" * 100]}, []])
 def test_values_arrive(wire: Wire, value: Any) -> None:
-    wire.tell(value)
-    assert wire.told() == value
+    wire.send_json(value)
+    assert wire.receive_json() == value
     assert wire.messages.empty()
 
 

@@ -12,9 +12,9 @@ import torch
 
 from carrywave.errors import ContactLost, WorkerError
 from carrywave.parallel import process_groups
-from carrywave.parallel.device_links import DeviceLinks, Message
+from carrywave.parallel.links.device_links import DeviceLinks, Message
 from carrywave.parallel.liveness import device_faults, lost_contact
-from carrywave.parallel.startup import rendezvous
+from carrywave.parallel.startup import process_identity
 from carrywave.plan.schedule.messages import lines, with_messages
 from carrywave.plan.schedule.schedule import wavefront
 
@@ -82,7 +82,7 @@ def test_a_device_error_tells_of_who_is_gone(gone: list[int], rank: int | None, 
         step()
     assert found.value.rank == rank
     assert str(found.value).startswith(f"contact with {who} was lost at ")
-    assert str(found.value).endswith(" (CUDA error: unspecified launch failure); its own message says why: restart all workers")
+    assert str(found.value).endswith(" (CUDA error: unspecified launch failure); see that worker's output, then restart all workers")
 
 
 @pytest.mark.usefixtures("used")
@@ -121,16 +121,16 @@ def test_an_error_that_nobody_catches_ends_the_process_at_once() -> None:
 
 def test_an_exiting_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a while to let go of a GPU, and its neighbours see that before it has ended."""
-    known = rendezvous.identity(os.getppid())
-    assert not rendezvous.is_gone(known)
-    read = rendezvous._stat
+    known = process_identity.identity(os.getppid())
+    assert not process_identity.is_gone(known)
+    read = process_identity.stat_fields
 
     def exiting(pid: int) -> list[str]:
         words = read(pid)
         return [*words[:6], str(int(words[6]) | 0x4), *words[7:]] if pid == known["pid"] else words
 
-    monkeypatch.setattr(rendezvous, "_stat", exiting)
-    assert rendezvous.is_gone(known)
+    monkeypatch.setattr(process_identity, "stat_fields", exiting)
+    assert process_identity.is_gone(known)
 
 
 class _Memory:

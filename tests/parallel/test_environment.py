@@ -11,6 +11,7 @@ import pytest
 from carrywave.errors import WorkerError
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.interfaces import check_hosts, unreachable
+from carrywave.parallel.startup.launcher_env import WorkerFile, own
 
 OWN = "unset it: carrywave sets it for the workers that it starts"
 
@@ -31,11 +32,8 @@ OWN = "unset it: carrywave sets it for the workers that it starts"
         ),
         ("CARRYWAVE_SHARE_GPU", "-1", "CARRYWAVE_SHARE_GPU=-1 is not a number of workers from 0 to 48; "),
         ("CARRYWAVE_SHARE_GPU", "49", "CARRYWAVE_SHARE_GPU=49 is not a number of workers from 0 to 48; "),
-        ("CARRYWAVE_PARENT", "x", f"CARRYWAVE_PARENT=x is not a whole number >= 0; {OWN}"),
-        ("CARRYWAVE_FIT", "-1", f"CARRYWAVE_FIT=-1 is not a whole number >= 0; {OWN}"),
-        ("CARRYWAVE_CAUSES", "/no/such", f"CARRYWAVE_CAUSES=/no/such is not an existing folder; {OWN}"),
-        ("CARRYWAVE_BEATS", "/dev/null", f"CARRYWAVE_BEATS=/dev/null is not an existing folder; {OWN}"),
-        ("CARRYWAVE_STORE", "/dev/null", f"CARRYWAVE_STORE=/dev/null is not a file that exists or can be created; {OWN}"),
+        ("CARRYWAVE_WORKER", "/no/such", f"CARRYWAVE_WORKER=/no/such is not a file that carrywave has written; {OWN}"),
+        ("CARRYWAVE_WORKER", "/dev/null", f"CARRYWAVE_WORKER=/dev/null is not a file that carrywave has written; {OWN}"),
     ],
 )
 def test_what_cannot_be(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +44,14 @@ def test_what_cannot_be(name: str, value: str, message: str, monkeypatch: pytest
 
 
 def test_what_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in (("OMP_NUM_THREADS", "4, 2"), ("MKL_NUM_THREADS", ""), ("TORCH_CPP_LOG_LEVEL", "2"), ("CARRYWAVE_PLACE", "0")):
+    for name, value in (("OMP_NUM_THREADS", "4, 2"), ("MKL_NUM_THREADS", ""), ("TORCH_CPP_LOG_LEVEL", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "48")
-    monkeypatch.setenv("CARRYWAVE_CAUSES", str(tmp_path))
-    monkeypatch.setenv("CARRYWAVE_STORE", str(tmp_path / "store"))
+    told = WorkerFile(launch="one", attempt=2, store=tmp_path / "store", devices=(0, 2))
+    monkeypatch.setenv("CARRYWAVE_WORKER", told.write(tmp_path / "worker.json")["CARRYWAVE_WORKER"])
     environment.check()
+    assert own() == told
+    assert [own().device(rank) for rank in range(3)] == [0, 2, 2]
 
 
 def test_every_command_refuses_them_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_workers_that_lead_others_to_themselves_are_refused_on_several_hosts() -
     check_hosts([place("a", home=False), place("b", home=False)])
     with pytest.raises(WorkerError, match="host b resolves its own name to loopback, so other hosts cannot reach its rank 1; set") as found:
         check_hosts([place("a", home=False), place("b", home=True)])
-    assert found.value.told_by == 0
+    assert found.value.reported_by == 0
     with pytest.raises(WorkerError, match=r"^rank 1: no; do$"):
         check_hosts([place("a", home=True), place("a", home=True, fault="no; do")])
 

@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from carrywave.parallel.growing_memory import GrowingMemory, padded
-from carrywave.parallel.symmetric import SharedMemory
+from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded
 
 
 def test_the_first_that_is_large_enough_is_used_and_smaller_ones_are_kept() -> None:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from carrywave.kernels.hopper import persistent
-from carrywave.parallel import pair_links, process_groups
-from carrywave.parallel.pair_links import PairLinks, connect
-from carrywave.parallel.transport import PeerLink
+from carrywave.parallel import process_groups
+from carrywave.parallel.links import pair_links
+from carrywave.parallel.links.pair_links import PairLinks, connect
+from carrywave.parallel.links.transport import PeerLink
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from carrywave.errors import SpecError, WorkerError
-from carrywave.parallel import peer_access
-from carrywave.parallel.peer_access import Neighbour, in_reach
-from carrywave.parallel.startup.rendezvous import identity
+from carrywave.parallel.memory import peer_access
+from carrywave.parallel.memory.peer_access import Neighbour, in_reach
+from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.world import World
 
 SHARE_GPU, OVERLAPPING = "CARRYWAVE_SHARE_GPU", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

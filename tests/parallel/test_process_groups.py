@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from carrywave.parallel import process_groups
-from carrywave.parallel.transport import GroupLinks, PeerLink
+from carrywave.parallel.links.transport import GroupLinks, PeerLink
 from carrywave.plan.schedule.messages import Channel
 
 LINE = Channel("F", 0, 1)

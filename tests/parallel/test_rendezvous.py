@@ -1,4 +1,4 @@
-"""Stages as threads, over links that are as strict as `plan.messages.prove`: programs run on them, and give the gradients of one stage.
+"""Stages as threads, over links as strict as `prove` in tests/plan: programs run on them, and give the gradients of one stage.
 
 A send blocks until its receive is posted; the i-th send of a channel meets its i-th receive, whose shape and dtype must be those of the
 message; and where all stages wait for each other, they are told so instead of hanging.

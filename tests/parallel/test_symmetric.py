@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from carrywave.errors import WorkerError
-from carrywave.parallel import process_groups, symmetric
+from carrywave.parallel import process_groups
+from carrywave.parallel.memory import symmetric
 
 
 @pytest.fixture

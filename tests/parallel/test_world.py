@@ -13,10 +13,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost, DataError, ResourceError, SpecError, WorkerError
 from carrywave.parallel import world
+from carrywave.parallel.devices import check_gpus, pick_device
 from carrywave.parallel.liveness.lost_contact import lost
 from carrywave.parallel.startup import door, environment
+from carrywave.parallel.startup.launcher_env import WorkerFile
 from carrywave.parallel.startup.rendezvous import open_store
-from carrywave.parallel.world import World, all_gather_text, check_agreement, check_gpus, join, leave, pick_device, raise_on_all, tell_once
+from carrywave.parallel.world import World, all_gather_text, check_agreement, join, leave, raise_on_all, report_once
 
 VARIABLES = (
     "RANK",
@@ -25,7 +27,7 @@ VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "CARRYWAVE_STORE",
+    "CARRYWAVE_WORKER",
     "CARRYWAVE_START_SECONDS",
 )
 ALONE = World.alone(torch.device("cpu"))
@@ -52,6 +54,11 @@ def launcher(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
         monkeypatch.setenv(name, str(value))
 
 
+def in_file(folder: Path) -> dict[str, str]:
+    """As our own launcher tells workers of one host, which meet in a file."""
+    return WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json")
+
+
 def test_without_a_launcher_a_process_is_alone() -> None:
     found = join("cpu")
     assert found == ALONE
@@ -67,7 +74,7 @@ def test_alone_a_mistake_is_raised_as_it_is() -> None:
     with pytest.raises(DataError) as raised, raise_on_all(ALONE):
         raise mistake
     assert raised.value is mistake
-    assert mistake.told_by is None
+    assert mistake.reported_by is None
 
 
 def test_a_launched_world_of_one_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +149,10 @@ def test_garbled_variables_are_refused(monkeypatch: pytest.MonkeyPatch, variable
 
 
 def test_workers_that_stay_away_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launcher(monkeypatch, RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.2)
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.2)
     with pytest.raises(WorkerError, match=r"^ranks 0, 2 and 3 of 4 did not show up within 0.2 s; start every worker") as raised:
         join("cpu")
-    assert raised.value.told_by == 1  # the first of those that are there
+    assert raised.value.reported_by == 1  # the first of those that are there
 
 
 def test_a_rank_0_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
@@ -207,7 +214,6 @@ def test_a_worker_of_another_job_is_turned_away(job: dict[str, str], monkeypatch
         {"WORLD_SIZE": 3},
         {"TORCHELASTIC_RUN_ID": "mine"},
         {"CARRYWAVE_JOB": "slurm 7.0"},
-        {"CARRYWAVE_LAUNCH": "a"},
         {"CARRYWAVE_SECRET": "x"},
     ],
 )
@@ -215,9 +221,13 @@ def test_so_is_one_that_another_launcher_or_engine_started(variables: dict[str, 
     come(monkeypatch, ONE, **variables)
 
 
+def test_so_is_one_of_another_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    come(monkeypatch, ONE, **WorkerFile(launch="a").write(tmp_path / "worker.json"))
+
+
 def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that was restarted before the others noticed: a launcher may try again."""
-    launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.1)
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)
     monkeypatch.setattr(world._Joined, "times", 0)
     with pytest.raises(WorkerError, match="rank 0 of 2 did not show up"):
         join("cpu")
@@ -227,7 +237,7 @@ def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytes
 
 
 def test_of_many_that_stay_away_some_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launcher(monkeypatch, RANK=0, WORLD_SIZE=99_999_999, LOCAL_RANK=0, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.1)
+    launcher(monkeypatch, RANK=0, WORLD_SIZE=99_999_999, LOCAL_RANK=0, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)
     with pytest.raises(WorkerError, match=r"^ranks 1, 2, 3, 4, 5, 6, 7, 8 and others of 99999999 did not show up"):
         join("cpu")
 
@@ -292,9 +302,9 @@ def test_a_failure_of_our_own_is_no_lost_contact(error: BaseException) -> None:
 def test_one_rank_tells() -> None:
     told: list[int] = []
     error = WorkerError("no")
-    error.told_by = 0
+    error.reported_by = 0
     for rank in range(3):
-        tell_once(error, rank, lambda: told.append(1))
+        report_once(error, rank, lambda: told.append(1))
     assert told == [1]
 
 
@@ -307,7 +317,7 @@ def test_workers_of_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyP
     check_gpus(there(("a", ""), ("a", "")))
     with pytest.raises(WorkerError, match="3 workers of host b have only 2 GPUs; start one worker per GPU") as found:
         check_gpus(there(("a", "1"), ("b", "2"), ("b", "3"), ("b", "2")))
-    assert found.value.told_by == 0
+    assert found.value.reported_by == 0
     monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "0")
     with pytest.raises(WorkerError, match="2 workers of host a have only 1 GPU"):
         check_gpus(there(("a", "1"), ("a", "1")))

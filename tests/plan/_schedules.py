@@ -1,8 +1,9 @@
-"""Every way to make a schedule, by name: (stages, chunks of each micro-batch, whether it goes backward)."""
+"""Every way to make a schedule, by name: (stages, chunks of each micro-batch, whether it goes backward); and what it holds at most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from carrywave.plan.schedule.schedule import Schedule, gpipe, sequential, serial, wavefront
 
@@ -17,3 +18,10 @@ GENERATORS: dict[str, Generator] = {
     "whole backwards": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, weights=False),
     "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
 }
+
+
+def peak(schedule: Schedule) -> tuple[int, ...]:
+    """The peak number of chunks in flight on each stage, from the start of a forward to the end of its backward."""
+    if not schedule.backward:
+        return (1,) * len(schedule.stages)  # only the current chunk: nothing is kept for a backward
+    return tuple(max(accumulate({"F": 1, "B": -1, "H": 0, "W": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)

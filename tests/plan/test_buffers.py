@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _buffer_proof import prove_in_place
 from _schedules import GENERATORS
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.buffers import places, prove_in_place
+from carrywave.plan.schedule.buffers import places
 from carrywave.plan.schedule.messages import Channel, with_messages
 from carrywave.plan.schedule.schedule import gpipe, wavefront
 
@@ -71,6 +72,6 @@ def test_a_message_that_is_read_first_has_to_be_told_of() -> None:
     program = with_messages(wavefront(2, 4, share_head=True))
     line = Channel("F", 0, 1)
     held = places(program)
-    held[line] = replace(held[line], told=held[line].told[1:])
+    held[line] = replace(held[line], signalled=held[line].signalled[1:])
     with pytest.raises(PlanError, match="stage 1 does not wait for F0 from stage 0, nor for a later message"):
         prove_in_place(program, held)

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _schedules import GENERATORS
+from _message_proof import prove, spell
+from _schedules import GENERATORS, peak
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, pairs_of, prove, spell, with_messages
-from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, peak, sequential, serial, wavefront
+from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, pairs_of, with_messages
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, sequential, serial, wavefront
 
 
 def program(*rows: str, schedule: Schedule) -> Program:

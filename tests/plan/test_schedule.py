@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _schedules import peak
 
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.schedule import (
@@ -19,7 +23,6 @@ from carrywave.plan.schedule.schedule import (
     durations,
     gpipe,
     needs,
-    peak,
     place,
     reader,
     sequential,

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+import _serial_proof
+from _message_proof import prove, spell
 from _schedules import GENERATORS
+from _serial_proof import IssueQueue, MessageEnd, issue_queues, prove_in_order
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule import serial_messages
-from carrywave.plan.schedule.messages import Program, ProgramStep, prove, spell, with_messages
+from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
 from carrywave.plan.schedule.schedule import Schedule, StageTask, durations, place, wavefront
-from carrywave.plan.schedule.serial_messages import IssueQueue, MessageEnd, issue_queues, prove_in_order
 
 CASES = {
     "name": st.sampled_from(sorted(GENERATORS)),
@@ -94,7 +95,7 @@ def test_batches_of_several_receives_would_hold_up_the_first(monkeypatch: pytest
     """Each stage would start one chunk late, because the receive of the next chunk is posted beside the first."""
     schedule = wavefront(4, 8, weights=False)
     assert max(starts(schedule).values()) == 31
-    monkeypatch.setattr(serial_messages, "joins", lambda before, after: before.peer == after.peer)
+    monkeypatch.setattr(_serial_proof, "joins", lambda before, after: before.peer == after.peer)
     assert max(starts(schedule).values()) == 34
 
 
@@ -102,17 +103,17 @@ def test_batches_over_several_pairs_would_hold_up_their_tasks(monkeypatch: pytes
     """As with one communicator for all stages: what comes for a later task from one stage holds up what comes now from another."""
     schedule = wavefront(4, 8, share_head=True, weights=False)
     assert max(starts(schedule).values()) == 33
-    monkeypatch.setattr(serial_messages, "joins", lambda before, after: True)
+    monkeypatch.setattr(_serial_proof, "joins", lambda before, after: True)
     assert max(starts(schedule, apart=False).values()) == 38
 
 
 def test_what_goes_into_one_batch() -> None:
     send, receive = MessageEnd(1, receives=False), MessageEnd(1, receives=True)
-    assert serial_messages.joins(send, send)
-    assert serial_messages.joins(send, receive)
-    assert not serial_messages.joins(receive, receive)
-    assert not serial_messages.joins(receive, send)
-    assert not serial_messages.joins(send, receive._replace(peer=2))
+    assert _serial_proof.joins(send, send)
+    assert _serial_proof.joins(send, receive)
+    assert not _serial_proof.joins(receive, receive)
+    assert not _serial_proof.joins(receive, send)
+    assert not _serial_proof.joins(send, receive._replace(peer=2))
 
 
 def test_two_lines_of_one_pair_share_an_order() -> None:

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _schedules import peak
 
 from carrywave.errors import PlanError
 from carrywave.plan.cost.memory import loads, most_held, one_micro_batch
 from carrywave.plan.cost.profile import Link
 from carrywave.plan.cost.simulation import TaskTimes, simulate
 from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
-from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, durations, gpipe, peak, place, sequential, serial, wavefront
+from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, durations, gpipe, place, sequential, serial, wavefront
 
 UNIT = TaskTimes(run=lambda task: 1.0)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _whole_snapshots import Snapshot, load, save
 from carrywave.parallel.world import World
-from carrywave.runs.checkpoint.snapshot import Snapshot, load, save
 from carrywave.runs.checkpoint.writer import Writer
 
 SIZE = 3000

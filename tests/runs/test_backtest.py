@@ -18,7 +18,7 @@ from carrywave.cli.main import app
 from carrywave.data.prepare import table_of_file
 from carrywave.data.tables.series import from_matrices
 from carrywave.errors import DataError, UserError
-from carrywave.runs.backtest import listing, picture
+from carrywave.runs.backtest import picture, rolled
 from carrywave.runs.backtest.origins import Rolling, at_origin, cut, long_enough
 from carrywave.runs.backtest.rolled import Rolled
 from carrywave.runs.backtest.scores import scores
@@ -131,7 +131,7 @@ def spec_for(file: Path, quantiles: list[float] | None = None) -> dict[str, Any]
 
 
 def rows_of(found: Backtest) -> list[dict[str, Any]]:
-    return list(listing.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+    return list(rolled.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
 
 
 def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:

@@ -18,6 +18,7 @@ import pytest
 
 from carrywave.errors import RunError
 from carrywave.launch import launch_record
+from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
 from carrywave.runs import owner
 from carrywave.runs.owner import Owner
 
@@ -29,7 +30,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(owner, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(owner, "SILENT_SECONDS", 1.0)
-    for name in (launch_record.LAUNCH, launch_record.ATTEMPT, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+    for name in (WORKER, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -129,8 +130,7 @@ def test_an_owner_elsewhere_that_counts_on_is_alive(tmp_path: Path) -> None:
 
 
 def test_workers_that_were_started_again_go_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch_record.LAUNCH, "this")
-    monkeypatch.setenv(launch_record.ATTEMPT, "1")
+    monkeypatch.setenv(WORKER, WorkerFile(launch="this", attempt=1).write(tmp_path / "worker.json")[WORKER])
     said: list[str] = []
     write(tmp_path, replace(elsewhere(), launch=("carrywave this",), call=launch_record.call(), attempt=0))
     owner.take(tmp_path, said.append).release()

@@ -10,9 +10,10 @@ import fsspec
 import pytest
 import torch
 
+from _whole_snapshots import Snapshot, load, save
 from carrywave.data.files.remote import Store
 from carrywave.errors import RunError
-from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER, Snapshot, load, pointed, save
+from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER, pointed
 from carrywave.runs.remote_run import RemoteRun, copy_of, folder_of
 
 ADDRESS = "memory://bucket/run"

@@ -20,7 +20,7 @@ from carrywave.errors import DataError, UserError
 from carrywave.runs.prediction import predict_run
 from carrywave.runs.rows import prompts
 from carrywave.runs.rows.blocks import read_blocks
-from carrywave.runs.rows.carried import Carried
+from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.row_writer import RowWriter, flattened, writing
 from carrywave.runs.rows.standard_input import Stream, kept_in_a_file
 from carrywave.runs.trained_run import evaluate_run
@@ -37,7 +37,7 @@ def test_blocks_hold_every_row_once_and_no_more_than_they_may(tmp_path: Path) ->
     lengths = [3, 1, 1, 9, 2, 2, 2, 2]
     rows = [{"steps": [float(number)] * length, "id": number, "other": "x" * 99} for number, length in enumerate(lengths)]
     source = JsonRows(find(str(jsonl(tmp_path / "in.jsonl", rows)), field="data"))
-    found = list(read_blocks(source, CODEC, Carried.of(["id=key"], "classification"), most_rows=3, most_elements=5))
+    found = list(read_blocks(source, CODEC, KeptColumns.of(["id=key"], "classification"), most_rows=3, most_elements=5))
     assert [block.data.lengths.tolist() for block in found] == [[3, 1, 1], [9], [2, 2], [2, 2]]
     assert [row for block in found for row in block.carried] == [{"key": number} for number in range(8)]
     values = np.concatenate([block.data.inputs[:, 0] for block in found])
@@ -47,10 +47,10 @@ def test_blocks_hold_every_row_once_and_no_more_than_they_may(tmp_path: Path) ->
 def test_a_carried_field_that_a_row_lacks_is_told(tmp_path: Path) -> None:
     source = JsonRows(find(str(jsonl(tmp_path / "in.jsonl", [{"steps": [1.0], "id": 1}, {"steps": [2.0]}])), field="data"))
     with pytest.raises(DataError, match=r"in.jsonl:2 has no field id \(fields: steps\); name one that every row has"):
-        list(read_blocks(source, CODEC, Carried.of(["id"], "classification")))
+        list(read_blocks(source, CODEC, KeptColumns.of(["id"], "classification")))
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(DataError, match="is empty"):
-        list(read_blocks(JsonRows(find(str(tmp_path / "none.jsonl"), field="data")), CODEC, Carried()))
+        list(read_blocks(JsonRows(find(str(tmp_path / "none.jsonl"), field="data")), CODEC, KeptColumns()))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_carried_field_that_a_row_lacks_is_told(tmp_path: Path) -> None:
 )
 def test_carried_fields_that_cannot_be(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Carried.of(words, "classification")
+        KeptColumns.of(words, "classification")
     with pytest.raises(UserError, match="is for rows, but this is a forecast"):
-        Carried.of(words[:1], "forecasting")
+        KeptColumns.of(words[:1], "forecasting")
 
 
 def test_a_csv_has_a_column_for_each_class() -> None:

@@ -23,9 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from _whole_snapshots import Snapshot, load, save, save_weights
 from carrywave.errors import Diverged, RunError
 from carrywave.runs.checkpoint import atomic_files, manifest, snapshot
-from carrywave.runs.checkpoint.snapshot import Snapshot, load, load_weights, save, save_weights
+from carrywave.runs.checkpoint.snapshot import load_weights
 
 DTYPES = list(atomic_files.DTYPES)
 

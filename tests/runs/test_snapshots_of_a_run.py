@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from _whole_snapshots import load
 from carrywave.errors import RunError
 from carrywave.runs.checkpoint.manifest import digest, encode
-from carrywave.runs.checkpoint.snapshot import load, open_stored
+from carrywave.runs.checkpoint.snapshot import open_stored
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.step.trainer import Trainer

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from _whole_snapshots import load
 from carrywave.errors import Diverged, RunError
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import World
 from carrywave.runs.checkpoint import writer as writers
-from carrywave.runs.checkpoint.snapshot import load, write_part
+from carrywave.runs.checkpoint.snapshot import write_part
 from carrywave.runs.checkpoint.writer import Writer
 
 KILLED = Path(__file__).with_name("_killed.py")

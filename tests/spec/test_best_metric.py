@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from carrywave.errors import SpecError
-from carrywave.spec.best_metric import HIGHER, OF_TASK, score
 from carrywave.spec.load import parse
+from carrywave.spec.train_spec import HIGHER, OF_TASK, score
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, SequenceOrder, StreamOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax

@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _emulated_graphs import emulate
 
 from carrywave.data.batch import Batch
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse

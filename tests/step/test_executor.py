@@ -26,9 +26,9 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
-from carrywave.parallel.device_links import DeviceLinks
-from carrywave.parallel.device_sums import DeviceSum
-from carrywave.parallel.symmetric import SharedMemory
+from carrywave.parallel.links.device_links import DeviceLinks
+from carrywave.parallel.memory.symmetric import SharedMemory
+from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.plan.cost.footprint import Footprint
 from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.cost.ways import Ways

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.parallel.group_sums import GroupSum
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree

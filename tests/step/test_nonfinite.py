@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from _whole_snapshots import load
 from carrywave import LSTM, Model
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged
@@ -24,7 +25,6 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.stage import Stage
 from carrywave.parallel.world import World
-from carrywave.runs.checkpoint.snapshot import load
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from carrywave.errors import RunError, UserError
-from carrywave.parallel.group_sums import Summing
+from carrywave.parallel.sums.group_sums import Summing
 from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.spec.train_spec import TrainSpec

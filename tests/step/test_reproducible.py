@@ -20,7 +20,7 @@ from _emulated_graphs import emulate
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader
 from carrywave.data.order import StreamOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.errors import PlanError, UserError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, Window
-from carrywave.data.view import View
+from carrywave.data.sequences import View
+from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
 from carrywave.plan.canonical_shards import SHARDS, shards_of, tree
 from carrywave.plan.plan import Plan
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
@@ -174,14 +176,18 @@ def _threads() -> Iterator[None]:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     ("variables", "threads"),
-    [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2), ({"OMP_NUM_THREADS": "2", "CARRYWAVE_THREADS_DEALT": "1"}, 1)],
+    [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2), ({"OMP_NUM_THREADS": "2", WORKER: "dealt"}, 1)],
     ids=["nobody's", "the user's", "the launcher's"],
 )
-def test_threads_are_one_unless_the_user_chose(variables: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "CARRYWAVE_THREADS_DEALT"):
+def test_threads_are_one_unless_the_user_chose(
+    variables: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", WORKER):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    if WORKER in variables:
+        monkeypatch.setenv(WORKER, WorkerFile(threads_dealt=True).write(tmp_path / "worker.json")[WORKER])
     torch.set_num_threads(2)
     settle(CPU)
     assert torch.get_num_threads() == threads

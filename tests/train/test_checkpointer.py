@@ -23,9 +23,9 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.state import State
-from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.row_exchange import RowExchange
+from carrywave.parallel.sums.group_sums import GroupSum, Summing
+from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint import snapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -116,13 +117,11 @@ def test_early_stopping() -> None:
 
 def test_state_goes_through_json_exactly() -> None:
     state = after(spec(schedule="plateau", factor=0.3), [0.1 + 0.2, 1.0, 1.0])[-1]
-    assert lr_schedule.from_json(json.loads(json.dumps(lr_schedule.to_json(state)))) == state
-    assert lr_schedule.from_json(lr_schedule.to_json(Rate())) == Rate()
+    assert lr_schedule.from_json(json.loads(json.dumps(asdict(state)))) == state
+    assert lr_schedule.from_json(asdict(Rate())) == Rate()
 
 
-@pytest.mark.parametrize(
-    "kept", [{}, {"scale": "1", "best": None, "bad_evals": 0, "since_best": 0}, {**lr_schedule.to_json(Rate()), "more": 1}]
-)
+@pytest.mark.parametrize("kept", [{}, {"scale": "1", "best": None, "bad_evals": 0, "since_best": 0}, {**asdict(Rate()), "more": 1}])
 def test_refuses_another_state(kept: dict[str, Any]) -> None:
     with pytest.raises(RunError, match="learning rate state"):
         lr_schedule.from_json(kept)

@@ -23,8 +23,8 @@ from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
-from carrywave.train import planning
-from carrywave.train.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
+from carrywave.train.start import planning
+from carrywave.train.start.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -219,7 +219,7 @@ def test_a_kernel_alone_leaves_the_split_to_the_planner(use: Any) -> None:
 
 def test_with_a_worker_broken_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_PROFILE")
-    monkeypatch.setenv("CARRYWAVE_FEWER", "1")
+    monkeypatch.setattr(planning.launch_record, "with_fewer", lambda: True)
     monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
     monkeypatch.setattr(planning, "profile_for", lambda *args, **how: pytest.fail("it measured"))
     assert planned(2).plan == Plan(2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.train.same_data import Seen, difference
+from carrywave.train.start.same_data import FilesSeen, difference
 
 ONE, TWO = "1" * 64, "2" * 64
 
 
-def seen(host: str, digest: str, name: str = "train.txt", **more: str) -> Seen:
-    return Seen(host, {"data.train": (name, digest), **{key: ("valid.txt", value) for key, value in more.items()}})
+def seen(host: str, digest: str, name: str = "train.txt", **more: str) -> FilesSeen:
+    return FilesSeen(host, {"data.train": (name, digest), **{key: ("valid.txt", value) for key, value in more.items()}})
 
 
 def test_the_same_content_under_other_names_is_the_same() -> None:
@@ -43,6 +43,6 @@ def test_a_part_that_one_worker_lacks_is_a_difference() -> None:
 
 
 def test_a_file_that_is_missing_elsewhere_is_told_with_its_host() -> None:
-    missing = Seen("b", failure="data.train=train.txt: file not found in /home; use the path of an existing file")
+    missing = FilesSeen("b", failure="data.train=train.txt: file not found in /home; use the path of an existing file")
     assert difference([seen("a", ONE), missing]) == f"rank 1 on b: {missing.failure}"
     assert difference([missing, seen("b", ONE)]) is None  # reading it on rank 0 gives the error

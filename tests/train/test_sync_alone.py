@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import _whole_snapshots
 from carrywave.errors import Diverged, RunError
-from carrywave.runs.checkpoint import snapshot
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.train.fit import train
@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path: Path, fragments: int)
     # As if it had been killed after this snapshot, between two exchanges of a fragment if there are two.
     (tmp_path / "parts" / "snapshots" / "last").write_text(f"step-{8 if fragments == 1 else 6:08d}\n")
     train(spec(tmp_path, **settings), run=tmp_path / "parts", resume=True, device="cpu")
-    ours, theirs = (snapshot.load(tmp_path / run / "snapshots") for run in ("parts", "whole"))
+    ours, theirs = (_whole_snapshots.load(tmp_path / run / "snapshots") for run in ("parts", "whole"))
     for group in ("parameters", "outer", "replica", "carry"):
         found, wanted = getattr(ours, group), getattr(theirs, group)
         assert found.keys() == wanted.keys()

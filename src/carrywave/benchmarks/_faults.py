@@ -26,6 +26,7 @@ import carrywave
 from carrywave.benchmarks._ledger import FOLDER
 from carrywave.errors import RunError
 from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
 
 Moment = Literal["step", "save", "restart"]
 # Drawn uniformly. Saves are aimed at explicitly, because a draft of a snapshot exists only briefly.
@@ -162,7 +163,8 @@ class Running:
             except (OSError, ValueError):
                 continue
             if "RANK" in words and state != "Z":
-                found[int(words["RANK"])] = (int(child), int(words.get("CARRYWAVE_ATTEMPT", "0")))
+                told = WorkerFile.model_validate_json(Path(words[WORKER]).read_bytes())
+                found[int(words["RANK"])] = (int(child), told.attempt)
         return found
 
     def step(self, attempt: int) -> int:

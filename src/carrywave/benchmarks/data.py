@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, SequenceOrder
-from carrywave.data.sequences import Ints
-from carrywave.data.view import View
+from carrywave.data.sequences import Ints, View
 
 title = "data: batches of variable lengths, one thread against DataLoader with two workers"
 COLUMNS = ("loader", "batches", "batches_per_second", "real_tokens_per_second", "waste", "ratio")

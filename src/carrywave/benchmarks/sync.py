@@ -29,8 +29,9 @@ import typer
 import carrywave
 from carrywave.benchmarks import _slow_links
 from carrywave.errors import RunError, UserError
-from carrywave.launch.shares import shares as shares_of_gpu
+from carrywave.launch.gpu_shares.shares import shares as shares_of_gpu
 from carrywave.parallel.startup.interfaces import GLOO
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 title = "replicas that do not exchange at every step"
 COLUMNS = (
@@ -185,7 +186,7 @@ def _work(folder: Path, words: Sequence[Sequence[str]], interface: str, environm
         "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         GLOO: interface,
-        "CARRYWAVE_STORE": str(folder / "store"),
+        **WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json"),
         "WORLD_SIZE": str(REPLICAS),
         "LOCAL_WORLD_SIZE": str(REPLICAS),
     }

@@ -25,8 +25,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order
-from carrywave.data.sequences import Sequences
-from carrywave.data.view import View
+from carrywave.data.sequences import Sequences, View
 from carrywave.parallel.mesh import Mesh
 from carrywave.runs.evaluation import order_for
 from carrywave.spec.load import parse

@@ -11,9 +11,7 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, note, spec_and_overrides
-from carrywave.cli.places import place_of
-from carrywave.cli.rows import wide_console, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, note, place_of, spec_and_overrides, wide_console, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.data.files.remote import is_address
 from carrywave.errors import UserError
@@ -92,11 +90,11 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _report(found: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
-    from carrywave.runs.backtest import listing, picture
+    from carrywave.runs.backtest import picture, rolled
     from carrywave.runs.rows.row_writer import writing
 
     with writing(csv_file, ".csv") as writer:
-        writer.add(listing.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+        writer.add(rolled.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
     rolling = found.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {found.table.name}"
     output_file.write(svg_file, picture.draw(found.table, found.forecasts, found.columns, found.quantiles, title))

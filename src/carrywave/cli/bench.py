@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from carrywave.cli.options import JsonOption, numbers_of
-from carrywave.cli.rows import show, write_rows
+from carrywave.cli.options import JsonOption, numbers_of, show, write_rows
 from carrywave.errors import UserError
 from carrywave.runs import output_file
 from carrywave.runs.display import table_of

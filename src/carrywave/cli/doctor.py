@@ -17,11 +17,10 @@ from rich.table import Table
 
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note, plain
-from carrywave.cli.workers import take_place
 from carrywave.errors import PlanError, UserError, WorkerError
-from carrywave.launch import surroundings
+from carrywave.launch.engines import slurm, surroundings
+from carrywave.launch.engines.hosts import host_and_port
 from carrywave.launch.hardware import cores, gpus
-from carrywave.launch.hosts import host_and_port
 from carrywave.launch.launcher import start
 from carrywave.launch.script_workers import script_command
 from carrywave.parallel.startup.environment import shares_of_a_gpu
@@ -52,7 +51,7 @@ def doctor(
     meeting = None if meet is None else _host_and_port(meet)
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
-    take_place(trains=True)
+    slurm.take_place(trains=True)
     if not launched():
         _start(device.value, devices)
     elif devices is not None and VERDICT not in os.environ and str(devices) != os.environ.get("WORLD_SIZE"):

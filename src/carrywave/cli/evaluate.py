@@ -7,9 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, note, numbers_of
-from carrywave.cli.places import RunArgument, file_of, place_of
-from carrywave.cli.rows import show, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, RunArgument, file_of, note, numbers_of, place_of, show, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file

@@ -26,10 +26,10 @@ import typer
 
 from carrywave.cli.options import note
 from carrywave.errors import ResourceError, UserError, by_command, from_system, remedy_for
-from carrywave.launch import exit_reports, launch_record, worker_logs
+from carrywave.launch import launch_record, worker_logs
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, code_of
 from carrywave.launch.signals import let_go_of_terminal, wanted
-from carrywave.parallel.liveness import device_faults
+from carrywave.parallel.liveness import device_faults, failure_file
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -95,7 +95,7 @@ def ending_in_order() -> Iterator[None]:
         except Terminated as asked:
             let_go_of_terminal()
             # A resumed run still has its snapshot, so this counts as an ordinary stop.
-            waiting = launch_record.last_step(launch_record.run_in_hand())
+            waiting = launch_record.last_step(launch_record.current_run())
             code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
             _say(code, f"stopped by {asked} before the first step; {what}", asked)
             raise typer.Exit(code) from None
@@ -208,25 +208,25 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
     if is_lost and contact is not None:
         said = contact.of(error)
         message, peer = str(said), said.rank
-    folder = exit_reports.folder()
+    folder = failure_file.folder()
     if folder is not None:
-        kind: exit_reports.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
+        kind: failure_file.FailureKind = "lost" if is_lost else "fault" if code == FAULT else "user"
         with suppress(OSError):  # a full disk, say: then this worker says it itself
-            exit_reports.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
+            failure_file.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
             return
     kept: Path | None = None
     rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     if rank.isdecimal() and code == FAULT and error is not None:
-        kept = worker_logs.keep_trace(launch_record.run_in_hand(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), rank, error)
+        kept = worker_logs.keep_trace(launch_record.current_run(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), rank, error)
     more = "" if kept is None else f"; full log: {shown(kept)}"
     if not rank.isdecimal() or (code == INTERRUPTED and rank == "0"):
         note(message)
     elif code == INTERRUPTED:
         pass  # every rank was interrupted; rank 0 reports it
-    elif world is not None and isinstance(error, UserError) and error.told_by is not None:
-        world.tell_once(error, int(rank), lambda: note(message))
+    elif world is not None and isinstance(error, UserError) and error.reported_by is not None:
+        world.report_once(error, int(rank), lambda: note(message))
     elif is_lost and world is not None:
-        if world.first_to_tell():
+        if world.first_to_report():
             note(f"rank {rank}: {message}{more}")
     else:
         note(f"rank {rank}: {message}{more}")

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import note
-from carrywave.cli.places import RunArgument, file_of, place_of
+from carrywave.cli.options import RunArgument, file_of, note, place_of
 from carrywave.errors import PlanError
 from carrywave.parallel.startup.launcher_env import launched
 

@@ -1,7 +1,8 @@
-"""Command-line options and helpers shared by several commands."""
+"""What several commands share: options, runs and files as the command line names them, and rows of results, shown or written as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -12,10 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from carrywave.cli.examples import epilog
+from carrywave.data.files import cache
+from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import UserError
+from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.runs import output_file
 from carrywave.runs.watcher import printable
 
 
@@ -112,6 +119,7 @@ def plain_warnings() -> None:
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto uses CUDA if available.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its address in an object store.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON.")]
 
 
@@ -137,3 +145,31 @@ def numbers_of(option: str, text: str, least: int = 0) -> list[int]:
     if min(found) < least:
         raise UserError(f"{option} {text} has a number below {least}; use {least} or more")
     return found
+
+
+def place_of(run: str) -> Path | str:
+    """A run as the other modules take it: an address is text, which a path would not keep as it is."""
+    return run if is_address(run) else Path(run)
+
+
+def file_of(name: str) -> Path:
+    """A data file that a command is given; one in an object store is fetched."""
+    return fetch(name, cache.folder(None)) if is_address(name) else Path(name)
+
+
+def wide_console() -> Console:
+    """Where tables are printed: a file or pipe has no width, so it gets one in which rows are not wrapped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
+def show(table: Table) -> None:
+    """Print a table."""
+    wide_console().print(table)
+
+
+def write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
+    """Write a JSON array with one row per line; NaN and infinity become null, since JSON has neither."""
+    if path is not None and is_first():
+        lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
+        output_file.write(path, "[\n" + ",\n".join(lines) + "\n]\n")

@@ -30,10 +30,10 @@ from carrywave.plan.show.svg import Panel, draw
 from carrywave.plan.show.text import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
 from carrywave.plan.show.what_if import balance_text, remedies
 from carrywave.runs import output_file
+from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.plan_spec import PlanSpec
-from carrywave.spec.precision import AUTO, suited, with_precision
 from carrywave.spec.spec import Spec
 
 THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
@@ -289,6 +289,6 @@ def _about(units: Units, plan: Plan) -> str:
     return f"a step of {_size(shape)}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
 
 
-def _write(path: Path | None, known: Mapping[str, Any]) -> None:
+def _write(path: Path | None, values: Mapping[str, Any]) -> None:
     if path is not None:
-        output_file.write(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")
+        output_file.write(path, json.dumps({name: plain(value) for name, value in values.items()}, indent=1, ensure_ascii=False) + "\n")

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import ending_at_a_signal, leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, InputFormat
-from carrywave.cli.places import RunArgument, file_of, place_of
+from carrywave.cli.options import Device, DeviceOption, InputFormat, RunArgument, file_of, place_of
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError
 from carrywave.runs import output_file

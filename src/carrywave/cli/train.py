@@ -11,9 +11,7 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import ending_in_order, leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, spec_and_overrides
-from carrywave.cli.places import place_of
-from carrywave.cli.rows import write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, place_of, spec_and_overrides, write_rows
 from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
@@ -34,14 +32,14 @@ from carrywave.cli.workers import (
 from carrywave.data.files.remote import Store, is_address
 from carrywave.errors import RunError
 from carrywave.launch import launch_record
+from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
-from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
 from carrywave.runs.watcher import Silent
+from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.load import dump, load, parse, parse_yaml, read_values, with_overrides
-from carrywave.spec.precision import AUTO, suited, with_precision
 from carrywave.spec.spec import Spec
 
 ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # exit codes of a run that stopped early with a snapshot written
@@ -102,7 +100,7 @@ def _with_precision(spec: Spec, before: str | None, device: str, where: Surround
     if before is not None:
         return with_precision(spec, parse(_spec_of(before, where), own=True).train.precision)
     with leaving_at_once():
-        from carrywave.parallel.world import pick_device
+        from carrywave.parallel.devices import pick_device
         from carrywave.step.precision import made_for_bf16
     return with_precision(spec, suited(made_for_bf16=made_for_bf16(pick_device(device))))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
@@ -18,12 +17,13 @@ import typer
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.launch import slurm, surroundings
+from carrywave.launch.engines import slurm, surroundings
+from carrywave.launch.engines.ray_cluster import connected
+from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.hardware import gpus
-from carrywave.launch.launcher import RESTARTS, is_worker, start
-from carrywave.launch.ray_cluster import connected
+from carrywave.launch.launcher import is_worker, start
+from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.script_workers import script_command
-from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.door import Job, job_of
 from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
@@ -76,16 +76,12 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
         return
     heartbeat.start()
     with leaving_at_once():
-        from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
+        from carrywave.parallel.world import from_rank_0, join, leave, raise_on_all
 
     world = join(device, job)
 
     def of_rank_0(read: Read) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        with raise_on_all(world, for_all_of_us=True):
-            found = read() if world.rank == 0 else {}
-        told: dict[str, Any] = json.loads(all_gather_text(world, json.dumps(found))[0])
-        return told
+        return from_rank_0(world, read)
 
     try:
         with raise_on_all(world):
@@ -95,18 +91,9 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
         raise
 
 
-def take_place(*, trains: bool) -> None:
-    """Under srun, take this task's place among the workers: from here on it looks as if torchrun had started it.
-
-    A task that is a host of a training run is none of them: it starts workers, which are.
-    """
-    if not launched() and not (trains and slurm.is_host(os.environ)):
-        os.environ.update(slurm.worker(os.environ))
-
-
 def around(hosts: str | None = None, host_index: int | None = None, job: Job | None = None) -> Surroundings:
     """Where this process is, by its environment and what the user says. `job` is what all hosts are to do together."""
-    take_place(trains=True)
+    slurm.take_place(trains=True)
     found = surroundings.find(os.environ, hosts, host_index)
     return found if found.hosts is None else replace(found, hosts=replace(found.hosts, asked=dict(job or {})))
 
@@ -129,7 +116,7 @@ def devices_that_pay(spec: Spec, device: str, before: Path | None, where: Surrou
     if device == "cpu" or where != Surroundings() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
         return None  # shares are for trying out as many as were asked for
     with leaving_at_once():
-        from carrywave.train.planning import best_number
+        from carrywave.train.start.planning import best_number
     return best_number(spec, device, before, note)
 
 
@@ -186,7 +173,7 @@ def start_workers(
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
     if plan is None:
-        take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
+        slurm.take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
     where = where or (Surroundings() if plan is None else around())
     if launched():
         size = os.environ.get("WORLD_SIZE")
@@ -267,7 +254,7 @@ def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elas
 
 
 def _check_shared(count: int, gpus: int) -> None:
-    from carrywave.parallel.world import too_few_gpus
+    from carrywave.parallel.devices import too_few_gpus
 
     if not may_share_gpu():
         raise too_few_gpus(count, gpus)
@@ -290,7 +277,7 @@ def _gpus(device: str, *, needed: bool) -> int:
     with leaving_at_once():
         import torch
 
-        from carrywave.parallel.world import pick_device
+        from carrywave.parallel.devices import pick_device
 
     return torch.cuda.device_count() if pick_device(device, 0).type == "cuda" else 0
 

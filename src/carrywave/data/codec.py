@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.calendar import FEATURES, calendar_columns
-from carrywave.data.text.tokenizers import UNKNOWN, Ids, Kind, Tokens
+from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
 from carrywave.spec.facts import DataFacts
@@ -53,7 +53,7 @@ class Codec:
 
     task: str
     field: str  # what a row holds: steps, text or tokens; columns for a table
-    kind: Kind | None = None  # None for numeric inputs
+    kind: TokenizerKind | None = None  # None for numeric inputs
     vocabulary: tuple[str, ...] = ()  # characters or words
     bpe: str | None = None  # byte-pair tokenizer, as serialised by its library
     size: int = 0  # number of tokens; 0 for numeric inputs
@@ -114,7 +114,7 @@ class Codec:
             values = getattr(self, name)
             if not isinstance(values, tuple) or any(not isinstance(value, item) or isinstance(value, bool) for value in values):
                 return f"{name} is {values!r:.40}"
-        if self.kind not in (None, *get_args(Kind)):
+        if self.kind not in (None, *get_args(TokenizerKind)):
             return f"kind is {self.kind!r}"
         if self.kind in ("char", "word") and self.size != len(self.vocabulary):
             return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"

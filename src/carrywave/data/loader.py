@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,10 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.batch import IGNORED, Batch
-from carrywave.data.copy_stream import copy_stream
 from carrywave.data.order import Cursor, Order, Window
-from carrywave.data.sequences import Ints
-from carrywave.data.view import View
+from carrywave.data.sequences import Ints, View
 
 
 @dataclass(frozen=True)
@@ -193,3 +192,14 @@ def _ignoring(values: NDArray[Any], ignored: NDArray[np.bool_]) -> NDArray[Any]:
     targets: NDArray[Any] = np.require(values, dtype=np.float32 if real else np.int64, requirements=["C", "W", "O"])
     targets[ignored] = np.nan if real else IGNORED
     return targets
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same stream on every call.
+
+    torch hands out streams from a pool of 32, in turns. A new stream for every pass over the data would, after 32 of them, be the stream on
+    which CUDA graphs are captured, and a copy made there during a capture would become part of the graph instead of being carried out.
+    Streams of high priority come from a pool of their own.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ ENOUGH = 0.01  # share of sequences or passages that is worth a line
 BETTER = "so the figures look better than they are; keep them in only one of the two"
 
 
-def told(parts: Mapping[str, Sequences], given: Collection[str]) -> Iterator[str]:
+def notes(parts: Mapping[str, Sequences], given: Collection[str]) -> Iterator[str]:
     """A line for each part of which much is in train, too; `given` names the parts that were not cut from it."""
     train = parts["train"]
     for name in ("valid", "test"):

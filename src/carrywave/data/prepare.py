@@ -226,10 +226,10 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
         notes = examples.not_read(rows, codec, spec.data)
-    notes = (*(line for source in sources.values() for line in source.told()), *notes)
+    notes = (*(line for source in sources.values() for line in source.notes()), *notes)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     parts = hold_out(found, spec, share, held, train.name)
-    return cache.Entry(parts, codec, (*notes, *overlap.told(parts, sources)))
+    return cache.Entry(parts, codec, (*notes, *overlap.notes(parts, sources)))
 
 
 def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
@@ -274,6 +274,6 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice)
         table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
-        return arrange(table, source.name, choice, told=told)
+        return arrange(table, source.name, choice, read_notes=told)
 
     return open_table

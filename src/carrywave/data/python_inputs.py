@@ -160,7 +160,7 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
         join = spec.task == "language" and spec.streams and value.join
         found[part] = examples.encode(value, codec, new, labelled=True, join=join)
     parts = hold_out(found, spec, share, held, "train")
-    return Entry(parts, codec, (*examples.not_read(rows["train"], codec, spec.data), *overlap.told(parts, rows)))
+    return Entry(parts, codec, (*examples.not_read(rows["train"], codec, spec.data), *overlap.notes(parts, rows)))
 
 
 @dataclass(frozen=True)

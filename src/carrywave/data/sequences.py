@@ -1,11 +1,13 @@
 """`Sequences` is the common format of all data: sequences stored end to end in flat arrays, in memory or memory-mapped.
 
 A language corpus is one long sequence of tokens, a set of labelled examples is many short ones, a table holds one per series.
-Parts of one data set (train, valid, test) may share the flat array.
+Parts of one data set (train, valid, test) may share the flat array. A `View` is what a task reads of them: steps, each with an input and
+possibly a target. The loader queries it with whole matrices of row numbers, so building a batch takes a few NumPy gathers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,3 +34,16 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+
+@dataclass(frozen=True)
+class View:
+    """Sequence i is the steps `starts[i] … starts[i] + lengths[i] - 1` of `inputs`."""
+
+    inputs: NDArray[Any]  # [rows] tokens or [rows, features]
+    starts: Ints
+    lengths: Ints  # number of steps that can be trained on
+    targets_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> targets [T, B, …], int64 or float32
+    labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
+    inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
+    warm: Ints | None = None  # leading steps of each sequence whose targets are ignored

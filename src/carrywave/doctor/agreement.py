@@ -10,7 +10,7 @@ from typing import Any
 from carrywave.doctor.finding import Finding, ranks, several
 from carrywave.doctor.worker import SETTINGS, Worker
 from carrywave.errors import UserError
-from carrywave.parallel import peer_access
+from carrywave.parallel.memory import peer_access
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.plan.show.text import seconds_text
 

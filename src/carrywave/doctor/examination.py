@@ -24,13 +24,13 @@ from carrywave.doctor import profile as profiles
 from carrywave.doctor.finding import Finding, of_error, well
 from carrywave.doctor.links import Measured, check_links
 from carrywave.doctor.meeting import Guard, Meeting
-from carrywave.doctor.network import LOCAL, MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
+from carrywave.doctor.network import MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
 from carrywave.doctor.report import Report, told
 from carrywave.doctor.speed import Speed, check_speeds
 from carrywave.doctor.worker import Place, Worker
 from carrywave.errors import ContactLost, UserError, WorkerError
 from carrywave.parallel.liveness import heartbeat, lost_contact
-from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.startup.launcher_env import launched, own
 from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
 from carrywave.parallel.world import World, join, launch_store, leave
 from carrywave.plan.cost.profile import Profile, Reduction
@@ -195,7 +195,7 @@ class _Launched:
         there = list(self.workers.values())
         homes = worker.by_home(there)
         # Workers that we started ourselves say nothing of how many hosts there will be.
-        self.known += verdicts.of_launch(there, hosts=None if LOCAL in os.environ else len(homes))
+        self.known += verdicts.of_launch(there, hosts=None if own().one_host else len(homes))
         if self.asked.meet is not None:
             self.known.append(check_meeting(*self.asked.meet, first=None))
         if len(homes) > 1:

@@ -16,11 +16,11 @@ import torch
 from carrywave.doctor.finding import Finding, size
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
+from carrywave.launch.gpu_shares.shares import PIPES, TOOL
 from carrywave.launch.hardware import nvidia_smi, visible
-from carrywave.launch.shares import PIPES, TOOL
+from carrywave.parallel.devices import pick_device
 from carrywave.parallel.startup.environment import SHARE_GPU
 from carrywave.parallel.startup.rendezvous import reason
-from carrywave.parallel.world import pick_device
 
 HELD_BYTES = 1 << 30  # of memory that others may hold before it is worth a word: about what a context takes
 HOT_CELSIUS = 85

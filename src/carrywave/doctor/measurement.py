@@ -14,9 +14,9 @@ from carrywave.doctor.links import Measured, Pair, pairs
 from carrywave.measure import device_memory
 from carrywave.measure.work import time_messages, time_reductions
 from carrywave.parallel import process_groups
-from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from carrywave.doctor.finding import Finding
 from carrywave.parallel.startup.addresses import addresses, is_loopback
+from carrywave.parallel.startup.launcher_env import own
 
 GLOO = "GLOO_SOCKET_IFNAME"
-LOCAL = "CARRYWAVE_STORE"  # set in workers that our own launcher started on one host
 CONNECT_SECONDS = 3.0
 MISLED_SECONDS = 5.0  # for a meeting point that seems to be on this host, but should be on another
 
@@ -41,7 +41,7 @@ class Network:
         """Look at this host. `meeting`: the name or address of the host where workers meet."""
         interfaces = addresses()
         named = os.environ.get(GLOO, "")
-        if LOCAL in os.environ and named in ("lo", "lo0"):
+        if own().one_host and named in ("lo", "lo0"):
             named = ""  # our own launcher's choice for workers of one host
         toward = None if meeting is None else _local_end(meeting)
         way = next((name for name, addresses in interfaces.items() if toward in addresses), "")

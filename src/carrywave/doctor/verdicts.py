@@ -76,7 +76,7 @@ def failed(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[int], there
 
 
 def other_devices(there: Sequence[Worker]) -> list[Finding]:
-    """A word on workers whose devices the profile does not describe."""
+    """Warn about workers whose devices the profile does not describe."""
     names = [each.device.partition(":")[0] if each.gpu is None else each.gpu.name for each in there]
     odd = [each for each, name in zip(there, names, strict=True) if name != names[0]]
     if not odd:

@@ -20,10 +20,11 @@ from carrywave.doctor.finding import Finding, given
 from carrywave.doctor.gpu import Gpu
 from carrywave.doctor.host import Host, check_cores, check_files, check_load, check_memory, check_shared_memory
 from carrywave.doctor.network import Network, Target, check_name
-from carrywave.parallel import peer_access
-from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.memory import peer_access
+from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
-from carrywave.parallel.startup.rendezvous import identity
+from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.process_identity import identity
 
 # Settings that workers should have in common; the first must be, because it decides what carries their messages.
 SETTINGS = (TRANSPORT, SHARE_GPU, "CARRYWAVE_KERNEL", "CARRYWAVE_CAPTURE", "CARRYWAVE_TIMEOUT_SECONDS", "OMP_NUM_THREADS")
@@ -115,8 +116,7 @@ def versions() -> dict[str, str]:
 def look(place: Place, asked: str, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
     """Look at this process's host and device. `run`: the folder of runs; one in an object store has no disk to look at."""
     smi = gpu.ask_smi() if asked != "cpu" else {}  # before this process uses a GPU itself
-    number = os.environ.get("CARRYWAVE_PLACE", "")
-    at = None if place.size == 1 else int(number) if number.isdecimal() else place.local_rank
+    at = None if place.size == 1 else own().device(place.local_rank)
     device, unusable = gpu.choose(asked, at)
     host = Host.here()
     known = identity(os.getpid())

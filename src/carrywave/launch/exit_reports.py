@@ -9,34 +9,12 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from carrywave import errors
 from carrywave.errors import ResourceError, UserError
-from carrywave.parallel.liveness.failure_file import FOLDER, Cause, Kind, folder, leave
-
-__all__ = [
-    "FAULT",
-    "FOLDER",
-    "INTERRUPTED",
-    "MISTAKE",
-    "RESOURCE",
-    "STOPPED",
-    "Cause",
-    "Ended",
-    "Kind",
-    "WorkerEnds",
-    "code_of",
-    "ended",
-    "folder",
-    "leave",
-    "read",
-    "run_of",
-    "tell_run",
-    "together",
-]
+from carrywave.parallel.liveness.failure_file import Cause, folder
 
 RUN = "run"  # the file beside the failures that holds the path of the run
 FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes: internal error, user error, orderly stop, Ctrl-C
@@ -81,19 +59,34 @@ class WorkerEnds:
     silent: Mapping[int, str] = field(default_factory=dict)  # what to report of those that lost their heartbeat or hung
 
     def ended(self, size: int) -> Ended:
-        """Reduce the ends to one."""
-        return ended(self.codes, self.causes, size=size, asked=self.asked, killed=self.killed, silent=self.silent)
-
-    def to_json(self) -> dict[str, Any]:
-        """A form that JSON can hold."""
-        lists = {"codes": list(self.codes.items()), "killed": sorted(self.killed), "silent": list(self.silent.items())}
-        return {**lists, "causes": [asdict(cause) for cause in self.causes.values()], "asked": self.asked}
-
-    @staticmethod
-    def of_json(known: Mapping[str, Any]) -> WorkerEnds:
-        """The ends that `to_json` describes."""
-        causes = {cause["rank"]: Cause(**cause) for cause in known["causes"]}
-        return WorkerEnds(dict(known["codes"]), causes, known["asked"], frozenset(known["killed"]), dict(known["silent"]))
+        """Reduce the ends of all workers to one."""
+        for rank, what in self.silent.items():
+            return Ended(FAULT, f"worker {rank} of {size} {what}", rank=rank, died=True)
+        accounted = set(self.causes) | self.killed
+        unexplained = {rank: -code for rank, code in self.codes.items() if code < 0 and rank not in accounted and -code != self.asked}
+        # A process whose communication fails aborts itself, so SIGABRT may follow from it; other signals are crashes or come from outside.
+        for rank, number in unexplained.items():
+            if number != signal.SIGABRT:
+                return _died(rank, number, size)
+        reported = sorted((cause for cause in self.causes.values() if cause.kind != "lost"), key=lambda cause: cause.seconds)
+        if reported:
+            return _of_cause(reported[0], reported, size)
+        for rank, number in unexplained.items():
+            return _died(rank, number, size)
+        for rank, code in self.codes.items():
+            if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in self.causes:
+                what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
+                return Ended(code, what, rank=rank, died=code not in (MISTAKE, RESOURCE))
+        if self.asked is not None and -self.asked in self.codes.values() and not accounted - set(self.causes):
+            return Ended(128 + self.asked)  # the signal killed one worker before its first step, and the others merely lost contact with it
+        if self.causes:
+            # A report that names the peer says more than one that does not.
+            first = min(self.causes.values(), key=lambda cause: (cause.peer is None, cause.seconds))
+            return Ended(FAULT, first.message, rank=first.rank, died=True, lost=True, peer=first.peer)
+        if self.asked is not None and any(code < 0 for code in self.codes.values()):
+            # Before the first step there is nothing to save; if we killed workers, there was a second signal.
+            return Ended(128 + self.asked, "stopped immediately; progress since the last snapshot is lost" if accounted else "")
+        return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in self.codes.values()), 0))
 
 
 def together(parts: Iterable[WorkerEnds]) -> WorkerEnds:
@@ -113,7 +106,7 @@ def code_of(error: UserError) -> int:
     return RESOURCE if isinstance(error, ResourceError) else MISTAKE
 
 
-def tell_run(path: Path) -> None:
+def report_run(path: Path) -> None:
     """Report the run's folder to the process that started this worker."""
     where = folder()
     if where is not None:
@@ -132,51 +125,8 @@ def read(where: Path) -> dict[int, Cause]:
     return {cause.rank: cause for cause in found}
 
 
-def ended(
-    codes: Mapping[int, int],
-    causes: Mapping[int, Cause],
-    *,
-    size: int,
-    asked: int | None,
-    killed: Iterable[int],
-    silent: Mapping[int, str] | None = None,
-) -> Ended:
-    """Reduce the ends of all workers to one.
-
-    `codes` are the exit codes of this host's workers by rank, `causes` the failures they left, `asked` the signal forwarded to them,
-    `killed` the ranks that the launcher terminated, and `silent` what to report of those that lost their heartbeat or hung.
-    """
-    for rank, what in (silent or {}).items():
-        return Ended(FAULT, f"worker {rank} of {size} {what}", rank=rank, died=True)
-    told_of = set(causes) | set(killed)
-    wordless = {rank: -code for rank, code in codes.items() if code < 0 and rank not in told_of and -code != asked}
-    # A process whose communication fails aborts itself, so SIGABRT may be a consequence; other signals come from outside or are crashes.
-    for rank, number in wordless.items():
-        if number != signal.SIGABRT:
-            return _died(rank, number, size)
-    told = sorted((cause for cause in causes.values() if cause.kind != "lost"), key=lambda cause: cause.seconds)
-    if told:
-        return _of_cause(told[0], told, size)
-    for rank, number in wordless.items():
-        return _died(rank, number, size)
-    for rank, code in codes.items():
-        if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
-            what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
-            return Ended(code, what, rank=rank, died=code not in (MISTAKE, RESOURCE))
-    if asked is not None and -asked in codes.values() and not told_of - set(causes):
-        return Ended(128 + asked)  # the signal killed one worker before its first step, and the others merely lost contact with it
-    if causes:
-        # A report that names the peer says more than one that does not.
-        first = min(causes.values(), key=lambda cause: (cause.peer is None, cause.seconds))
-        return Ended(FAULT, first.message, rank=first.rank, died=True, lost=True, peer=first.peer)
-    if asked is not None and any(code < 0 for code in codes.values()):
-        # Before the first step there is nothing to save; if we killed workers, there was a second signal.
-        return Ended(128 + asked, "stopped immediately; progress since the last snapshot is lost" if told_of else "")
-    return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in codes.values()), 0))
-
-
-def _of_cause(first: Cause, told: Sequence[Cause], size: int) -> Ended:
-    alike = first.shared or (len({cause.message for cause in told}) == 1 and len(told) == size)
+def _of_cause(first: Cause, reported: Sequence[Cause], size: int) -> Ended:
+    alike = first.shared or (len({cause.message for cause in reported}) == 1 and len(reported) == size)
     message = first.message if alike or size == 1 or first.code == INTERRUPTED else f"worker {first.rank}: {first.message}"
     return Ended(first.code, message, first.error, first.trace, rank=first.rank, died=first.kind == "fault")
 

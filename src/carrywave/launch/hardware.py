@@ -8,7 +8,7 @@ import subprocess
 from functools import lru_cache
 
 from carrywave.parallel.startup.environment import shares_of_a_gpu
-from carrywave.spec.precision import BF16_CAPABILITY
+from carrywave.spec.defaults import BF16_CAPABILITY
 
 
 def cores() -> int:

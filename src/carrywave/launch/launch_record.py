@@ -15,11 +15,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from carrywave.launch import surroundings
-from carrywave.parallel.startup.launcher_env import LAUNCH
+from carrywave.launch.engines import surroundings
+from carrywave.parallel.startup.launcher_env import own
 
-ATTEMPT = "CARRYWAVE_ATTEMPT"  # the number of this attempt, from 0
-FEWER = "CARRYWAVE_FEWER"  # set if this attempt has fewer workers than the launch started with
 NOTE = "launch.json"
 OWNER = "owner.json"  # written by `runs.owner`: the process that trains the run
 KEPT = (NOTE, OWNER, "logs")  # what remains when a run is started over
@@ -55,20 +53,20 @@ def call() -> int:
     return _Call.number
 
 
-def works_on(run: Path) -> None:
+def set_run(run: Path) -> None:
     """Record the run of the current call."""
     _Call.run = run
 
 
-def run_in_hand() -> Path | None:
+def current_run() -> Path | None:
     """The folder of the current call's run; None if it is not known yet."""
     return _Call.run
 
 
 def attempt() -> int:
-    """How many times the workers of this launch have been restarted, as far as their environment tells."""
-    counts = (os.environ.get(name, "") for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return max((int(count) for count in counts if count.isdecimal()), default=0)
+    """How many times the workers of this launch have been restarted, as far as they are told."""
+    counts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return max(own().attempt, *(int(count) if count.isdecimal() else 0 for count in counts))
 
 
 def warning() -> str | None:
@@ -84,12 +82,13 @@ def warning() -> str | None:
 
 def with_fewer() -> bool:
     """True if the launch continues with fewer workers than it started with."""
-    return FEWER in os.environ
+    return own().fewer
 
 
 def names() -> list[str]:
     """The names that identify the launch of this process; empty if a user started it by hand."""
-    found = [f"carrywave {os.environ[LAUNCH]}"] if LAUNCH in os.environ else []
+    launch = own().launch
+    found = [f"carrywave {launch}"] if launch else []
     if "TORCHELASTIC_RUN_ID" in os.environ:
         given = os.environ["TORCHELASTIC_RUN_ID"]
         # torchrun's default id is the same for every job; then the agent, which outlives its workers, identifies the launch.
@@ -115,12 +114,12 @@ def find(run: Path | None, task: str) -> Path | None:
     return next((folder for folder in folders if _is_ours(folder, own)), None)
 
 
-def _is_ours(run: Path, known: list[str]) -> bool:
+def _is_ours(run: Path, launch_names: list[str]) -> bool:
     if not (run / NOTE).is_file():  # nothing, or something that would block a reader
         return False
     try:
-        told = json.loads((run / NOTE).read_bytes())
-        return told["call"] == _Call.number and any(name in told["launch"] for name in known)
+        note_read = json.loads((run / NOTE).read_bytes())
+        return note_read["call"] == _Call.number and any(name in note_read["launch"] for name in launch_names)
     except (OSError, ValueError, TypeError, KeyError):
         return False
 

@@ -20,27 +20,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from carrywave.errors import WorkerError, option
-from carrywave.launch import exit_reports, launch_record
+from carrywave.launch import launch_record
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import Ended
+from carrywave.launch.gpu_shares.shares import Shares
 from carrywave.launch.hardware import visible
-from carrywave.launch.hosts import Hosts
-from carrywave.launch.restart_policy import RESTARTS, Place, RestartPolicy
-from carrywave.launch.shares import Shares
-from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, supervise
+from carrywave.launch.restart_policy import Place, RestartPolicy
+from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
 from carrywave.launch.work_folder import work_folder
-from carrywave.launch.worker_ends import asked_to_stop, with_logs
-from carrywave.launch.worker_environment import of_workers
 from carrywave.parallel.startup.environment import SHARE_GPU
-from carrywave.parallel.startup.launcher_env import LAUNCH
+from carrywave.parallel.startup.launcher_env import FitCall, WorkerFile, own
 
-__all__ = ["RESTARTS", "is_worker", "start"]
+if TYPE_CHECKING:
+    from carrywave.launch.cluster.host_launcher import HostLauncher
 
 
 def is_worker() -> bool:
     """True if `start` started this process."""
-    return exit_reports.folder() is not None
+    return bool(own().launch)
 
 
 def start(
@@ -49,6 +49,7 @@ def start(
     *,
     hosts: Hosts | None = None,
     environment: Mapping[str, str] | None = None,
+    fit: FitCall | None = None,
     restarts: int = 0,
     min_devices: int | None = None,
     shares: int = 1,
@@ -61,28 +62,36 @@ def start(
 
     If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
     With several hosts, those of all hosts are, and `min_devices` counts the workers of all of them. With `shares` above 1 each GPU is
-    divided among so many workers. With `direct_output`, rank 0 writes to our standard output itself. `resumes` is the run that the
+    divided among so many workers. With `direct_output`, rank 0 writes to our standard output itself. `fit` is the call of a script
+    that they are for. `resumes` is the run that the
     workers go on with, if that is known before they say so. `attend` runs one attempt, if not on this host then elsewhere.
     """
     say = say or _say
     if shares > 1:
         say(_of_shares(devices, shares))
     name = uuid.uuid4().hex
-    elsewhere = None if hosts is None else _on_hosts(command, devices, hosts, environment or {}, restarts, min_devices, name, resumes, say)
+    elsewhere: HostLauncher | None = None
+    if hosts is not None:
+        from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
+        from carrywave.parallel.startup.rendezvous import start_seconds
+
+        # Meets the other hosts.
+        job = HostJob(command, devices, hosts, environment or {}, restarts, min_devices, start_seconds(), name, resumes)
+        elsewhere = HostLauncher(job, say)
     parts = Shares(shares) if shares > 1 else nullcontext(None)
     with work_folder() as place, Signals() as signals, parts as divided:
         of_shares = {} if divided is None else divided.environment
-        settle = _nothing if divided is None else divided.settle
+        settle: Callable[[], None] = (lambda: None) if divided is None else divided.settle
         if elsewhere is not None:
-            return elsewhere(place, signals, of_shares, settle)
-        launch = {**of_shares, **(environment or {}), LAUNCH: name}
+            return elsewhere.run_until_the_end(place, signals, of_shares, settle)
+        shared = {**of_shares, **(environment or {})}
         policy = RestartPolicy((Place(0, device) for device in range(devices)), restarts, min_devices)
         number = 0
         run: Path | None = None
         while True:
-            shared = launch | {launch_record.ATTEMPT: str(number)} | ({launch_record.FEWER: "1"} if policy.fewer else {})
             folder = place / f"attempt-{number}"
-            crew = _crew(command, [each.device for each in policy.places], shared, folder, direct_output)
+            file = WorkerFile(launch=name, attempt=number, fewer=policy.fewer, one_host=True, store=folder / "store", fit=fit)
+            crew = _crew(command, [each.device for each in policy.places], file, shared, direct_output)
             outcome = attend(crew, folder, signals)
             # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
@@ -101,29 +110,6 @@ def start(
             say(again)
             settle()
             number += 1
-
-
-def _on_hosts(
-    command: Sequence[str],
-    devices: int,
-    hosts: Hosts,
-    environment: Mapping[str, str],
-    restarts: int,
-    least: int | None,
-    name: str,
-    resumes: Path | None,
-    say: Callable[[str], None],
-) -> Callable[[Path, Signals, Mapping[str, str], Callable[[], None]], Ended]:
-    """Meet the other hosts; returns what runs the workers of this one, together with those of the others, until the end."""
-    from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
-    from carrywave.parallel.startup.rendezvous import start_seconds
-
-    launcher = HostLauncher(HostJob(command, devices, hosts, environment, restarts, least, start_seconds(), name, resumes), say)
-    return launcher.run_until_the_end
-
-
-def _nothing() -> None:
-    return None
 
 
 def _of_shares(devices: int, shares: int) -> str:
@@ -145,8 +131,7 @@ def _say(line: str) -> None:
     print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
 
 
-def _crew(command: Sequence[str], devices: Sequence[int], shared: dict[str, str], folder: Path, direct: bool) -> WorkerGroup:
-    shared["CARRYWAVE_STORE"] = str(folder / "store")
+def _crew(command: Sequence[str], devices: Sequence[int], file: WorkerFile, shared: Mapping[str, str], direct: bool) -> WorkerGroup:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    shared |= {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-    return WorkerGroup(command, *of_workers(devices, shared, first=0, size=len(devices)), len(devices), direct)
+    interfaces = {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+    return WorkerGroup.of(command, devices, file, {**shared, **interfaces}, first=0, size=len(devices), direct=direct)

@@ -39,11 +39,6 @@ class RestartPolicy:
         self._at_start: Counter[Place] = Counter()  # deaths before the first step, by device
 
     @property
-    def restarts(self) -> bool:
-        """True if workers are restarted at all."""
-        return self._restarts > 0
-
-    @property
     def fewer(self) -> bool:
         """True if devices have been left out."""
         return len(self.places) < self.devices

@@ -12,65 +12,58 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.launch import exit_reports, slurm
-from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
-from carrywave.launch.launcher import RESTARTS, start
+from carrywave.launch.engines import slurm
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended, code_of
+from carrywave.launch.launcher import start
+from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.work_folder import work_folder
-from carrywave.parallel.liveness import device_faults, heartbeat
+from carrywave.parallel.liveness import device_faults, failure_file, heartbeat
 from carrywave.parallel.startup import environment
-from carrywave.parallel.startup.launcher_env import is_first, launched
+from carrywave.parallel.startup.launcher_env import FitCall, is_first, own
 
-CALL = "CARRYWAVE_FIT"  # in a worker: the index of the call to carry out, from 0
-EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of earlier calls
-RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file to write this call's result to
 VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that take the next argument as their value
 
 FAILED = "failed"  # the key of the error's class, in the record of a call that raised one
 
-Told = dict[str, Any]  # a result in a form that JSON can hold
+CallRecord = dict[str, Any]  # a result in a form that JSON can hold
 
-_results: list[Told | None] = []  # of each call begun in this process; None while it is in progress
+_results: list[CallRecord | None] = []  # of each call begun in this process; None while it is in progress
 
 
-def begin() -> Told | None:
+def begin() -> CallRecord | None:
     """Count a call of `fit`; every call must do this first.
 
     Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
     """
     environment.check()
-    if not launched():
-        os.environ.update(slurm.worker(os.environ))  # a script starts no workers on other hosts, so every task of srun is one
+    slurm.take_place(trains=False)  # a script starts no workers on other hosts, so every task of srun is one
     _results.append(None)
     heartbeat.start()
-    if CALL not in os.environ:
+    call, number = own().fit, len(_results) - 1
+    if call is None or number >= call.number:
         return None
-    number = len(_results) - 1
-    if number >= int(os.environ[CALL]):
-        return None
-    told: Told | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
-    _results[number] = told
-    if told is not None and FAILED in told:
-        Ended(MISTAKE, told["message"], told[FAILED]).check()
-    return told
+    record = call.earlier[number]
+    _results[number] = record
+    if record is not None and FAILED in record:
+        Ended(MISTAKE, record["message"], record[FAILED]).check()
+    return record
 
 
-def remember(told: Told) -> None:
+def remember(record: CallRecord) -> None:
     """Record the result of the current call, for the workers of later ones."""
-    _results[-1] = told
+    _results[-1] = record
 
 
-def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> Told:
+def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> CallRecord:
     """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
     with work_folder() as folder:
-        earlier, result = folder / "earlier.json", folder / "result.json"
-        earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
-        variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
-        ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices, shares=shares)
+        result = folder / "result.json"
+        call = FitCall(number=len(_results) - 1, earlier=tuple(_results[:-1]), result=result)
+        ended = start(command, devices, fit=call, restarts=restarts, min_devices=min_devices, shares=shares)
         ended.check()
         if ended.code == STOPPED and not result.exists():
             raise WorkerError("the workers were stopped before their first step, and the run is unchanged; call fit with resume=True")
@@ -79,14 +72,14 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
                 "the workers ended before they reached this call of fit; call it unconditionally at the top level of the script"
             )
         remember(json.loads(result.read_text(encoding="utf-8")))
-    told = _results[-1]
-    assert told is not None
-    return told
+    record = _results[-1]
+    assert record is not None
+    return record
 
 
 def is_script_worker() -> bool:
     """True if this process is a worker that runs a script again."""
-    return CALL in os.environ
+    return own().fit is not None
 
 
 @contextmanager
@@ -99,24 +92,24 @@ def working() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        where = exit_reports.folder()
+        where = failure_file.folder()
         if not is_script_worker() or where is None:
             remember({FAILED: type(error).__name__, "message": str(error)})
             raise
         if isinstance(error, UserError):
-            code = exit_reports.code_of(error)
-            exit_reports.leave(where, "user", code, str(error), error)
+            code = code_of(error)
+            failure_file.leave(where, "user", code, str(error), error)
             _leave(code)
         if isinstance(error, KeyboardInterrupt):
-            exit_reports.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
+            failure_file.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
             _leave(INTERRUPTED)
         from carrywave.parallel.liveness import lost_contact
 
         if lost_contact.lost(error):
             said = lost_contact.of(error)
-            exit_reports.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
+            failure_file.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
         else:
-            exit_reports.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
+            failure_file.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
         _leave(FAULT)
 
 
@@ -126,13 +119,13 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def finish(told: Told) -> NoReturn:
+def finish(record: CallRecord) -> NoReturn:
     """End this worker; rank 0 first writes the result for the process that started it."""
-    if is_first():
-        path = Path(os.environ[RESULT])
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(told), encoding="utf-8")
-        part.replace(path)
+    call = own().fit
+    if call is not None and is_first():
+        part = call.result.with_suffix(".part")
+        part.write_text(json.dumps(record), encoding="utf-8")
+        part.replace(call.result)
     sys.exit(0)
 
 

@@ -48,13 +48,11 @@ def let_go_of_terminal() -> None:
 ECHO_SECONDS = 0.5  # a repeat within this time is not a second request, except SIGINT: a person who presses Ctrl-C twice means it
 
 
-class Stop:
-    """Context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are recorded in `asked` instead of ending the process."""
+class SignalContext:
+    """Context in which `_note` is called at SIGINT, SIGTERM, SIGUSR1 and SIGHUP, which do not end the process."""
 
     def __init__(self) -> None:
-        self.asked: Reason | None = None
         self._before: dict[int, object] = {}
-        self._first: tuple[int, float] | None = None  # signal and time
 
     def __enter__(self) -> Self:
         # Python allows signal handlers in the main thread only; in any other thread the caller's handlers stay in place.
@@ -65,6 +63,23 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+    def _restore(self, *numbers: int) -> None:
+        """Put back the handlers of these signals; of all of them if none is named."""
+        for number in [each for each in self._before if not numbers or each in numbers]:
+            signal.signal(number, self._before.pop(number))  # type: ignore[arg-type]
+
+
+class Stop(SignalContext):
+    """Context in which signals that ask a run to stop are recorded in `asked`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Reason | None = None
+        self._first: tuple[int, float] | None = None  # signal and time
 
     @property
     def votes(self) -> tuple[float, float]:
@@ -90,8 +105,3 @@ class Stop:
         elif number != signal.SIGHUP and (number != self._first[0] or now - self._first[1] > ECHO_SECONDS):
             self._restore()
             signal.raise_signal(number)
-
-    def _restore(self, *numbers: int) -> None:
-        """Put back the handlers of these signals; of all of them if none is named."""
-        for number in [each for each in self._before if not numbers or each in numbers]:
-            signal.signal(number, self._before.pop(number))  # type: ignore[arg-type]

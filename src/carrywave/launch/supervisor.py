@@ -2,7 +2,8 @@
 
 A signal is forwarded once, and the workers finish their step and write a snapshot; a second one kills them immediately. When one worker
 dies the others are of no use, and are terminated after a short grace period in which they can report what they know; after a user error,
-which every worker may be about to report, the grace period is longer. A worker whose heartbeat stops is killed like one that died.
+which every worker may be about to report, the grace period is longer. A worker whose heartbeat stops is killed like one that died. At the
+end, the logs of the workers go to the run.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
 
-from carrywave.launch import exit_reports
+from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds
-from carrywave.launch.signals import ECHO_SECONDS, let_go_of_terminal, wanted
+from carrywave.launch.hardware import cores
+from carrywave.launch.signals import ECHO_SECONDS, SignalContext, let_go_of_terminal
 from carrywave.launch.work_folder import held
 from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.liveness.failure_file import CAUSES
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # after a user error: for the others to report it too, and then again between SIGTERM and SIGKILL
@@ -32,24 +34,14 @@ REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # signals that ask a
 DEATH_SECONDS = 0.2  # after a death without a report: nobody has anything to add
 
 
-class Signals:
+class Signals(SignalContext):
     """Context in which signals that ask for an end are recorded, to be forwarded."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.noted: list[int] = []
         self.asked: int | None = None  # the first one
-        self._before: dict[int, object] = {}
         self._last = 0, 0.0  # signal and time; a repeat within ECHO_SECONDS is the same request, except SIGINT
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in wanted((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -62,13 +54,30 @@ class Signals:
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The workers to start on this host: their command, their shared and per-rank environment variables, and the world size."""
+    """The workers to start on this host: their command, what they are told, and the world size."""
 
     command: Sequence[str]
-    shared: Mapping[str, str]
-    own: Mapping[int, Mapping[str, str]]  # by rank
+    file: WorkerFile  # what all of them are told
+    shared: Mapping[str, str]  # variables of all
+    own: Mapping[int, Mapping[str, str]]  # and of each, by rank
     size: int
     direct_output: bool = False  # rank 0 inherits standard output
+
+    @staticmethod
+    def of(
+        command: Sequence[str], devices: Sequence[int], file: WorkerFile, shared: Mapping[str, str], *, first: int, size: int, direct: bool
+    ) -> WorkerGroup:
+        """A worker for each of these devices of this host, by index; their ranks start at `first`."""
+        here, common = len(devices), dict(shared)
+        dealt = "OMP_NUM_THREADS" not in os.environ
+        if dealt:
+            common["OMP_NUM_THREADS"] = str(max(1, cores() // here))
+        own = {}
+        for local_rank in range(here):
+            numbers = {"RANK": first + local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}
+            own[first + local_rank] = {key: str(value) for key, value in numbers.items()}
+        told = file.model_copy(update={"devices": tuple(devices), "threads_dealt": dealt})
+        return WorkerGroup(command, told, common, own, size, direct)
 
 
 @dataclass(frozen=True)
@@ -82,24 +91,18 @@ class AttemptOutcome:
     ends: WorkerEnds = field(default_factory=lambda: WorkerEnds({}, {}))  # what `ended` sums up, where several hosts need it
 
 
-def nothing_elsewhere() -> float | None:
-    """All workers are on this host."""
-    return None
-
-
-def supervise(
-    crew: WorkerGroup, folder: Path, signals: Signals, elsewhere: Callable[[], float | None] = nothing_elsewhere
-) -> AttemptOutcome:
+def supervise(crew: WorkerGroup, folder: Path, signals: Signals, elsewhere: Callable[[], float | None] = lambda: None) -> AttemptOutcome:
     """Start the workers and wait for them to end. `folder` is created for the files of this attempt.
 
     `elsewhere` is asked again and again: once the attempt has failed on another host, it returns the seconds in which the workers of this
     one may still end by themselves, with what they know.
     """
-    told, beats = folder / "causes", folder / "beats"
-    for made in (told, beats):
+    causes, beats = folder / CAUSES, folder / heartbeat.BEATS
+    for made in (causes, beats):
         made.mkdir(parents=True)
     outputs = Outputs(folder / "logs", direct=crew.direct_output)
-    shared = {**crew.shared, exit_reports.FOLDER: str(told), heartbeat.FOLDER: str(beats), "CARRYWAVE_PARENT": str(os.getpid())}
+    file = crew.file.model_copy(update={"folder": folder, "parent": os.getpid()})
+    shared = {**crew.shared, **file.write(folder / "worker.json")}
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank, own in crew.own.items():
@@ -108,32 +111,49 @@ def supervise(
             workers[rank] = subprocess.Popen(
                 crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err, pass_fds=held()
             )
-        watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()), elsewhere)
+        watch = _Supervision(workers, signals, causes, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()), elsewhere)
         watch.until_all_have_ended()
     finally:
         _kill(workers)
         outputs.pass_on()
     codes = {rank: worker.returncode for rank, worker in workers.items() if rank not in watch.called_off}
-    found = exit_reports.read(told)
+    found = exit_reports.read(causes)
     for cause in found.values():
         outputs.add(cause.rank, cause.trace or cause.message)
     ends = WorkerEnds(codes, found, signals.asked, frozenset(watch.killed), watch.silent)
-    return AttemptOutcome(ends.ended(crew.size), watch.listener.steps, exit_reports.run_of(told), outputs, ends)
+    return AttemptOutcome(ends.ended(crew.size), watch.listener.steps, exit_reports.run_of(causes), outputs, ends)
 
 
-class _Watch:
+def with_logs(outcome: AttemptOutcome, signals: Signals, host: str = "") -> Ended:
+    """How an attempt ended, after copying its logs into the run's folder."""
+    ended, run = outcome.ended, outcome.run
+    logs = outcome.outputs.publish(run, host)
+    if logs is None and ended.died and ended.rank is not None and not ended.trace and not ended.lost:
+        outcome.outputs.show_errors(ended.rank)
+    outcome.outputs.close()
+    ended = replace(ended, logs=logs)
+    return ended if signals.asked is None else asked_to_stop(ended, run)
+
+
+def asked_to_stop(ended: Ended, run: Path | None) -> Ended:
+    """Treat a stop before the attempt's first step as an orderly one if there is a snapshot to resume from."""
+    at_once = ended.code in {128 + number for number in REQUESTS} and not ended.message
+    return Ended(STOPPED) if at_once and launch_record.last_step(run) is not None else ended
+
+
+class _Supervision:
     """Watches running workers until all have ended."""
 
     def __init__(
         self,
         workers: Mapping[int, subprocess.Popen[bytes]],
         signals: Signals,
-        told: Path,
+        causes: Path,
         outputs: Outputs,
         listener: heartbeat.Listener,
         elsewhere: Callable[[], float | None],
     ) -> None:
-        self.workers, self.signals, self.told, self.outputs, self.listener = workers, signals, told, outputs, listener
+        self.workers, self.signals, self.causes, self.outputs, self.listener = workers, signals, causes, outputs, listener
         self.elsewhere = elsewhere
         self.killed: set[int] = set()  # ranks terminated from here, for a cause on this host
         self.called_off: set[int] = set()  # ranks terminated because the attempt failed on another host
@@ -203,7 +223,7 @@ class _Watch:
         """Grace period of the remaining workers if one has failed, else None. An orderly stop is no failure: others are still saving."""
         for rank, worker in self.workers.items():
             code = worker.returncode
-            spoke = (self.told / f"{rank}.json").exists()
+            spoke = (self.causes / f"{rank}.json").exists()
             if code in (None, 0) or (code in (STOPPED, INTERRUPTED) and not spoke):
                 continue
             if code in (MISTAKE, RESOURCE, STOPPED, INTERRUPTED):

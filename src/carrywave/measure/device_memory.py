@@ -18,8 +18,8 @@ from torch import distributed as dist
 from carrywave.kernels.cuda import clock
 from carrywave.measure.recorded import captured, replay_seconds
 from carrywave.parallel import process_groups
+from carrywave.parallel.memory.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.plan.cost.sample_requests import REDUCED_BYTES
 from carrywave.plan.cost.ways import DEVICE_MEMORY
 

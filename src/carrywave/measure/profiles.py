@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
+from carrywave.launch.gpu_shares.shares import PIPES, divided
 from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
-from carrywave.launch.shares import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
-from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
+from carrywave.parallel.startup.launcher_env import threads_dealt
+from carrywave.plan.cost.profile import Contention, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
 from carrywave.plan.cost.shipped_profiles import LINKS
 from carrywave.plan.cost.units import Units
@@ -110,7 +111,7 @@ def threads(workers: int) -> int:
 def _own_threads() -> int | None:
     """Threads per worker if the user set them; None if not, or if the launcher assigned them."""
     text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() and int(text) and "CARRYWAVE_THREADS_DEALT" not in os.environ else None
+    return int(text) if text.isdecimal() and int(text) and not threads_dealt() else None
 
 
 def empty(kind: str) -> Profile:
@@ -220,7 +221,7 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
             sample = replace(Sample(**row["sample"]), workers=workers)
             samples[_same(sample)].append(sample)
         if "lag" in row:
-            crowded[workers] = replace(crowded.get(workers, Crowd(workers)), lag=row["lag"])
+            crowded[workers] = replace(crowded.get(workers, Contention(workers)), lag=row["lag"])
         if "reduction" in row:
             reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
         if "link" in row:

@@ -26,8 +26,8 @@ from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.world import World
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import OPTIMIZER_SIZES, REDUCED_BYTES, Ask

@@ -27,13 +27,13 @@ class Channel:
         self._piece: Tensor | None = None  # made at the first use, then used again
         self._filled = 0
 
-    def tell(self, said: Any) -> None:
+    def send_json(self, value: Any) -> None:
         """Send a JSON value."""
-        text = bytearray(json.dumps(said).encode())
+        text = bytearray(json.dumps(value).encode())
         self._send(torch.tensor([len(text)], dtype=torch.int64))
         self._send(torch.frombuffer(text, dtype=torch.uint8))
 
-    def told(self) -> Any:
+    def receive_json(self) -> Any:
         """Receive a JSON value."""
         length = torch.zeros(1, dtype=torch.int64)
         self._receive(length)

@@ -5,15 +5,15 @@ A JSON header describes the tensors, which follow one by one. Nothing is unpickl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from carrywave.parallel.liveness import lost_contact
-from carrywave.parallel.world import World, all_gather_text
+from carrywave.parallel.world import World, all_gather_json
 
 Named = Mapping[str, Tensor]
 
@@ -23,7 +23,7 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
     """On rank 0, the tensors of every rank, by rank; empty on other ranks. Collective."""
     if world.size == 1:
         return [dict(tensors)]
-    headers = [json.loads(text) for text in all_gather_text(world, _header(tensors))]
+    headers = all_gather_json(world, _header(tensors))
     if world.rank > 0:
         for tensor in tensors.values():
             dist.send(tensor.detach().cpu().contiguous(), 0)
@@ -47,7 +47,7 @@ def broadcast(world: World, tensors: Named | None, keep: Callable[[str, Tensor],
     keep = keep or _all_of_it
     if world.size == 1:
         return {name: part for name, tensor in (tensors or {}).items() if (part := keep(name, tensor)) is not None}
-    header = json.loads(all_gather_text(world, _header(tensors or {}) if world.rank == 0 else "")[0])
+    header = all_gather_json(world, _header(tensors or {}) if world.rank == 0 else None)[0]
     found: dict[str, Tensor] = {}
     for name, shape, dtype in header:
         if world.rank == 0 and tensors is not None:
@@ -65,5 +65,5 @@ def _all_of_it(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _header(tensors: Named) -> str:
-    return json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()])
+def _header(tensors: Named) -> list[Any]:
+    return [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()]

@@ -16,18 +16,20 @@ from torch import Tensor
 
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
-from carrywave.parallel import pair_links, peer_access, process_groups
-from carrywave.parallel.device_links import DeviceLinks
-from carrywave.parallel.device_sums import DeviceSum
-from carrywave.parallel.group_sums import GroupSum, Summing, Working
-from carrywave.parallel.host_sums import HostSum
+from carrywave.parallel import process_groups
+from carrywave.parallel.links import pair_links
+from carrywave.parallel.links.device_links import DeviceLinks
+from carrywave.parallel.links.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.liveness import lost_contact
-from carrywave.parallel.peer_access import Neighbour
-from carrywave.parallel.row_exchange import RowExchange
+from carrywave.parallel.memory import peer_access
+from carrywave.parallel.memory.peer_access import Neighbour
+from carrywave.parallel.memory.symmetric import symmetric_memory
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.parallel.symmetric import symmetric_memory
-from carrywave.parallel.transport import GroupLinks, Links, PeerLink
+from carrywave.parallel.sums.device_sums import DeviceSum
+from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
+from carrywave.parallel.sums.host_sums import HostSum
+from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.ways import BY_BACKEND, DEVICE_MEMORY
@@ -99,11 +101,6 @@ class Mesh:
     def sums(self) -> Transport:
         """What carries sums over all workers; "": there is one."""
         return "" if self.world.size == 1 else self._carrier(in_stream=self.in_stream)
-
-    @property
-    def transport(self) -> Transport:
-        """What carries messages between stages or, with one stage, sums over workers."""
-        return self.messages or self.sums
 
     def _carrier(self, *, in_stream: bool) -> Transport:
         return DEVICE_MEMORY if in_stream else BY_BACKEND[self.world.backend]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from carrywave.data.loader import Share
 from carrywave.parallel import process_groups
-from carrywave.parallel.group_sums import Summing
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import Summing
 
 
 class ReplicaMesh(Mesh):

@@ -20,6 +20,7 @@ from typing import Any
 
 from carrywave import heap
 from carrywave.errors import RunError
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Row = dict[str, Any]
 
@@ -74,7 +75,7 @@ def _environment(folder: Path, rank: int, workers: int, threads: int) -> dict[st
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(threads),
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
-        "CARRYWAVE_STORE": str(folder / "store"),
+        **WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json"),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(workers),

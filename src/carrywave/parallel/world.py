@@ -11,39 +11,35 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
-from carrywave.errors import SpecError, UserError, WorkerError, option, short
+from carrywave.errors import UserError, WorkerError, short
 from carrywave.parallel import process_groups
-from carrywave.parallel.arrivals import arrive
+from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup import door, environment, native_logs
+from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
-from carrywave.parallel.startup.launcher_env import launched
-from carrywave.parallel.startup.rendezvous import (
-    everyone,
-    find_store,
-    identity,
-    number,
-    on_every_rank,
-    reason,
-    seconds_of,
-    start_seconds,
-)
+from carrywave.parallel.startup.launcher_env import WORKER, launched, own
+from carrywave.parallel.startup.process_identity import identity
+from carrywave.parallel.startup.rendezvous import everyone, find_store, number, on_every_rank, reason, start_seconds
 
 # A worker that dies is noticed at once by its closed connections; this timeout is for one that stays silent. If one worker may take long
-# while the others wait, they wait in the store (`raise_on_all(patient=True)`).
+# while the others wait, they wait in the store (`raise_on_all(no_timeout=True)`).
 TIMEOUT_SECONDS = 300.0
-PATIENCE_SECONDS = 24 * 3600.0
+NO_TIMEOUT_SECONDS = 24 * 3600.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,37 +68,11 @@ class _Joined:
     store: Store | None = None
     waits: Store | None = None  # where workers wait for each other, in a group that `join` created
     waited = 0
+    arrivals: Counter[str] = Counter()  # noqa: RUF012 (how often this worker has arrived, by meeting)
     times = 0  # each join has its own keys: addresses from an earlier one are stale
     job: door.Job | None = None  # what is known of this worker's job
     made_group = False
     watches_parent = False
-
-
-def settled(device: torch.device) -> torch.device:
-    """The device with its index: a bare `cuda` means the device that is current now, whatever becomes current later."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-
-
-def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Parse a device: cpu, cuda, a GPU by its index (cuda:1), or `auto`, the GPU if there is one. Without an index, worker `local_rank` of
-    a host takes the GPU of that index (modulo their number), and a single worker takes the current one.
-    """
-    kind, colon, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
-        raise SpecError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:INDEX")
-    there = torch.cuda.is_available()
-    if kind == "cuda" and not there:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
-        raise SpecError(f"device cuda was requested, but no GPU is available{hint}; use {option('device', 'cpu')}")
-    if kind == "cpu" or not there:
-        return torch.device("cpu")
-    if index:
-        if int(index) >= torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
-            raise SpecError(f"device {name} not found: this host has {gpus} GPU{'s' * (gpus != 1)}, from cuda:0; use one of them")
-        return torch.device("cuda", int(index))
-    return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def join(device: str = "auto", job: door.Job | None = None) -> World:
@@ -130,7 +100,7 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         return _of_group(device, local_rank, local_size or size)
     heartbeat.start()
     _end_with_parent()
-    where = _taken(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
+    where = made_current(pick_device(device, own().device(local_rank)))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
@@ -143,14 +113,14 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         door.put_up(opened, door.WORKERS, known)
     about = {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}
     place = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
-    there = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
-    check_hosts(there)
+    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
+    check_hosts(workers_seen)
     # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
-    gpus = [one["gpu"] for one in there]
-    check_gpus(there)
+    gpus = [one["gpu"] for one in workers_seen]
+    check_gpus(workers_seen)
     apart = "" not in gpus and len(set(gpus)) == size
     backend = "nccl" if apart and os.environ.get(environment.TRANSPORT) != "gloo" else "gloo"
-    lost_contact.remember(there)
+    lost_contact.remember(workers_seen)
     environment.check_descriptors(size)
     process_groups.limit(timeout)
     try:
@@ -171,8 +141,8 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         ) from error
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
-    hosts = host_names(there)
-    local_ranks = tuple(int(one["local"]) for one in there)
+    hosts = host_names(workers_seen)
+    local_ranks = tuple(int(one["local"]) for one in workers_seen)
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, hosts, local_ranks)
 
 
@@ -188,34 +158,14 @@ def _self(device: torch.device, local_rank: int) -> dict[str, Any]:
     return {**identity(os.getpid()), "gpu": gpu, "local": local_rank}
 
 
-def host_names(there: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def host_names(workers_seen: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The host of each worker: its name, with a number if several hosts have the same name."""
     known: dict[tuple[str, str, str], str] = {}
-    for one in there:
+    for one in workers_seen:
         key = (one["host"], one["boot"], one["net"])
         alike = sum(name == one["host"] for name, _, _ in known) + 1
         known.setdefault(key, one["host"] if alike == 1 else f"{one['host']} ({alike})")
-    return tuple(known[one["host"], one["boot"], one["net"]] for one in there)
-
-
-def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse workers that share a GPU, since they would only take turns on it. The environment may allow it for trials."""
-    if environment.may_share_gpu():
-        return
-    gpus = [(one["host"], one["gpu"]) for one in there if one["gpu"]]
-    for host, gpu in gpus:
-        if gpus.count((host, gpu)) > 1:
-            workers = [one["host"] for one in there].count(host)
-            own = len({each for where, each in gpus if where == host})
-            raise on_every_rank(too_few_gpus(workers, own, host))
-
-
-def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:
-    """The error for more workers than GPUs."""
-    return WorkerError(
-        f"{workers} workers{f' of host {host}' if host else ''} have only {gpus} GPU{'s' * (gpus > 1)}; "
-        f"start one worker per GPU, or set {environment.SHARE_GPU}=1 to let them take turns, for a trial"
-    )
+    return tuple(known[one["host"], one["boot"], one["net"]] for one in workers_seen)
 
 
 def leave(world: World) -> None:
@@ -243,11 +193,26 @@ def all_gather_text(world: World, text: str) -> list[str]:
     return [bytes(one[:size].tolist()).decode() for one, size in zip(texts, sizes, strict=True)]
 
 
+def all_gather_json(world: World, value: Any) -> list[Any]:
+    """The values of all ranks, in rank order, as JSON holds them. Collective."""
+    return [json.loads(text) for text in all_gather_text(world, json.dumps(value))]
+
+
+def from_rank_0(world: World, make: Callable[[], T], *, no_timeout: bool = False) -> T:
+    """What rank 0 makes, as JSON holds it, on every worker; a user error there is raised on all. Collective."""
+    made: T | None = None
+    with raise_on_all(world, same_message=True, no_timeout=no_timeout):
+        if world.rank == 0:
+            made = make()
+    found: T = all_gather_json(world, made)[0]
+    return found
+
+
 @contextmanager
-def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = False) -> Iterator[None]:
+def raise_on_all(world: World, *, same_message: bool = False, no_timeout: bool = False) -> Iterator[None]:
     """Raise on every worker a user error that any worker hits in this block, so that none waits for one that has given up.
 
-    `for_all_of_us`: one worker acts for all, so the message need not say which one failed. `patient`: some workers may take very long,
+    `same_message`: one worker acts for all, so the message need not say which one failed. `no_timeout`: some workers may take very long,
     longer than the message timeout.
     """
     if world.size == 1:
@@ -258,16 +223,16 @@ def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = F
         yield
     except UserError as error:
         failure = error
-    if patient:
+    if no_timeout:
         wait_for_all(world)
-    told = all_gather_text(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
-    failures = [(rank, told_by) for rank, told_by in enumerate(map(json.loads, told)) if told_by is not None]
+    told = all_gather_json(world, None if failure is None else [type(failure).__name__, str(failure)])
+    failures = [(rank, each) for rank, each in enumerate(told) if each is not None]
     if not failures:
         return
     rank, (kind, message) = failures[0]
-    alike = len(failures) == world.size and all(told_by == [kind, message] for _, told_by in failures)
+    alike = len(failures) == world.size and all(each == [kind, message] for _, each in failures)
     known = getattr(errors, kind, UserError)
-    raise on_every_rank(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
+    raise on_every_rank(known(message if alike or same_message else f"rank {rank}: {message}")) from failure
 
 
 def wait_for_all(world: World) -> None:
@@ -276,7 +241,30 @@ def wait_for_all(world: World) -> None:
     if store is None or world.size == 1 or world.group is not None:
         return  # the user created the group and chose its timeout, or these are only some of the workers
     key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
-    arrive(store, key, world.size, PATIENCE_SECONDS)
+    _arrive(store, key, world.size, NO_TIMEOUT_SECONDS)
+
+
+def all_arrive(world: World, what: str, seconds: float) -> bool:
+    """Wait until every worker has called this for the same thing; False if some have not within this time."""
+    ranks = range(world.size) if world.group is None else dist.get_process_group_ranks(world.group)
+    meeting = f"carrywave/arrive/{'-'.join(map(str, ranks))}/{what}"
+    _Joined.arrivals[meeting] += 1
+    return _arrive(dist.distributed_c10d._get_default_store(), f"{meeting}/{_Joined.arrivals[meeting]}", world.size, seconds)
+
+
+def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
+    """Wait until so many workers have arrived at a key that is used once; False if some have not within this time.
+
+    They poll the store: a collective that others never enter would time out, or keep this process from ending until it does.
+    """
+    deadline = time.monotonic() + seconds
+    pause_seconds = 0.001
+    if store.add(key, 1) == size:
+        store.set(f"all/{key}", "")
+    while not (came := store.check([f"all/{key}"])) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 0.1)
+    return bool(came)
 
 
 def _room() -> str:
@@ -286,8 +274,8 @@ def _room() -> str:
 
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
-    if "CARRYWAVE_ATTEMPT" in os.environ:
-        return os.environ["CARRYWAVE_ATTEMPT"]  # our own launchers agree on it, and keep their store
+    if WORKER in os.environ:
+        return str(own().attempt)  # our own launchers agree on it, and keep their store
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -297,7 +285,7 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
     """Refuse workers that were started with a different spec, data or version than rank 0."""
     if world.size == 1:
         return
-    said = [json.loads(text) for text in all_gather_text(world, json.dumps(dict(what)))]
+    said = all_gather_json(world, dict(what))
     for rank, theirs in enumerate(said):
         for name in dict.fromkeys([*said[0], *theirs]):
             if theirs.get(name) != said[0].get(name):
@@ -309,14 +297,14 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
                 )
 
 
-def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
+def report_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
     """Report an error that every worker raises from one of them; the rest wait, because launchers kill everyone after the first exit."""
-    if rank == error.told_by:
+    if rank == error.reported_by:
         tell()
     if _Joined.store is None:
         return
     try:
-        if rank == error.told_by:
+        if rank == error.reported_by:
             _Joined.store.set(f"{_room()}/told", "yes")
         else:
             _Joined.store.wait([f"{_room()}/told"], timedelta(seconds=5))
@@ -324,7 +312,7 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
         return  # the reporting worker is gone, and the store with it
 
 
-def first_to_tell() -> bool:
+def first_to_report() -> bool:
     """True if this worker is the one to report when several lose contact at once; also True if the store is unreachable."""
     try:
         return _Joined.store is None or _Joined.store.add(f"{_room()}/lost", 1) == 1
@@ -348,13 +336,13 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
             'create it with init_process_group("cpu:gloo,cuda:nccl")'
         )
     rank, size = dist.get_rank(), dist.get_world_size()
-    where = _taken(pick_device(device, local_rank))
+    where = made_current(pick_device(device, local_rank))
     world = World(rank, size, local_rank, local_size, where, "")
     if size == 1:
         return world
-    there = [json.loads(text) for text in all_gather_text(world, json.dumps(_self(where, local_rank)))]
-    lost_contact.remember(there)
-    gpus = [bool(one["gpu"]) for one in there]
+    workers_seen = all_gather_json(world, _self(where, local_rank))
+    lost_contact.remember(workers_seen)
+    gpus = [bool(one["gpu"]) for one in workers_seen]
     if any(gpus) and not all(gpus) and "cuda:nccl" in config:
         raise on_every_rank(
             WorkerError(
@@ -363,24 +351,18 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
             )
         )
     backend = "nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo"
-    return replace(world, backend=backend, hosts=host_names(there), local_ranks=tuple(int(one["local"]) for one in there))
-
-
-def _taken(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    return replace(world, backend=backend, hosts=host_names(workers_seen), local_ranks=tuple(int(one["local"]) for one in workers_seen))
 
 
 def _end_with_parent() -> None:
     """Make a worker of a local launch shut down cleanly when the process that started it is gone: nobody else would stop it."""
-    parent = os.environ.get("CARRYWAVE_PARENT")
-    if not parent or _Joined.watches_parent:
+    parent = own().parent
+    if parent is None or _Joined.watches_parent:
         return
     _Joined.watches_parent = True
 
     def watch() -> None:
-        while os.getppid() == int(parent):
+        while os.getppid() == parent:
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -24,10 +24,9 @@ from carrywave.errors import UserError
 from carrywave.model.model import Model
 from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Sample, Samples
 from carrywave.runs.evaluation import passes
-from carrywave.runs.generation import generate
-from carrywave.runs.rows.sampling import Sampling
+from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
-from carrywave.spec.batch_spec import BatchSpec
+from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.metrics import Confusion
 from carrywave.tasks.task import Part
 from carrywave.tasks.views import Naive

@@ -46,34 +46,25 @@ class PlainWatcher:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def begin(self, summary: str) -> None:
-        """Print the summary."""
-        self._print(summary)
-
     def step(self, info: StepInfo) -> None:
         """Print the current progress, if the last progress line is old enough."""
         now = self._clock()
         if now >= self._next_seconds:
             self._next_seconds = now + self._every_seconds
-            self._print(step_line(info))
+            self.say(step_line(info))
 
     def evaluated(self, row: Mapping[str, object]) -> None:
         """Print every evaluation."""
-        self._print(row_line(row))
+        self.say(row_line(row))
 
     def say(self, line: str) -> None:
         """Print the line."""
-        self._print(line)
-
-    def end(self, line: str) -> None:
-        """Print the line."""
-        self._print(line)
-
-    def _print(self, text: str) -> None:
         # Not wrapped, so that a log entry stays on one line; flushed, because people follow logs live.
-        lines = "\n".join(f"{self._before}{line}" for line in printable(text).split("\n"))
+        lines = "\n".join(f"{self._before}{line}" for line in printable(line).split("\n"))
         self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
+
+    begin = end = say
 
 
 class RichWatcher:

@@ -12,7 +12,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
-from carrywave.data.view import View
+from carrywave.data.sequences import View
 from carrywave.errors import DataError
 from carrywave.kernels import random
 from carrywave.model.model import Model

@@ -19,17 +19,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from carrywave.errors import RunError, option
 from carrywave.launch import launch_record
+from carrywave.parallel.startup.process_identity import has_ended, identity
 
 FILE = launch_record.OWNER
 BEAT_SECONDS = 5.0
@@ -69,22 +70,25 @@ def read(folder: Path) -> Owner | None:
     try:
         if not (folder / FILE).is_file():
             return None  # nothing, or something that would block a reader
-        said = json.loads((folder / FILE).read_bytes())
-        found = Owner(**{field.name: said[field.name] for field in fields(Owner)})
-        return replace(found, launch=tuple(map(str, found.launch)), pid=int(found.pid), beats=int(found.beats), attempt=int(found.attempt))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return TypeAdapter(Owner).validate_json((folder / FILE).read_bytes())
+    except (OSError, ValidationError):
         return None
 
 
 def this_process() -> Owner:
     """This process, as the owner that it would be."""
+    known = identity(os.getpid())
+    try:
+        machine = Path("/etc/machine-id").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        machine = ""
     return Owner(
-        socket.gethostname(),
-        _text("/etc/machine-id"),
-        _text("/proc/sys/kernel/random/boot_id"),
-        _space(),
+        str(known["host"]),
+        machine,
+        str(known["boot"]),
+        str(known["space"]),
         os.getpid(),
-        _born(os.getpid()) or "",
+        str(known["born"]),
         secrets.token_hex(8),
         tuple(launch_record.names()),
         launch_record.call(),
@@ -153,10 +157,10 @@ def take(folder: Path, say: Callable[[str], None] = lambda _: None) -> Claim:
     """Become the owner of a run whose folder exists; raises if another process owns it."""
     own = this_process()
     while True:
-        there = _settled(folder)
-        if there is not None:
-            _judge(folder, there, own, say)
-        if _write(folder, there, own):
+        recorded = _settled(folder)
+        if recorded is not None:
+            _judge(folder, recorded, own, say)
+        if _write(folder, recorded, own):
             return Claim(folder, own)
 
 
@@ -195,47 +199,36 @@ def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
     return there is not None and there.token == own.token
 
 
-def _judge(folder: Path, there: Owner, own: Owner, say: Callable[[str], None]) -> None:
+def _judge(folder: Path, recorded: Owner, own: Owner, say: Callable[[str], None]) -> None:
     """Return if the recorded owner no longer trains the run; raise if it does."""
-    if there.call == own.call and set(there.launch) & set(own.launch) and there.attempt < own.attempt:
+    if recorded.call == own.call and set(recorded.launch) & set(own.launch) and recorded.attempt < own.attempt:
         return
-    gone = is_gone(there, own)
+    gone = is_gone(recorded, own)
     if gone is None:
-        gone = not _moves(folder, there, say)
+        gone = not _moves(folder, recorded, say)
     if not gone:
-        raise RunError(f"{folder} is being trained by {there}; wait until it ends, stop it, or use another {option('run')}")
+        raise RunError(f"{folder} is being trained by {recorded}; wait until it ends, stop it, or use another {option('run')}")
 
 
-def is_gone(there: Owner, own: Owner) -> bool | None:
+def is_gone(recorded: Owner, own: Owner) -> bool | None:
     """True if the process of an owner has ended; None if that cannot be seen from here."""
-    if there.machine and (there.host, there.machine) == (own.host, own.machine) and there.boot != own.boot:
+    if recorded.machine and (recorded.host, recorded.machine) == (own.host, own.machine) and recorded.boot != own.boot:
         return True  # the host has rebooted since
-    if (there.host, there.boot, there.space) != (own.host, own.boot, own.space):
+    if (recorded.host, recorded.boot, recorded.space) != (own.host, own.boot, own.space):
         return None
-    born = _born(there.pid)
-    if born:
-        return born != there.born
-    try:
-        os.kill(there.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return None  # another user's process, hidden from us
-    if born is None:
-        return True  # a zombie, whose parent has not collected its exit status yet
-    return False if there.pid == own.pid else None
+    return has_ended(recorded.pid, recorded.born)
 
 
-def _moves(folder: Path, there: Owner, say: Callable[[str], None]) -> bool:
+def _moves(folder: Path, recorded: Owner, say: Callable[[str], None]) -> bool:
     """True if an owner that cannot be seen from here shows a heartbeat."""
-    say(f"{folder} was last trained by {there}; waiting up to {SILENT_SECONDS:g} s for a heartbeat from it")
+    say(f"{folder} was last trained by {recorded}; waiting up to {SILENT_SECONDS:g} s for a heartbeat from it")
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         now = read(folder)
-        if now is None or (now.token, now.beats) != (there.token, there.beats):
+        if now is None or (now.token, now.beats) != (recorded.token, recorded.beats):
             # Released, or taken by another process: `take` judges again. Only the same owner with an advancing counter is alive.
-            return now is not None and now.token == there.token
+            return now is not None and now.token == recorded.token
     return False
 
 
@@ -262,28 +255,3 @@ def _guarded(folder: Path) -> Iterator[bool]:
         yield held
     finally:
         os.close(handle)
-
-
-def _born(pid: int) -> str | None:
-    """The start time of a process; None if there is no such process or only a zombie; empty if the system does not tell."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return None if words[0] in ("Z", "X") else words[19]
-    except (FileNotFoundError, ProcessLookupError):
-        return None if sys.platform == "linux" else ""
-    except (OSError, IndexError):
-        return ""
-
-
-def _space() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

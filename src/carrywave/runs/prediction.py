@@ -17,25 +17,24 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.files.rows import Row, Rows, open_rows
 from carrywave.data.python_inputs import read_python, rows_for, series_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
-from carrywave.parallel.world import World, all_gather_text, join, leave, raise_on_all
+from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.rows import row_writer
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
-from carrywave.runs.rows.carried import Carried
+from carrywave.runs.rows.generation import Sampling
+from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.rows.predicted import forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
-from carrywave.runs.rows.sampling import Sampling
-from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, open_stream
+from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
 from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
 
-Row = dict[str, Any]
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
 AT_ONCE = 4096  # rows of a forecast that are written together
 
@@ -152,12 +151,12 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
     with raise_on_all(world):
         saved = open_run(asked.path, device, model, world=world, whole_for="language", loss=_no_loss)
         _check(saved, asked)
-        carried = Carried.of(asked.keep, saved.spec.task)
+        carried = KeptColumns.of(asked.keep, saved.spec.task)
     spec = saved.spec
     if asked.format != "auto":
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"format": asked.format})})
     with ExitStack() as stack:
-        with raise_on_all(world, for_all_of_us=True):
+        with raise_on_all(world, same_message=True):
             sink = stack.enter_context(sink_for(world))
         if spec.task == "language":
             prompts = prompts_of(asked.data, asked.prompt, spec, carried)
@@ -176,19 +175,14 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
 
 def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     """Hand rows over on rank 0; on every worker, whether more are wanted."""
-    go_on = True
-    # Patiently: whoever reads our output may take its time.
-    with raise_on_all(world, for_all_of_us=True, patient=True):
-        if world.rank == 0:
-            go_on = sink(rows)
-    return go_on if world.size == 1 else all_gather_text(world, "1" if go_on else "")[0] == "1"
+    return from_rank_0(world, lambda: sink(rows), no_timeout=True)  # whoever reads our output may take its time
 
 
-def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: Carried) -> Iterator[Block]:
+def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: KeptColumns) -> Iterator[Block]:
     yield from read_blocks(_open(stack, spec, data, carried), saved.task.codec, carried)
 
 
-def _open(stack: ExitStack, spec: Spec, data: Any, carried: Carried) -> Rows:
+def _open(stack: ExitStack, spec: Spec, data: Any, carried: KeptColumns) -> Rows:
     """The rows of the input; on rank 0 only."""
     if not is_standard(data):
         return rows_for(data, spec, as_text=carried.names)
@@ -203,12 +197,8 @@ def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
     with ExitStack() as stack:
         data = asked.data
         if is_standard(data):
-            kept = ""
-            with raise_on_all(world, for_all_of_us=True, patient=True):
-                if world.rank == 0:
-                    kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
-            data = Path(all_gather_text(world, kept)[0])
-        with raise_on_all(world, patient=True):
+            data = kept_on_all(world, stack, lambda: spec)
+        with raise_on_all(world, no_timeout=True):
             table = series_of(data, codec, spec)
             table.check_ahead(spec.data.horizon)
             sequences = read_python(data, codec, spec, labelled=False)

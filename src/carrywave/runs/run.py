@@ -24,9 +24,9 @@ from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.backlog import Backlog
 from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.atomic_files import HashedLog
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
 from carrywave.runs.event_log import EventLog
-from carrywave.runs.hashed_log import HashedLog
 from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run_place import check_name, check_place, free_place, never_began, refuse_occupied, remove_empty

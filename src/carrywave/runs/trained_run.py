@@ -24,8 +24,9 @@ from carrywave.model.parameter_placement import hold
 from carrywave.model.stage import Stage
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.model.vocabulary_split import check_modules, split_vocabulary
+from carrywave.parallel.devices import pick_device
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.world import World, join, leave, pick_device, raise_on_all
+from carrywave.parallel.world import World, join, leave, raise_on_all
 from carrywave.plan.plan import Plan, check_vocabulary, resolve
 from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
@@ -215,7 +216,7 @@ def evaluate_run(
     ['split', 'loss', 'accuracy', 'macro_f1']
     """
     world = join(device)
-    with raise_on_all(world, patient=True):
+    with raise_on_all(world, no_timeout=True):
         check_loss(loss, model)
         saved = open_run(path, device, model, world=world, loss=loss)
         details = Details(_checked_by(by, saved.spec.task))

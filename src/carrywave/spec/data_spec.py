@@ -1,4 +1,4 @@
-"""The data section of the spec: which files there are, how they are read, and what of them is forecast."""
+"""The data and batch sections of the spec: which files there are, how they are read, what is forecast, and how much goes into a batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class DataSpec(Section):
         return "\t" if self.separator in ("tab", "\\t") else self.separator
 
     @property
-    def rhythm(self) -> str | None:
+    def frequency_text(self) -> str | None:
         """The frequency as text."""
         return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
 
@@ -142,4 +142,26 @@ class DataSpec(Section):
                 raise ValueError(f"split {list(self.split)} adds up to more than 1; use fractions that add up to at most 1, or whole rows")
             if all(part >= 1 for part in self.split) and any(part != int(part) for part in self.split):
                 raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
+        return self
+
+
+class BatchSpec(Section):
+    """How much goes into one batch: streams × window, or a budget of steps for separate sequences."""
+
+    lanes: Positive | None = Field(
+        None, description="contiguous streams trained side by side; by default as many as suit the data, up to 32"
+    )
+    steps: Positive | None = Field(
+        None, description="steps of a window of back-propagation through time; the carry is kept between windows; by default 64"
+    )
+    vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
+    tokens: Positive | None = Field(
+        None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"
+    )
+    eval_lanes: Positive | None = Field(None, description="streams in evaluation; by default batch.lanes")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tokens is not None and (self.lanes is not None or self.steps is not None):
+            raise ValueError("batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; set one or the other")
         return self

@@ -10,13 +10,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from carrywave.spec.batch_spec import BatchSpec
-from carrywave.spec.best_metric import check_best
-from carrywave.spec.data_spec import DataSpec
+from carrywave.spec.data_spec import BatchSpec, DataSpec
 from carrywave.spec.model_spec import ModelSpec
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.section import Section
-from carrywave.spec.train_spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec, check_best
 
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 

@@ -47,9 +47,9 @@ from carrywave.kernels.pass_cache import pass_cache
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
-from carrywave.parallel.device_links import DeviceLinks, Message
+from carrywave.parallel.links.device_links import DeviceLinks, Message
+from carrywave.parallel.links.transport import Links, Pending
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing
 from carrywave.plan.schedule.schedule import Phase, StageTask, name

@@ -13,7 +13,7 @@ from torch import nn
 
 from carrywave.kernels.blas import without_onednn
 from carrywave.parallel.world import World, all_gather_text
-from carrywave.spec.precision import AUTO, BF16_CAPABILITY, suited
+from carrywave.spec.defaults import AUTO, BF16_CAPABILITY, suited
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.graphs.recorded_state import ours
 

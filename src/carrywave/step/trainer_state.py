@@ -90,7 +90,7 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
     check_unsaved(trainer)
     world = trainer.mesh.world
     told, tensors = "", dict[str, Tensor]()
-    with raise_on_all(world, for_all_of_us=True):
+    with raise_on_all(world, same_message=True):
         if world.rank == 0:
             _check(given, own_optimizer=trainer.own_optimizer)
             told, tensors = pack(given)

@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from carrywave.parallel.group_sums import Working
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import Working
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.reached import Reach

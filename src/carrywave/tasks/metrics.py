@@ -1,4 +1,4 @@
-"""Metrics accumulated as sums on the device: they can be all-reduced, stored in a snapshot, and are read by the host only at the end.
+"""Metrics accumulated as sums on the device: they can be all-reduced, and are read by the host only at the end.
 
 Ignored targets (-100, or NaN for floats) add nothing. Shapes: T time, B lane, K classes or outputs, H horizon, C columns,
 Q quantiles, S series of a part, N all leading dimensions flattened.
@@ -7,7 +7,7 @@ Q quantiles, S series of a part, N all leading dimensions flattened.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from carrywave.data.batch import IGNORED
-from carrywave.errors import RunError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
@@ -52,9 +51,6 @@ class Metric(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums themselves, not copies: all-reducing them in place gives the metric over all ranks."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the sums from a snapshot."""
 
     def values(self) -> dict[str, float]:
         """Return the metrics by name; synchronises with the device."""
@@ -140,10 +136,6 @@ class Confusion:
         """Return the sums."""
         found = {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
         return found if self.plain_loss is None else found | {"plain_loss": self.plain_loss}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the sums from a snapshot."""
-        _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
         """Return the loss without class weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
@@ -280,10 +272,6 @@ class Errors:
             **({"series_square": self.series_square_SC, "series_count": self.series_count_SC} if len(self.series_count_SC) else {}),
         }
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the sums from a snapshot."""
-        _take(self.tensors(), tensors)
-
     def values(self) -> dict[str, float]:
         """Return MAE and RMSE of the point forecast, MASE if seasonal changes are known, and the pinball loss and coverage of quantiles."""
         count = self.count_HC.sum()
@@ -338,11 +326,3 @@ class Errors:
 def _ratio(part: Tensor, whole: Tensor) -> float:
     total = whole.item()
     return part.item() / total if total else math.nan
-
-
-def _take(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    for name, place in own.items():
-        tensor = given.get(name)
-        if tensor is None or tensor.shape != place.shape or tensor.dtype != place.dtype:
-            raise RunError(f"the snapshot's metric {name} does not match this task; resume with the spec that the run was trained with")
-        place.copy_(tensor)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.codec import Codec
-from carrywave.data.sequences import Sequences
+from carrywave.data.sequences import Sequences, View
 from carrywave.data.tables.series import unseen_series
-from carrywave.data.view import View
 from carrywave.errors import SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.sequences import Ints, Sequences
-from carrywave.data.view import View
+from carrywave.data.sequences import Ints, Sequences, View
 from carrywave.spec.data_spec import DataSpec
 
 

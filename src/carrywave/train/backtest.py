@@ -67,7 +67,7 @@ class Backtest:
 def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: Callable[[str], None]) -> Backtest:
     """Forecast with a trained run, from origins in its own training file, or in `data`: a file or a frame."""
     world = join(device)
-    with raise_on_all(world, patient=True):
+    with raise_on_all(world, no_timeout=True):
         saved = open_run(path, device, world=world)
         spec, codec = saved.spec, saved.task.codec
         _check(spec, str(path))
@@ -106,7 +106,7 @@ def backtest_spec(
     best weights.
     """
     world = join(device)
-    with raise_on_all(world, patient=True):
+    with raise_on_all(world, no_timeout=True):
         _check(spec, "the spec")
         file = data or spec.data.train
         if file is None:

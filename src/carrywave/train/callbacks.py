@@ -13,7 +13,7 @@ from pathlib import Path
 
 from carrywave.errors import UserError, one_line
 from carrywave.parallel.liveness import heartbeat
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, all_gather_json, raise_on_all
 
 EVENTS = ("on_step", "on_evaluation", "on_epoch")
 
@@ -89,17 +89,17 @@ class Callbacks:
 
     def on_step(self, moment: Callable[[], Moment], *, agree: bool) -> bool:
         """True if a callback asks to stop after this step. Collective if `agree`; otherwise the answer waits until it is."""
-        return self._call("on_step", moment, agree=agree, patient=False)
+        return self._call("on_step", moment, agree=agree, no_timeout=False)
 
     def on_evaluation(self, moment: Callable[[], Moment]) -> bool:
         """True if a callback asks to stop after this evaluation. Collective."""
-        return self._call("on_evaluation", moment, agree=True, patient=True)
+        return self._call("on_evaluation", moment, agree=True, no_timeout=True)
 
     def on_epoch(self, moment: Callable[[], Moment]) -> bool:
         """True if a callback asks to stop after this epoch. Collective."""
-        return self._call("on_epoch", moment, agree=True, patient=True)
+        return self._call("on_epoch", moment, agree=True, no_timeout=True)
 
-    def _call(self, event: str, moment: Callable[[], Moment], *, agree: bool, patient: bool) -> bool:
+    def _call(self, event: str, moment: Callable[[], Moment], *, agree: bool, no_timeout: bool) -> bool:
         called = self._by_event[event]
         if not called:
             return False
@@ -109,16 +109,16 @@ class Callbacks:
                 self._ask(event, called, moment())
             except UserError as error:
                 self._pending = error
-        asked = agree and self._agreed(patient=patient)
+        asked = agree and self._agreed(no_timeout=no_timeout)
         heartbeat.mark()
         return asked
 
-    def _agreed(self, *, patient: bool) -> bool:
-        with raise_on_all(self.world, for_all_of_us=True, patient=patient):
+    def _agreed(self, *, no_timeout: bool) -> bool:
+        with raise_on_all(self.world, same_message=True, no_timeout=no_timeout):
             if self._pending is not None:
                 raise self._pending
         asked, self._asked = self._asked, False
-        return asked if self.world.size == 1 else all_gather_text(self.world, "stop" if asked else "")[0] == "stop"
+        return bool(all_gather_json(self.world, asked)[0])
 
     def _ask(self, event: str, called: Sequence[object], at: Moment) -> None:
         for callback in called:

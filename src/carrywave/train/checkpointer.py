@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
 from carrywave.errors import Diverged, RunError, UserError, option
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, from_rank_0, raise_on_all
+from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import Manifest
 from carrywave.runs.checkpoint.part_transfer import handed_out
-from carrywave.runs.checkpoint.reach import Reach
 from carrywave.runs.checkpoint.same_spec import sound
-from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored
+from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored, under
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
@@ -53,11 +50,13 @@ class Data:
 class Checkpointer:
     """Writes the snapshots of a run, and restores them. A failed write is reported and training continues; at the end it is an error."""
 
-    def __init__(self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher, reach: Reach | None = None) -> None:
-        self.reach = reach or Reach()
+    def __init__(
+        self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher, visibility: FolderVisibility | None = None
+    ) -> None:
+        self.visibility = visibility or FolderVisibility()
         self.spec, self.trainer, self.folder, self.data, self.watch = spec, trainer, folder, data, watch
         self.world = trainer.mesh.world
-        self.writer = Writer(self.world, folder.snapshots, self.reach)
+        self.writer = Writer(self.world, folder.snapshots, self.visibility)
 
     def save(self, state: LoopState, *, final: bool = False) -> None:
         """Start a snapshot between two steps; a final one is completely on disk when this returns."""
@@ -98,29 +97,29 @@ class Checkpointer:
         """Restore the last snapshot. One in progress that fails because of non-finite weights does not count."""
         with suppress(Diverged):
             self.settle()
-        return self.restore(read_last(self.world, self.folder, self.reach))
+        return self.restore(read_last(self.world, self.folder, self.visibility))
 
     def restore(self, stored: Stored) -> LoopState:
         """Restore the trainer from a snapshot, truncate the logs to match, and return the loop's state. Each worker reads its own part."""
-        with raise_on_all(self.world, for_all_of_us=True):
+        with raise_on_all(self.world, same_message=True):
             if stored.meta["fingerprint"] != self.data.fingerprint:
                 files = ", ".join(self.data.changed(stored.meta, self.spec))
                 of = f" ({files})" if files else ""
                 raise RunError(
                     f"the data has changed since the snapshot was written{of}; restore the old data, or start a new run from its weights"
                 )
-        with handed_out(self.world, self.reach, stored, cache.folder(self.spec.data.cache)) as readable:
+        with handed_out(self.world, self.visibility, stored, cache.folder(self.spec.data.cache)) as readable:
             return self._restore(readable)
 
     def _restore(self, stored: Stored) -> LoopState:
         meta, trainer = stored.meta, self.trainer
-        with raise_on_all(self.world, for_all_of_us=True, patient=True), sound():
+        with raise_on_all(self.world, same_message=True, no_timeout=True), sound():
             load_state(trainer, stored, self.spec.lanes)
             extra = stored.read("extra", stored.manifest.forms("extra"))
-            state = LoopState.of(meta["progress"], _under("loop/", extra), trainer.device)
+            state = LoopState.of(meta["progress"], under("loop/", extra), trainer.device)
             if trainer.sync is None:  # otherwise each replica has its own
                 if trainer.scaler is not None:
-                    trainer.scaler.load(_under("scaler/", extra))
+                    trainer.scaler.load(under("scaler/", extra))
                 trainer.nonfinite.forget(state.in_a_row)
             noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
             self.folder.cut_back(*noted, step=state.step)
@@ -140,25 +139,17 @@ class Checkpointer:
             raise
 
 
-def read_last(world: World, folder: Run, reach: Reach) -> Stored:
+def read_last(world: World, folder: Run, visibility: FolderVisibility) -> Stored:
     """The last snapshot of a run. Collective: every rank must call it."""
-    found = ""
-    with raise_on_all(world, for_all_of_us=True):
-        if world.rank == 0:
-            found = json.dumps(open_stored(folder.snapshots).told())
-    return receive_snapshot(world, json.loads(all_gather_text(world, found)[0]), reach)
+    return receive_snapshot(world, from_rank_0(world, lambda: open_stored(folder.snapshots).to_json()), visibility)
 
 
-def receive_snapshot(world: World, told: Sequence[Any], reach: Reach) -> Stored:
+def receive_snapshot(world: World, sent: Sequence[Any], visibility: FolderVisibility) -> Stored:
     """A snapshot whose manifest rank 0 has read and sent. Every byte of its files is verified, divided among the ranks that see them."""
-    stored = Stored(Path(told[0]), Manifest.of(told[1], Path(told[0])))
-    with raise_on_all(world, for_all_of_us=True, patient=True):
-        if reach.sees(world.rank):
+    stored = Stored(Path(sent[0]), Manifest.of(sent[1], Path(sent[0])))
+    with raise_on_all(world, same_message=True, no_timeout=True):
+        if visibility.sees(world.rank):
             if not stored.folder.is_dir():
                 raise RunError(f"rank {world.rank} no longer sees {stored.folder}; set {option('run')} to a folder that stays in place")
-            stored.verify(*reach.share(world))
+            stored.verify(*visibility.share(world))
     return stored
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -23,7 +23,7 @@ from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.doubts import worse_than_naive
-from carrywave.train.evaluation_stop import Stopped
+from carrywave.train.evaluations import Stopped
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
 from carrywave.train.result import Result
@@ -35,7 +35,7 @@ def shown(model: Model | Whole) -> nn.Module:
     return model.module if isinstance(model, Whole) else model
 
 
-def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
+def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
     """Train what is left to train, and finish: `again_with` resumes a run that was asked to stop."""
     with Stop() as stop:
         loop.stop = stop
@@ -76,7 +76,7 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     """
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
-    with raise_on_all(world, for_all_of_us=True):
+    with raise_on_all(world, same_message=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
     rows, own, names = trainer.held.rows, trainer.parameters(), tensors_of(trainer.model).keys()

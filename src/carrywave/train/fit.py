@@ -20,15 +20,16 @@ from carrywave.data.python_inputs import from_python, naming
 from carrywave.errors import PlanError, UserError
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
-from carrywave.launch.launcher import RESTARTS
+from carrywave.launch.restart_policy import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.vocabulary_split import check_modules
+from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
-from carrywave.parallel.world import World, check_agreement, join, leave, pick_device, raise_on_all
+from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
@@ -43,9 +44,8 @@ from carrywave.runs.tracking.tracker import Description
 from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
-from carrywave.spec.batches import fitted
+from carrywave.spec.defaults import AUTO, fitted, with_precision
 from carrywave.spec.load import load_own
-from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
@@ -53,20 +53,17 @@ from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train.asked_spec import spec_of
-from carrywave.train.best_weights import check_can_judge
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
-from carrywave.train.data_parts import DataParts
-from carrywave.train.finish import carry_out, shown
-from carrywave.train.initial_model import Own, begin_from, drawn_model, own_model
+from carrywave.train.evaluations import DataParts, check_can_judge
+from carrywave.train.finish import run_to_end, shown
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED, LoopState
-from carrywave.train.opening_notes import noted
 from carrywave.train.plan_check import Comparison
-from carrywave.train.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.result import Result
-from carrywave.train.run_start import Start, begin, check_idle, prepare_in_turn
+from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
+from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
+from carrywave.train.start.run_start import Start, asked_spec, begin, check_idle, noted, prepare_in_turn
 
 
 def train(
@@ -137,7 +134,7 @@ def fit(
     'ups'
     """
     heap.keep()
-    told = script_workers.begin()
+    record = script_workers.begin()
     with script_workers.working():
         if model is not None and not isinstance(model, Mapping) and not callable(model):
             raise UserError(f"model is a {type(model).__name__}; pass a cw.Model, a function that builds one, or the spec's model section")
@@ -147,16 +144,16 @@ def fit(
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise PlanError(f"devices must be a whole number of workers, got {devices!r}; use 1 or more")
         check_callbacks(callbacks)
-        asked = spec_of(spec, model, plan, sections)
+        asked = asked_spec(spec, model, plan, sections)
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
             own = Whole(own, loss, pooled=asked.task in POOLED)
-        if told is None and devices > 1 and not launched():
+        if record is None and devices > 1 and not launched():
             check_workers(asked.plan_spec, devices)
-            told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
-        if told is not None:
-            return _result_of(told, own, device, loss)
+            record = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
+        if record is not None:
+            return _result_of(record, own, device, loss)
         world = join(device, job_of(asked, run))
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
@@ -169,14 +166,14 @@ def fit(
                 if start.spec.data.train is not None:
                     prepared, files = prepare_in_turn(start)
                 else:
-                    with raise_on_all(world, patient=True):
+                    with raise_on_all(world, no_timeout=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
                 restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
                 result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks, loss=loss)
-        told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
+        record = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if script_workers.is_script_worker():
-            script_workers.finish(told)
-        script_workers.remember(told)
+            script_workers.finish(record)
+        script_workers.remember(record)
         return result
 
 
@@ -188,16 +185,16 @@ def _left_at_the_end(world: World) -> Iterator[None]:
     leave(world)
 
 
-def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str, loss: Loss | None) -> Result:
+def _result_of(record: Mapping[str, Any], own: Own | Whole | None, device: str, loss: Loss | None) -> Result:
     """The result of a run that worker processes trained."""
-    folder = Path(told["run"])
+    folder = Path(record["run"])
     where = pick_device(device)
     if own is None:
         try:
             opened = open_run(folder, device)
         except torch.OutOfMemoryError:  # workers have split it because no device can hold all of it
             opened = open_run(folder, "cpu")
-        return Result(folder, told["ending"], told["metrics"], opened.model, opened.task)
+        return Result(folder, record["ending"], record["metrics"], opened.model, opened.task)
     saved = Run.open(folder)
     spec = load_own(folder / "spec.yaml")
     codec = codec_of(saved, spec)
@@ -205,7 +202,7 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str, lo
     model = own_model(own, spec, facts, loss)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
-    return Result(folder, told["ending"], told["metrics"], shown(model), Task(spec, codec, facts, scale))
+    return Result(folder, record["ending"], record["metrics"], shown(model), Task(spec, codec, facts, scale))
 
 
 def _train(
@@ -262,7 +259,7 @@ def _train(
     if start.init is not None:
         begin_from(start.init, model, world)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
-    kept = start.reach.line(folder.path, world.size)
+    kept = start.visibility.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, seated, kept))
     for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.said, prepared, parts)):
@@ -274,7 +271,7 @@ def _train(
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files, dealing)
-            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.reach)
+            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.visibility)
         state = LoopState.start(trainer.device)
         left = history.last_trace(folder.path / TIMING) if world.rank == 0 else None
         if start.snapshot is not None:
@@ -309,7 +306,7 @@ def _train(
                     folder.expect_snapshot(start.init)
                 folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended
                 folder.write_history(_started(state.step, left, trainer))
-            with raise_on_all(world, for_all_of_us=True, patient=True):
+            with raise_on_all(world, same_message=True, no_timeout=True):
                 folder.upload()
         elif history.unended(folder.path):
             with raise_on_all(world):
@@ -324,9 +321,9 @@ def _train(
         asked_for = spec.train.track if world.rank == 0 else ()
         folder.tracking = Tracking.of(asked_for, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
         with checkpointer.watched(), folder.tracking as tracking:
-            result = carry_out(loop, watch, again_with, restore=restore)
+            result = run_to_end(loop, watch, again_with, restore=restore)
             tracking.how = "stopped" if result.ending in ASKED else "finished"
-            with raise_on_all(world, for_all_of_us=True, patient=True):
+            with raise_on_all(world, same_message=True, no_timeout=True):
                 if folder.remote is not None:
                     folder.close()  # the events of TensorBoard are complete then
                     folder.upload()

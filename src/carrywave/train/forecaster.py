@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from carrywave.data.files.frames import columns_of, is_frame
 from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.runs.backtest.listing import rows_of
+from carrywave.runs.backtest.rolled import rows_of
 from carrywave.runs.prediction import predict
 from carrywave.runs.run import Run
 from carrywave.runs.trained_run import codec_of, evaluate_run

@@ -35,13 +35,11 @@ from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
 from carrywave.train import lr_schedule as rates
-from carrywave.train.best_weights import improves, score_of
 from carrywave.train.callbacks import Callbacks, Moment
 from carrywave.train.checkpointer import Checkpointer
-from carrywave.train.data_parts import DataParts
-from carrywave.train.evaluation_stop import Stopped, leave_if_asked
+from carrywave.train.evaluations import DataParts, Stopped, improves, leave_if_asked, score_of
 from carrywave.train.loop_state import Ending, LoopState
-from carrywave.train.nonfinite_steps import check_can_go_back, heed, went_back
+from carrywave.train.nonfinite_steps import check_can_go_back, handle_nonfinite, went_back
 from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
 from carrywave.train.step_reports import batches_of_epoch, info_of, mean_loss, moment_of, place_of, train_row
@@ -259,7 +257,7 @@ class Loop:
         met = meetings.meet()
         at.met_before, at.met = at.met, at.step
         at.sums = at.sums + met.sums
-        self._heed(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica
+        self._handle_nonfinite(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica
         sync.exchange(due, met.targets)
         if self._due(train.log_every):
             self.write_row()
@@ -281,10 +279,10 @@ class Loop:
         """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""
         if self.meetings is None:  # otherwise it was done when replicas met
             scaler = self.trainer.scaler
-            self._heed(self.trainer.nonfinite.look(), scale_gone=scaler is not None and float(scaler.scale) < SMALLEST_SCALE)
+            self._handle_nonfinite(self.trainer.nonfinite.look(), scale_gone=scaler is not None and float(scaler.scale) < SMALLEST_SCALE)
 
-    def _heed(self, seen: Seen, *, scale_gone: bool) -> None:
-        heed(self.state, self.spec.train, self.trainer, seen, scale_gone=scale_gone, say=self.watch.say)
+    def _handle_nonfinite(self, seen: Seen, *, scale_gone: bool) -> None:
+        handle_nonfinite(self.state, self.spec.train, self.trainer, seen, scale_gone=scale_gone, say=self.watch.say)
 
     def _go_back(self, error: Diverged) -> None:
         """Continue from the last snapshot with a lower learning rate, if the spec asks for it and the limit is not reached. Collective."""
@@ -345,7 +343,7 @@ class Loop:
         """Have rank 0 write the weights; non-finite weights are refused, with an error on every rank."""
         named = self.trainer.gathered(each_once=True)
         heartbeat.rest()  # a slow disk is no hang
-        with raise_on_all(self.trainer.mesh.world, for_all_of_us=True, patient=True):
+        with raise_on_all(self.trainer.mesh.world, same_message=True, no_timeout=True):
             self.folder.write_weights(named)
         heartbeat.mark()
 
@@ -363,7 +361,7 @@ class Loop:
             if done < total:
                 leave_if_asked(self.stop, self.trainer.mesh.world, done)
             if self.clock.due():
-                self.clock.told()
+                self.clock.shown()
                 rate = tokens * done / total / max(time.monotonic() - started, 1e-9)
                 self.watch.step(self._info(part.name, done, total, None, rate))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from carrywave.errors import RunError, option
@@ -62,11 +62,6 @@ def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
 def stops_early(spec: TrainSpec, state: Rate) -> bool:
     """True if training ends because too many evaluations in a row brought no improvement."""
     return spec.early_stop is not None and state.since_best >= spec.early_stop
-
-
-def to_json(state: Rate) -> dict[str, Any]:
-    """The state as a snapshot stores it."""
-    return asdict(state)
 
 
 def from_json(kept: Mapping[str, Any]) -> Rate:

@@ -13,7 +13,9 @@ from carrywave.step.trainer import Trainer
 from carrywave.train.loop_state import LoopState
 
 
-def heed(at: LoopState, train: TrainSpec, trainer: Trainer, seen: Seen, *, scale_gone: bool, say: Callable[[str], None]) -> None:
+def handle_nonfinite(
+    at: LoopState, train: TrainSpec, trainer: Trainer, seen: Seen, *, scale_gone: bool, say: Callable[[str], None]
+) -> None:
     """Stop or skip if there were non-finite steps. Collective: every rank must call it, and with the same news."""
     at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
     if seen.ago is not None:

@@ -6,12 +6,11 @@ Collective, because one step is timed task by task on every worker. It does not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from carrywave.parallel.world import all_gather_text
+from carrywave.parallel.world import all_gather_json
 from carrywave.plan.cost.simulation import TaskSpan
 from carrywave.plan.schedule.schedule import StageTask
 from carrywave.plan.search.predictor import Prediction
@@ -112,7 +111,7 @@ class Comparison:
             "rest": max(0.0, ended - begun - work - wait - messages),
             "spans": [_plain(lap.label, lap.start - begun, lap.end - begun, lap.task) for lap in clock.laps] if shown else [],
         }
-        told: list[dict[str, Any]] = [json.loads(text) for text in all_gather_text(mesh.world, json.dumps(own))]
+        told = all_gather_json(mesh.world, own)
         hosts = mesh.world.hosts or ("",) * mesh.world.size
         return [{**told[rank], "host": hosts[rank]} for rank in mesh.ranks]
 
@@ -123,10 +122,10 @@ def _plain(label: str, start: float, end: float, task: StageTask | None) -> list
     return [label, round(start, 7), round(end, 7), *place]
 
 
-def _laid_side_by_side(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _laid_side_by_side(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The workers on one time axis: those of a host read one clock; every host begins at 0, as clocks of hosts differ."""
-    first = {host: min(each["begun"] for each in told if each["host"] == host) for host in {each["host"] for each in told}}
-    return [{**each, "begun": round(each["begun"] - first[each["host"]], 7)} for each in told]
+    first = {host: min(each["begun"] for each in workers if each["host"] == host) for host in {each["host"] for each in workers}}
+    return [{**each, "begun": round(each["begun"] - first[each["host"]], 7)} for each in workers]
 
 
 def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str:

@@ -30,10 +30,10 @@ class RunClock:
 
     def ticked(self) -> None:
         """Record that the watcher was just told of a step, and update the rate."""
-        self.told()
+        self.shown()
         self.rate = self.tokens / max(self.last_tick - self.started, 1e-9)
 
-    def told(self) -> None:
+    def shown(self) -> None:
         """Record that the watcher was told of something else; the rate of steps is unchanged."""
         self.last_tick = time.monotonic()
 

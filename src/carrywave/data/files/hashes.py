@@ -54,9 +54,9 @@ def keeping() -> Iterator[list[Found]]:
 
 
 @contextmanager
-def knowing(told: Iterable[Found]) -> Iterator[None]:
+def knowing(hashed: Iterable[Found]) -> Iterator[None]:
     """Within this context, reuse the hashes that another process on this host has just computed."""
-    _told.update({path: (list(signs), digest) for path, signs, digest in told})
+    _told.update({path: (list(signs), digest) for path, signs, digest in hashed})
     try:
         yield
     finally:

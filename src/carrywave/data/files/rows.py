@@ -5,8 +5,9 @@ Rows are read one at a time and can be iterated repeatedly; each can be located 
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,13 +16,13 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files import json_array
-from carrywave.data.files.missing_column import missing_column
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source, to_utf8
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
 Row = dict[str, Any]
+SHOWN = 8  # column names in a message, at most
 BATCH_ROWS = 1024
 EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
 
@@ -311,3 +312,18 @@ def open_rows(
 def _json_type(value: Any) -> str:
     names = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
     return names[type(value)]
+
+
+def missing_column(where: str, column: str, names: Sequence[str], setting: str | None) -> str:
+    """Return the message; `setting` is the key that names the column, None if the training data had it."""
+    fact = f"{where} has no column {column!r}" + (f" ({setting})" if setting else ", which the training data has")
+    near = difflib.get_close_matches(column, names, n=1, cutoff=0.6) or [name for name in names if name.lower() == column.lower()]
+    if near:
+        return f"{fact}; did you mean {quoted(near[0])}?" if setting else f"{fact}; if it is {quoted(near[0])}, rename that"
+    shown = ", ".join(map(quoted, names[:SHOWN])) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return f"{fact}; use one of {shown}" if setting else f"{fact} (here there are {shown}); add it"
+
+
+def quoted(column: str) -> str:
+    """Return a name as it is, or in quotes if it would not be seen."""
+    return column if column.strip() else repr(column)

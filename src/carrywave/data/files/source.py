@@ -134,7 +134,7 @@ class Source:
             raise DataError(f"{self.name}: {fact}; correct data.separator, or remove it")
         return self.mark
 
-    def told(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """Lines about what was found in the file and was not asked for: its encoding, and the mark between its columns."""
         lines = [] if self.encoding is None or self.asked_encoding else [f"{self.name}: reading text in {self.encoding}"]
         if self.format == "csv" and self.mark is None and (mark := self.separator()) != ("\t" if self.tabs else ","):

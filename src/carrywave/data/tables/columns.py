@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.missing_column import missing_column, quoted
+from carrywave.data.files.rows import missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
@@ -55,7 +55,7 @@ class ColumnChoice:
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
             asked["targets"] = data.targets or ()
-            return ColumnChoice(data.columns, data.time, data.series, data.rhythm, missing=data.missing, **asked)
+            return ColumnChoice(data.columns, data.time, data.series, data.frequency_text, missing=data.missing, **asked)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
         learned["targets"] = tuple(codec.columns[place] for place in codec.targets)
         strict = codec.frequency is not None
@@ -81,7 +81,7 @@ class Roles:
     categorical: tuple[str, ...] = ()  # read as categories, those known for the whole horizon first
     covariates: tuple[str, ...] = ()  # what is read besides, for the line about it
 
-    def told(self, name: str, *, as_it_stands: bool) -> str:
+    def note(self, name: str, *, as_it_stands: bool) -> str:
         """Return a line on what is and is not read; `as_it_stands`: the times do not determine the order of rows."""
         by = "" if self.time is None else ", in file order" if as_it_stands else f", ordered by {quoted(self.time)}"
         of = "" if self.series is None else f", one series per {quoted(self.series)}"

@@ -146,7 +146,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | 
         target_std=tuple(std[place] for place in places),
         time=table.time,
         series=table.series,
-        frequency=spec.data.rhythm or table.frequency,
+        frequency=spec.data.frequency_text or table.frequency,
         date_order=None if table.times is None else table.times.order,
         own_scale=by_series,
         known=choice.known,

@@ -98,7 +98,7 @@ def read_table(source: Source, series: str | None = None, *, time: str | None = 
     table = _with_offsets(table, source, options)
     times = [column for column in table.column_names if column.strip().lower() in TIME_NAMES]
     table, told = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
-    return table, (*source.told(), *told)
+    return table, (*source.notes(), *told)
 
 
 def _with_offsets(table: Any, source: Source, options: Any) -> Any:
@@ -116,7 +116,7 @@ def _with_offsets(table: Any, source: Source, options: Any) -> Any:
     return table
 
 
-def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, told: tuple[str, ...] = ()) -> Table:
+def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, read_notes: tuple[str, ...] = ()) -> Table:
     """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index.
 
     `told` are remarks about how it was read so far.
@@ -149,7 +149,7 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         times,
     )
     rows, filled = completed(rows, table)
-    told = (roles.told(name, as_it_stands=times is not None and times.in_words), *told, *notes, *filled)
+    told = (roles.note(name, as_it_stands=times is not None and times.in_words), *read_notes, *notes, *filled)
     totals = np.bincount(rows.codes, minlength=len(names)).astype(np.int64)
     ahead = np.bincount(rows.codes, weights=rows.ahead, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(totals)[:-1]])

@@ -16,7 +16,7 @@ from carrywave.data.codec import Codec, first_unknown, unknown_token
 from carrywave.data.files.arrays import NewArray, token_dtype
 from carrywave.data.files.source import Source
 from carrywave.data.text import vocabulary
-from carrywave.data.text.tokenizers import Kind, split_words
+from carrywave.data.text.tokenizers import TokenizerKind, split_words
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
@@ -56,7 +56,7 @@ def encode_stream(source: Source, codec: Codec, new: NewArray) -> NDArray[Any]:
     return tokens.close()
 
 
-def pieces(source: Source, kind: Kind) -> Iterator[str]:
+def pieces(source: Source, kind: TokenizerKind) -> Iterator[str]:
     """Yield pieces of the text whose tokens, concatenated, are those of the whole; for words, an unterminated last line gets a line end."""
     if kind == "char":
         return source.texts()
@@ -104,7 +104,7 @@ def _lines_before(piece: str, index: int, codec: Codec) -> int:
     raise IndexError(index)
 
 
-def _kind(codec: Codec) -> Kind:
+def _kind(codec: Codec) -> TokenizerKind:
     if codec.kind is None or codec.kind == "int":
         raise DataError(f"this {codec.task} model was not trained on text; pass a file in the format of its training data")
     return codec.kind

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from carrywave.errors import DataError, UserError
 
-Kind = Literal["char", "word", "byte", "bpe", "int"]
+TokenizerKind = Literal["char", "word", "byte", "bpe", "int"]
 Ids = NDArray[np.int32]
 
 UNKNOWN = "<unk>"
@@ -197,7 +197,7 @@ def tokenizers_library() -> Any:
     return tokenizers
 
 
-def make(kind: Kind, vocabulary: Sequence[str], bpe: str | None, size: int) -> Tokens:
+def make(kind: TokenizerKind, vocabulary: Sequence[str], bpe: str | None, size: int) -> Tokens:
     """Create the tokenizer of a kind."""
     if kind == "char":
         return Chars(vocabulary)

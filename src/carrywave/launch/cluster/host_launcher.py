@@ -1,6 +1,6 @@
 """Starts workers on one of several hosts, in step with the launchers of the others.
 
-Every launcher tells the first one how its workers are, and does what the first one orders (`council`): it starts an attempt with the
+Every launcher tells the first one how its workers are, and does what the first one commands (`coordinator`): it starts an attempt with the
 others, ends it when it has failed elsewhere, and starts the next. If the first host cannot be reached, a launcher ends its workers and
 tries to reach it again for a while; a launcher of the first host that was started anew in the meantime takes up where the old one was.
 """
@@ -17,17 +17,15 @@ from pathlib import Path
 
 from carrywave.errors import WorkerError
 from carrywave.launch import launch_record
-from carrywave.launch.cluster.board import HostBoard
-from carrywave.launch.cluster.council import Council, look_at
-from carrywave.launch.cluster.interfaces import address_towards, interface_of
-from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.cluster.coordinator import Coordinator, look_at
+from carrywave.launch.cluster.host_store import HostStore
+from carrywave.launch.cluster.states import Commands, HostState, Member, SeenHost
+from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import FAULT, Ended
-from carrywave.launch.hosts import Hosts
-from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, supervise
-from carrywave.launch.worker_ends import asked_to_stop, with_logs
-from carrywave.launch.worker_environment import of_workers
+from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
 from carrywave.parallel.liveness import heartbeat
-from carrywave.parallel.startup.launcher_env import LAUNCH
+from carrywave.parallel.startup.addresses import address_towards, interface_of
+from carrywave.parallel.startup.launcher_env import WorkerFile
 
 SLOW_SECONDS = 300.0  # the limit of a launcher's silence if heartbeats are off
 TRY_SECONDS = 2.0  # for one attempt to reach the first host
@@ -56,10 +54,10 @@ class HostLauncher:
         limit = heartbeat.silent_seconds()
         self.silent_seconds = SLOW_SECONDS if limit == float("inf") else limit
         self.state = HostState(job.devices, socket.gethostname(), address_towards(self.hosts.meeting[0]), launcher=job.launch)
-        self.board = HostBoard(self.hosts, self.state, job.start_seconds, self.silent_seconds)
-        self.council: Council | None = None
+        self.store = HostStore(self.hosts, self.state, job.start_seconds, self.silent_seconds)
+        self.coordinator: Coordinator | None = None
         if self.hosts.node == 0:
-            self.council = Council(
+            self.coordinator = Coordinator(
                 self.hosts,
                 job.launch,
                 restarts=job.restarts,
@@ -69,7 +67,7 @@ class HostLauncher:
                 now=time.monotonic(),
                 newest_step=lambda: launch_record.last_step(self._known_run()),
             )
-        self.said: int | None = None  # lines of the orders that were printed; None: those of the first ones are not for this launcher
+        self.printed: int | None = None  # lines of the commands that were printed; None: those of the first ones are not for this launcher
         self.run: Path | None = None
         self.waits = False  # said that the run goes on without this host
 
@@ -81,42 +79,42 @@ class HostLauncher:
         """
         logs: Path | None = None
         while True:
-            orders = self._await_orders(signals)
-            if isinstance(orders, Ended):
-                return orders
-            if orders.ended is not None:
+            commands = self._await_commands(signals)
+            if isinstance(commands, Ended):
+                return commands
+            if commands.ended is not None:
                 self._tell_all()
-                return replace(orders.ended, logs=logs)
-            member = orders.member(self.hosts.node, self.board.join)
+                return replace(commands.ended, logs=logs)
+            member = commands.member(self.hosts.node, self.store.join)
             assert member is not None
-            number, launch = orders.attempt, orders.launch
+            number, launch = commands.attempt, commands.launch
             if number:
                 settle()
             self._put(replace(self.state, attempt=number, ends=None, steps=0, launch=launch, before=number, asked=None))
-            place = folder / f"attempt-{orders.attempt}-{self.board.join}"
-            outcome = supervise(self._crew(orders, member, environment), place, signals, partial(self._elsewhere, orders.attempt))
+            place = folder / f"attempt-{commands.attempt}-{self.store.join}"
+            outcome = supervise(self._crew(commands, member, environment), place, signals, partial(self._elsewhere, commands.attempt))
             self.run = outcome.run or self.run
             logs = with_logs(replace(outcome, run=self.run), signals, host=f"-host-{self.hosts.node}").logs
             self._put(replace(self.state, ends=outcome.ends, steps=outcome.steps, run=str(self.run or "")))
 
-    def _await_orders(self, signals: Signals) -> Orders | Ended:
-        """Wait for orders that concern this launcher: an attempt to start, or the end. An end of its own if the first host is gone."""
+    def _await_commands(self, signals: Signals) -> Commands | Ended:
+        """Wait for commands that concern this launcher: an attempt to start, or the end. An end of its own if the first host is gone."""
         while True:
-            orders = self._look()
-            if orders.launch:
-                for line in orders.lines[len(orders.lines) if self.said is None else self.said :]:
+            commands = self._look()
+            if commands.launch:
+                for line in commands.lines[len(commands.lines) if self.printed is None else self.printed :]:
                     self._say(line)
-                self.said = len(orders.lines)
-            if orders.ended is not None:
-                return orders
-            begun = orders.attempt > self.state.attempt and orders.over_seconds is None
-            if begun and orders.member(self.hosts.node, self.board.join) is not None:
+                self.printed = len(commands.lines)
+            if commands.ended is not None:
+                return commands
+            begun = commands.attempt > self.state.attempt and commands.over_seconds is None
+            if begun and commands.member(self.hosts.node, self.store.join) is not None:
                 if signals.asked is not None:
                     # The attempt began before the first host knew: the workers are to be told.
                     signals.noted.insert(0, signals.asked)
                     signals.asked = None
-                return orders
-            if begun and not self.waits and all(member.node != self.hosts.node for member in orders.members):
+                return commands
+            if begun and not self.waits and all(member.node != self.hosts.node for member in commands.members):
                 self.waits = True
                 self._say("the run goes on without this host, which waits for its next restart")
             if signals.noted:
@@ -131,38 +129,38 @@ class HostLauncher:
                     return gone
             time.sleep(POLL_SECONDS)
 
-    def _look(self) -> Orders:
-        """The orders; on the first host, after a look at all hosts."""
-        if self.council is not None:
-            before = self.council.orders
-            orders = self.council.look(self.board.seen | {0: Seen(self.board.join, self.state)}, time.monotonic())
-            if orders.ended is not None and before.ended is None:
-                orders = replace(orders, ended=asked_to_stop(orders.ended, self._known_run()))
-                self.council.orders = orders
-            self.board.orders = orders
-        return self.board.orders
+    def _look(self) -> Commands:
+        """The commands; on the first host, after a look at all hosts."""
+        if self.coordinator is not None:
+            before = self.coordinator.commands
+            commands = self.coordinator.look(self.store.seen | {0: SeenHost(self.store.join, self.state)}, time.monotonic())
+            if commands.ended is not None and before.ended is None:
+                commands = replace(commands, ended=asked_to_stop(commands.ended, self._known_run()))
+                self.coordinator.commands = commands
+            self.store.commands = commands
+        return self.store.commands
 
     def _known_run(self) -> Path | None:
         """The run's folder: of this host's workers, or as others know it."""
-        others = [Path(seen.state.run) for seen in self.board.seen.values() if seen.state.run]
+        others = [Path(seen.state.run) for seen in self.store.seen.values() if seen.state.run]
         return self.run or next(iter(others), self.job.resumes)
 
     def _elsewhere(self, attempt: int) -> float | None:
         """Whether this attempt is over on the other hosts: the seconds that are left to the workers of this one, or None."""
-        orders = self._look()
-        if self._first_is_silent() or orders.attempt != attempt or orders.ended is not None:
+        commands = self._look()
+        if self._first_is_silent() or commands.attempt != attempt or commands.ended is not None:
             return 0.0
-        return orders.over_seconds
+        return commands.over_seconds
 
     def _first_is_silent(self) -> bool:
-        return self.hosts.node > 0 and self.board.silent_seconds() > self.silent_seconds
+        return self.hosts.node > 0 and self.store.silent_seconds() > self.silent_seconds
 
     def _reach_again(self, signals: Signals) -> Ended | None:
         """Try to reach the first host again, and join it anew; how this launcher ends if that fails."""
         seconds = self.job.start_seconds
         who = self.hosts.who(0)
         gone = Ended(FAULT, f"contact with {who} was lost{look_at(self.hosts, [0])}", died=True)
-        before = self.board
+        before = self.store
         before.close()
         if not self.job.restarts:
             return gone
@@ -174,55 +172,52 @@ class HostLauncher:
             if signals.noted:
                 return asked_to_stop(Ended(128 + signals.noted.pop(0)), self.run)
             try:
-                self.board = HostBoard(self.hosts, fresh, TRY_SECONDS, self.silent_seconds)
+                self.store = HostStore(self.hosts, fresh, TRY_SECONDS, self.silent_seconds)
             except (WorkerError, RuntimeError):
                 time.sleep(POLL_SECONDS)
                 continue
-            self.state, self.said, self.waits = fresh, None, False
+            self.state, self.printed, self.waits = fresh, None, False
             return None
         return replace(gone, message=f"{who} could not be reached for {seconds:g} s{look_at(self.hosts, [0])}")
 
     def _put(self, state: HostState) -> None:
-        self.state = self.board.state = state
+        self.state = self.store.state = state
 
     def _tell_all(self) -> None:
         """Before this launcher leaves: on the first host, which holds the store, wait until the others have read how it ended."""
         self._put(replace(self.state, read=True))
         deadline = time.monotonic() + self.job.start_seconds
         while time.monotonic() < deadline and not self._first_is_silent():
-            waiting = [each for each in self.board.seen.values() if not each.state.read and each.silent_seconds < self.silent_seconds]
+            waiting = [each for each in self.store.seen.values() if not each.state.read and each.silent_seconds < self.silent_seconds]
             if self.hosts.node or not waiting:
                 break
             time.sleep(POLL_SECONDS)
         # One more exchange, so that the first host need not wait for this one.
-        time.sleep(0.0 if self.hosts.node == 0 else self.board.every_seconds * 2)
-        self.board.close()
+        time.sleep(0.0 if self.hosts.node == 0 else self.store.every_seconds * 2)
+        self.store.close()
 
-    def _crew(self, orders: Orders, member: Member, environment: Mapping[str, str]) -> WorkerGroup:
+    def _crew(self, commands: Commands, member: Member, environment: Mapping[str, str]) -> WorkerGroup:
         """The workers of this host in an attempt."""
         address, port = self.hosts.meeting
         shared = {
             **environment,
             **self.job.environment,
-            LAUNCH: orders.launch,
-            launch_record.ATTEMPT: str(orders.attempt),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already exists, so rank 0 need not open it
         }
-        if orders.fewer:
-            shared[launch_record.FEWER] = "1"
         interface = self._interface()
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             shared["GLOO_SOCKET_IFNAME"] = interface
-        first, size = orders.first_rank(self.hosts.node), orders.size
-        return WorkerGroup(self.job.command, *of_workers(member.devices, shared, first=first, size=size), size)
+        file = WorkerFile(launch=commands.launch, attempt=commands.attempt, fewer=commands.fewer)
+        first, size = commands.first_rank(self.hosts.node), commands.size
+        return WorkerGroup.of(self.job.command, member.devices, file, shared, first=first, size=size, direct=False)
 
     def _interface(self) -> str | None:
         """The interface by which the other hosts reach this one: that of the address they know, or that on the way to them."""
         named = self.hosts.own_host and interface_of(self.hosts.own_host)
         if named:
             return named
-        others = [seen.state.address for seen in self.board.seen.values()] if self.hosts.node == 0 else [self.hosts.meeting[0]]
+        others = [seen.state.address for seen in self.store.seen.values()] if self.hosts.node == 0 else [self.hosts.meeting[0]]
         addresses = (address_towards(other) for other in others if other)
         return next((found for address in addresses if address and (found := interface_of(address))), None)

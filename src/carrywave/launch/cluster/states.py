@@ -1,10 +1,11 @@
-"""What the launchers of several hosts tell each other: each its `HostState`, the first one also the `Orders` for all. Torch-free."""
+"""What the launchers of several hosts tell each other: each its `HostState`, the first one also the `Commands` for all. Torch-free."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from carrywave.launch.exit_reports import Ended, WorkerEnds
 
@@ -31,19 +32,8 @@ class HostState:
         """True if none of its workers is running."""
         return self.attempt < 0 or self.ends is not None
 
-    def to_json(self) -> str:
-        """A form that travels."""
-        return json.dumps(asdict(replace(self, ends=None)) | {"ends": None if self.ends is None else self.ends.to_json()})
 
-    @classmethod
-    def of_json(cls, text: str) -> Self:
-        """The state that `to_json` describes."""
-        known = json.loads(text)
-        ends = known.pop("ends")
-        return cls(**known, ends=None if ends is None else WorkerEnds.of_json(ends))
-
-
-class Seen(NamedTuple):
+class SeenHost(NamedTuple):
     """A host as the first one sees it."""
 
     join: int  # how often its launcher has joined: another number is another launcher
@@ -60,7 +50,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Orders:
+class Commands:
     """What the first host's launcher tells all of them to do."""
 
     launch: str = ""
@@ -89,21 +79,5 @@ class Orders:
         """The host of a rank."""
         return [member.node for member in self.members for _ in member.devices][rank]
 
-    def to_json(self) -> str:
-        """A form that travels."""
-        ended: dict[str, Any] | None = None
-        if self.ended is not None:
-            ended = {name: value for name, value in vars(self.ended).items() if name != "logs"}  # a folder of the first host
-        return json.dumps(vars(self) | {"ended": ended})
 
-    @classmethod
-    def of_json(cls, text: str) -> Self:
-        """The orders that `to_json` describes."""
-        known = json.loads(text)
-        members = tuple(Member(node, join, tuple(devices)) for node, join, devices in known.pop("members"))
-        ended = known.pop("ended")
-        return cls(
-            **{**known, "lines": tuple(known["lines"])},
-            members=members,
-            ended=None if ended is None else Ended(**ended),
-        )
+STATE, COMMANDS = TypeAdapter(HostState), TypeAdapter(Commands)  # as JSON, in which they travel

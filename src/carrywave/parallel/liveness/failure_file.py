@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-FOLDER = "CARRYWAVE_CAUSES"  # environment variable with the folder of these files, in workers that `launch.start` started
+from carrywave.parallel.startup.launcher_env import own
 
-Kind = Literal["user", "fault", "lost"]
+CAUSES = "causes"  # the folder of these files, within that of an attempt
+
+FailureKind = Literal["user", "fault", "lost"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Cause:
     """The failure of one worker."""
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     code: int
     message: str
     error: str = ""  # class name of the error
@@ -32,13 +34,13 @@ class Cause:
 
 def folder() -> Path | None:
     """Where this worker should record its failure; None if nobody would read it."""
-    name = os.environ.get(FOLDER)
-    return Path(name) if name and Path(name).is_dir() else None
+    given = own().folder
+    return given / CAUSES if given is not None and (given / CAUSES).is_dir() else None
 
 
 def leave(
     where: Path,
-    kind: Kind,
+    kind: FailureKind,
     code: int,
     message: str,
     error: BaseException | None = None,
@@ -54,7 +56,7 @@ def leave(
         message=message,
         error="" if error is None else type(error).__name__,
         trace="".join(traceback.format_exception(error)) if with_trace and error is not None else "",
-        shared=getattr(error, "told_by", None) is not None,
+        shared=getattr(error, "reported_by", None) is not None,
         seconds=time.time(),
         peer=peer,
     )

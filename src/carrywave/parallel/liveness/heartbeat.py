@@ -11,19 +11,20 @@ the listener itself did not run (a frozen machine) does not count. Torch-free.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from carrywave.errors import WorkerError
+from carrywave.parallel.startup.environment import seconds_of
+from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.process_identity import processor_ticks
 
-FOLDER = "CARRYWAVE_BEATS"  # environment variable with the folder of these files, in workers that `launch.start` started
+BEATS = "beats"  # the folder of these files, within that of an attempt
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
 HANG_SECONDS = 600.0
@@ -45,31 +46,20 @@ _own = _Own()
 
 def silent_seconds() -> float:
     """How long a worker may go without a sign of life; infinite if the check is off."""
-    return _limit("CARRYWAVE_HEARTBEAT_SECONDS", SILENT_SECONDS)
+    return seconds_of("CARRYWAVE_HEARTBEAT_SECONDS", SILENT_SECONDS, or_off=True)
 
 
 def hang_seconds() -> float:
     """How long training may go without a step on any worker; infinite if the check is off."""
-    return _limit("CARRYWAVE_HANG_SECONDS", HANG_SECONDS)
-
-
-def _limit(name: str, usual: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        seconds = float(text) if text else usual
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < 1e9:
-        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}, or 0 to turn this check off")
-    return seconds or math.inf
+    return seconds_of("CARRYWAVE_HANG_SECONDS", HANG_SECONDS, or_off=True)
 
 
 def start() -> None:
     """Start beating if somebody listens; call it early. A second call does nothing."""
-    folder = os.environ.get(FOLDER)
-    if not folder or _own.thread is not None:
+    folder = own().folder
+    if folder is None or not (folder / BEATS).is_dir() or _own.thread is not None:
         return
-    handle = os.open(Path(folder) / os.environ.get("RANK", "0"), os.O_WRONLY | os.O_CREAT, 0o600)
+    handle = os.open(folder / BEATS / os.environ.get("RANK", "0"), os.O_WRONLY | os.O_CREAT, 0o600)
     every_seconds = min(BEAT_SECONDS, silent_seconds() / 5)
 
     def beat() -> None:
@@ -100,16 +90,29 @@ def is_training() -> bool:
     return _own.training
 
 
+class Silence:
+    """How long a value has not changed, counting only time during which this process ran."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._said: object = None
+
+    def after(self, value: object, passed: float) -> float:
+        """The seconds of silence, after what was said now and the time that has passed."""
+        self.seconds = 0.0 if value != self._said else self.seconds + passed
+        self._said = value
+        return self.seconds
+
+
 @dataclass
 class _Heard:
     """What was last read from one worker, and for how long nothing has changed."""
 
-    sign: tuple[int, int] = (0, 0)  # beats, CPU time
     beats: int = 0
     steps: int = 0
     training: bool = False
-    silent_seconds: float = 0.0
-    still_seconds: float = 0.0
+    silence: Silence = field(default_factory=Silence)  # of beats and CPU time
+    stillness: Silence = field(default_factory=Silence)  # of steps
 
 
 class Listener:
@@ -133,20 +136,18 @@ class Listener:
         somebody_beats = any(heard.beats for heard in self._heard.values())
         for rank, heard in running.items():
             usual = heard.beats > 0 and sys.platform == "linux"
-            if somebody_beats and heard.silent_seconds > self._silent_limit * (1 if usual else LONGER):
-                return rank, f"gave no sign of life for {heard.silent_seconds:.0f} s (stopped?) and was killed"
-        if running and all(heard.training and heard.still_seconds > self._hang_limit for heard in running.values()):
+            if somebody_beats and heard.silence.seconds > self._silent_limit * (1 if usual else LONGER):
+                return rank, f"gave no sign of life for {heard.silence.seconds:.0f} s (stopped?) and was killed"
+        if running and all(heard.training and heard.stillness.seconds > self._hang_limit for heard in running.values()):
             rank = min(running, key=lambda rank: running[rank].steps)
             return rank, f"hung: no worker took a step for {self._hang_limit:g} s, and this one had taken the fewest"
         return None
 
     def _hear(self, rank: int, passed: float) -> _Heard:
         heard = self._heard[rank]
-        beats, steps, training = _read(self._folder / str(rank))
-        sign = (beats, _processor_ticks(self._pids[rank]))
-        heard.silent_seconds = 0.0 if sign != heard.sign else heard.silent_seconds + passed
-        heard.still_seconds = 0.0 if (steps, training) != (heard.steps, heard.training) else heard.still_seconds + passed
-        heard.sign, heard.beats, heard.steps, heard.training = sign, beats, steps, training
+        heard.beats, heard.steps, heard.training = _read(self._folder / str(rank))
+        heard.silence.after((heard.beats, processor_ticks(self._pids[rank])), passed)
+        heard.stillness.after((heard.steps, heard.training), passed)
         return heard
 
 
@@ -156,12 +157,3 @@ def _read(path: Path) -> tuple[int, int, bool]:
     except (OSError, struct.error):
         return 0, 0, False  # not started yet
     return beats, steps, bool(training)
-
-
-def _processor_ticks(pid: int) -> int:
-    """CPU time of a process in Linux clock ticks; 0 on other systems."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return int(words[11]) + int(words[12])
-    except (OSError, IndexError, ValueError):
-        return 0

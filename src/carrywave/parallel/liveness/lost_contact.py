@@ -27,7 +27,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from carrywave.errors import ContactLost
 from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import device_faults
-from carrywave.parallel.startup.rendezvous import is_gone, reason
+from carrywave.parallel.startup.process_identity import is_gone
+from carrywave.parallel.startup.rendezvous import reason
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,9 +66,9 @@ _BROKEN = "carrywave/broken"  # in the rendezvous store: why workers ended a ste
 _JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that it stands for, or None; looking again would take as long
 
 
-def remember(there: Sequence[Mapping[str, Any]]) -> None:
+def remember(workers: Sequence[Mapping[str, Any]]) -> None:
     """Keep what the workers reported about themselves, for error messages."""
-    _Known.there = list(there)
+    _Known.there = list(workers)
 
 
 def sounds_lost(text: str) -> bool:
@@ -200,7 +201,7 @@ def _judged(error: BaseException) -> ContactLost | None:
 def _contact_lost(rank: int | None, at: str, how: str) -> ContactLost:
     where = "another worker" if rank is None else f"rank {rank}{_on(rank)}"
     now = time.strftime("%H:%M:%S")
-    return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); its own message says why: restart all workers", rank)
+    return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); see that worker's output, then restart all workers", rank)
 
 
 def _on(rank: int) -> str:
@@ -229,7 +230,7 @@ def _found(*, certain: bool) -> list[int]:
     return found
 
 
-def _look(rank: int, size: int, found: list[int], certain: bool) -> None:
+def _look(rank: int, size: int, gone_ranks: list[int], certain: bool) -> None:
     store: Store | None = None
     mark = f"carrywave/lost/{rank}"
     with suppress(RuntimeError, ValueError):
@@ -246,13 +247,13 @@ def _look(rank: int, size: int, found: list[int], certain: bool) -> None:
                 store = None
         gone = [other for other in others if other < len(_Known.there) and is_gone(_Known.there[other])]
         if gone and certain:
-            found[:] = gone
+            gone_ranks[:] = gone
             # Only now: a worker whose own device failed is a cause, not one that lost contact.
             with suppress(RuntimeError):
                 if store is not None:
                     store.set(mark, "")
             return
         if len(gone or others) == 1 and not certain:
-            found[:] = gone or others
+            gone_ranks[:] = gone or others
             return
         time.sleep(0.05)

@@ -24,8 +24,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
-from carrywave.parallel.liveness.silence import Silence
-from carrywave.parallel.startup.rendezvous import identity, seconds_of
+from carrywave.parallel.liveness.heartbeat import Silence
+from carrywave.parallel.startup.environment import seconds_of
+from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
 FAULT = 1  # exit code of a worker that gives up
@@ -35,11 +37,11 @@ LEFT = "left"
 @contextmanager
 def watched(world: World) -> Iterator[None]:
     """Inside this context, this worker beats and watches its neighbour."""
-    store = None if world.size == 1 or "CARRYWAVE_STORE" in os.environ else shared_store()
+    store = None if world.size == 1 or own().one_host else shared_store()
     over = threading.Event()
     threads: list[threading.Thread] = []
     if store is not None and heartbeat.silent_seconds() < math.inf:
-        watch = _Watch(store, world.rank, world.size)
+        watch = _NeighbourWatch(store, world.rank, world.size)
         threads = [
             threading.Thread(target=work, args=(over,), name="carrywave-neighbour", daemon=True) for work in (watch.talk, watch.look)
         ]
@@ -54,7 +56,7 @@ def watched(world: World) -> Iterator[None]:
             thread.join(heartbeat.BEAT_SECONDS)
 
 
-class _Watch:
+class _NeighbourWatch:
     """One worker's counter, and its view of the next one's. One thread accesses the store, which may block it; the other watches."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -64,8 +66,8 @@ class _Watch:
         self.every_seconds = min(heartbeat.BEAT_SECONDS, self.limit_seconds / 5)
         self.count = 0  # iterations of `talk`
         self.gone = False  # the store's process is gone, which every worker notices by its own connections
-        self.heard: tuple[object, bool] | None = None  # the other's counter, and whether it is training
-        self.known: dict[int, dict[str, Any]] = {}  # identities of rank 0, which may host the store, and of the other
+        self.other_beat: tuple[object, bool] | None = None  # the other's counter, and whether it is training
+        self.identities: dict[int, dict[str, Any]] = {}  # identities of rank 0, which may host the store, and of the other
 
     def talk(self, over: threading.Event) -> None:
         """Increment this worker's counter in the store, and read the other's."""
@@ -74,12 +76,12 @@ class _Watch:
             while not over.wait(self.every_seconds):
                 self.count += 1
                 self.store.set(f"beat/{self.rank}", json.dumps([self.count, heartbeat.is_training()]))
-                for rank in {0, self.other} - self.known.keys():
+                for rank in {0, self.other} - self.identities.keys():
                     if self.store.check([f"who/{rank}"]):
-                        self.known[rank] = json.loads(self.store.get(f"who/{rank}"))
+                        self.identities[rank] = json.loads(self.store.get(f"who/{rank}"))
                 if self.store.check([f"beat/{self.other}"]):
                     count, training = json.loads(self.store.get(f"beat/{self.other}"))
-                    self.heard = count, bool(training)
+                    self.other_beat = count, bool(training)
             self.store.set(f"beat/{self.rank}", json.dumps([LEFT, False]))
         except RuntimeError:
             self.gone = True
@@ -93,18 +95,18 @@ class _Watch:
             passed, before = min(now - before, 2 * self.every_seconds), now
             # A process that holds the GIL for long is silent too, but not while it is training. All workers take steps together: while one
             # trains, so does the other, even if its last message is older.
-            training = heartbeat.is_training() or (self.heard is not None and self.heard[1])
+            training = heartbeat.is_training() or (self.other_beat is not None and self.other_beat[1])
             limit_seconds = self.limit_seconds if training else self.long_seconds
             if store.after(self.count, passed) > limit_seconds:
                 self._give_up(None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0, store.seconds)
-            if self.heard is None or self.heard[0] == LEFT:
+            if self.other_beat is None or self.other_beat[0] == LEFT:
                 continue
-            if other.after(self.heard, passed) > limit_seconds and store.seconds < 2 * self.every_seconds:
+            if other.after(self.other_beat, passed) > limit_seconds and store.seconds < 2 * self.every_seconds:
                 self._give_up(self.other, other.seconds)
 
     def _give_up(self, rank: int | None, seconds: float) -> None:
         """Exit because this rank fell silent; None means the launcher, which hosts the store."""
-        known = None if rank is None else self.known.get(rank)
+        known = None if rank is None else self.identities.get(rank)
         if known is not None and rank != self.rank and known == identity(known["pid"]):  # on this host, and still the same process
             with suppress(OSError):
                 os.kill(known["pid"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The addresses of this host's network interfaces. Torch-free."""
+"""The addresses of this host's network interfaces, and by which of them other hosts reach it. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,3 +35,23 @@ def addresses() -> dict[str, tuple[str, ...]]:
             if name in found and scope in ("00", "10"):  # global and loopback; link-local addresses need an interface to be of use
                 found[name].append(str(ipaddress.IPv6Address(int(digits, 16))))
     return {name: tuple(each) for name, each in found.items()}
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface with this address, or that of this name; None if there is none, or it is loopback."""
+    try:
+        known = socket.gethostbyname(host)
+        return None if is_loopback(known) else next((name for name, own in addresses().items() if known in own), None)
+    except (OSError, UnicodeError):
+        return None
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the way to another one; empty if there is no way. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            address = str(probe.getsockname()[0])
+        return "" if is_loopback(address) else address
+    except (OSError, UnicodeError):
+        return ""

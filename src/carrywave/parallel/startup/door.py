@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from carrywave.errors import WorkerError
-from carrywave.parallel.startup.launcher_env import JOB, LAUNCH
+from carrywave.parallel.startup.launcher_env import JOB, own
 from carrywave.spec.spec import Spec
 
 SECRET = "CARRYWAVE_SECRET"
@@ -54,9 +54,11 @@ def job_of(spec: Spec | None, run: str | Path | None) -> dict[str, str]:
 
 def job_of_worker(size: int, asked: Job | None) -> dict[str, str]:
     """What is known of this worker's job: the id of its launch, if there is one; otherwise what was asked for."""
-    for fact, name in (("launch", LAUNCH), ("job", JOB), ("job", "TORCHELASTIC_RUN_ID")):
+    if launch := own().launch:
+        return {"launch": launch}
+    for name in (JOB, "TORCHELASTIC_RUN_ID"):
         if os.environ.get(name, "") not in ("", "none"):  # torchrun's usual id, of every job
-            return {fact: os.environ[name]}
+            return {"job": os.environ[name]}
     return {"size": str(size), **(asked or {})}
 
 

@@ -5,13 +5,14 @@ Variables that identify a worker (RANK and the like) are read and checked where 
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from carrywave.errors import ResourceError, WorkerError
+from carrywave.parallel.startup import launcher_env
 
 MOST_THREADS = 4096
 SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may take turns on a GPU; N: each GPU is divided among N workers; 0: neither
@@ -37,7 +38,6 @@ def _whole(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-OWN = "unset it: carrywave sets it for the workers that it starts"
 SHARES = _Rule(
     (SHARE_GPU,),
     lambda text: _whole(text) and int(text) <= MOST_SHARES,
@@ -59,20 +59,13 @@ RULES = (
         "correct or unset it",
     ),
     SHARES,
-    _Rule(("CARRYWAVE_PARENT", "CARRYWAVE_PLACE", "CARRYWAVE_ATTEMPT", "CARRYWAVE_FIT"), _whole, "a whole number >= 0", OWN),
-    _Rule(("CARRYWAVE_CAUSES", "CARRYWAVE_BEATS"), lambda text: Path(text).is_dir(), "an existing folder", OWN),
-    _Rule(("CARRYWAVE_FIT_EARLIER",), lambda text: Path(text).is_file(), "an existing file", OWN),
-    _Rule(
-        ("CARRYWAVE_STORE",),
-        lambda text: Path(text).parent.is_dir() and (not Path(text).exists() or Path(text).is_file()),
-        "a file that exists or can be created",
-        OWN,
-    ),
 )
 
 
 def check(*rules: _Rule) -> None:
     """Refuse values that break these rules, by default any of them. An empty variable counts as unset."""
+    if not rules:
+        launcher_env.own()
     for rule in rules or RULES:
         for name in rule.names:
             text = os.environ.get(name, "")
@@ -90,6 +83,21 @@ def shares_of_a_gpu() -> int:
     """Among how many workers each GPU is divided; 1 if it is not."""
     check(SHARES)
     return max(1, int(os.environ.get(SHARE_GPU) or 1))
+
+
+def seconds_of(name: str, usual: float, *, or_off: bool = False) -> float:
+    """A number of seconds that the user may set; with `or_off`, 0 means that there is no limit."""
+    text = os.environ.get(name) or f"{usual}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if or_off and seconds == 0:
+        return math.inf
+    if not 0 < seconds < 1e9:
+        off = ", or 0 to turn this check off" if or_off else ""
+        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}{off}")
+    return seconds
 
 
 def check_descriptors(workers: int) -> None:

@@ -5,7 +5,6 @@ An unknown name is thus reported clearly, on every worker. torch would report it
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo
 
 from carrywave.errors import WorkerError
+from carrywave.parallel.startup.addresses import is_loopback
 from carrywave.parallel.startup.rendezvous import on_every_rank, reason
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -21,19 +21,19 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 def unreachable(*, on_gpu: bool) -> str:
     """Why other workers cannot connect to this one, as a sentence with its remedy; empty if they can."""
-    there = [name for _, name in socket.if_nameindex()]
-    for variable, missing in ((GLOO, _missing_for_gloo(there)), (NCCL, _missing_for_nccl(there) if on_gpu else None)):
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for variable, missing in ((GLOO, _missing_for_gloo(interfaces)), (NCCL, _missing_for_nccl(interfaces) if on_gpu else None)):
         if missing is not None:
             return (
                 f"{variable}={os.environ[variable]}: this host has no network interface {missing} "
-                f"(it has {', '.join(there)}); correct or unset it"
+                f"(it has {', '.join(interfaces)}); correct or unset it"
             )
     try:
         _try_gloo()
     except (RuntimeError, OSError) as error:
         named = os.environ.get(GLOO)
         which = f"through {named} ({GLOO})" if named else "by its own name"
-        return f"no connection can be made to this host {which}: {reason(error)}; set {GLOO} to one of {', '.join(there)}"
+        return f"no connection can be made to this host {which}: {reason(error)}; set {GLOO} to one of {', '.join(interfaces)}"
     return ""
 
 
@@ -43,16 +43,16 @@ def leads_home() -> bool:
         return False
     try:
         found = socket.getaddrinfo(socket.gethostname(), None)
-        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
-    except (OSError, UnicodeError, ValueError):
+        return all(is_loopback(str(address[0])) for *_, address in found)
+    except (OSError, UnicodeError):
         return True  # torch then falls back to loopback too
 
 
-def check_hosts(there: Sequence[Mapping[str, Any]]) -> None:
+def check_hosts(workers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse, on all workers alike, if one of them is unreachable through its configured interface, or from other hosts."""
-    faults = [str(one["fault"]) for one in there]
-    several = len({(one["boot"], one["net"]) for one in there}) > 1
-    for rank, one in enumerate(there):
+    faults = [str(one["fault"]) for one in workers]
+    several = len({(one["boot"], one["net"]) for one in workers}) > 1
+    for rank, one in enumerate(workers):
         if faults[rank]:
             raise on_every_rank(WorkerError(faults[rank] if len(set(faults)) == 1 else f"rank {rank}: {faults[rank]}"))
         if several and one["home"]:
@@ -64,12 +64,12 @@ def check_hosts(there: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _missing_for_gloo(there: list[str]) -> str | None:
+def _missing_for_gloo(interfaces: list[str]) -> str | None:
     named = os.environ.get(GLOO, "")
-    return next((name for name in named.split(",") if name not in there), None) if named else None
+    return next((name for name in named.split(",") if name not in interfaces), None) if named else None
 
 
-def _missing_for_nccl(there: list[str]) -> str | None:
+def _missing_for_nccl(interfaces: list[str]) -> str | None:
     """The value of NCCL's variable if it matches no interface, else None.
 
     NCCL matches prefixes of interface names; a leading = asks for exact names, a leading ^ excludes names.
@@ -78,7 +78,7 @@ def _missing_for_nccl(there: list[str]) -> str | None:
     if not named or named.startswith("^"):
         return None
     names = named.removeprefix("=").split(",")
-    fits = any(name == each if named.startswith("=") else name.startswith(each) for name in there for each in names)
+    fits = any(name == each if named.startswith("=") else name.startswith(each) for name in interfaces for each in names)
     return None if fits else named
 
 

@@ -1,12 +1,91 @@
-"""Reads from the launcher's variables, without torch, whether this process is one of several workers, and whether it is the first."""
+"""What a launcher tells the processes that it starts: RANK and the like in variables, and our own launchers the rest in one file.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, set in workers that carrywave itself started
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from carrywave.errors import WorkerError
+
+WORKER = "CARRYWAVE_WORKER"  # the path of the file, in workers that carrywave itself started
 JOB = "CARRYWAVE_JOB"  # the id of an engine's job, set in processes that the engine started as workers
+
+
+class FitCall(BaseModel):
+    """The call of `fit` in a user's script that a worker is for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int  # from 0
+    earlier: tuple[dict[str, Any] | None, ...]  # what came of the calls before it
+    result: Path  # the file to write its own result to
+
+
+class WorkerFile(BaseModel):
+    """What one of our own launchers tells the workers of a host; in any other process, nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    launch: str = ""  # the name of the launch; empty for processes that only measure
+    attempt: int = 0  # how often the launch has restarted its workers
+    fewer: bool = False  # this attempt has fewer workers than the launch started with
+    one_host: bool = False  # all workers are on this host, and the process that started them watches all of them
+    store: Path | None = None  # the file in which they rendezvous; None: at MASTER_ADDR
+    folder: Path | None = None  # where they leave their beats and why they failed; None: nobody would read it
+    parent: int | None = None  # the process that they end with
+    devices: tuple[int, ...] = ()  # the index of each worker's device, by local rank; empty: the local rank
+    threads_dealt: bool = False  # OMP_NUM_THREADS is the launcher's choice, not the user's
+    fit: FitCall | None = None
+
+    def write(self, path: Path) -> dict[str, str]:
+        """Write the file; returns the variable that names it."""
+        path.write_text(self.model_dump_json(), encoding="utf-8")
+        return {WORKER: str(path)}
+
+    def device(self, local_rank: int) -> int:
+        """The index of a worker's device on its host."""
+        return self.devices[local_rank] if local_rank < len(self.devices) else local_rank
+
+
+class _Dealt:
+    """Whether this process chose OMP_NUM_THREADS itself, as its share of the cores that an engine gave it."""
+
+    threads = False
+
+
+def own() -> WorkerFile:
+    """What this process was told by the launcher that started it."""
+    path = os.environ.get(WORKER, "")
+    return _read(path) if path else WorkerFile()
+
+
+@lru_cache(maxsize=8)
+def _read(path: str) -> WorkerFile:
+    try:
+        return WorkerFile.model_validate_json(Path(path).read_bytes())
+    except (OSError, ValidationError) as error:
+        shown = path if len(path) <= 60 else f"{path[:57]}…"
+        raise WorkerError(
+            f"{WORKER}={shown} is not a file that carrywave has written; unset it: carrywave sets it for the workers that it starts"
+        ) from error
+
+
+def deal_threads() -> None:
+    """Note that OMP_NUM_THREADS, as this process is about to set it, is not the user's choice."""
+    _Dealt.threads = True
+
+
+def threads_dealt() -> bool:
+    """True if OMP_NUM_THREADS was set by a launcher and not by the user."""
+    return _Dealt.threads or own().threads_dealt
 
 
 def launched(environment: Mapping[str, str] | None = None) -> bool:

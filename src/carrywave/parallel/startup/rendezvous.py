@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost, PortError, UserError, WorkerError, short
 from carrywave.parallel.startup import door, native_logs
+from carrywave.parallel.startup.environment import seconds_of
+from carrywave.parallel.startup.launcher_env import own
 
 START_SECONDS = 60.0
 NAMED = 8  # most ranks named in a message
@@ -46,25 +47,13 @@ def start_seconds() -> float:
     return seconds_of("CARRYWAVE_START_SECONDS", START_SECONDS)
 
 
-def seconds_of(name: str, usual: float) -> float:
-    """A timeout that the user may set through an environment variable."""
-    text = os.environ.get(name, str(usual))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}")
-    return seconds
-
-
 def find_store(rank: int, size: int, seconds: float) -> Store:
     """The rendezvous store: the file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
     timeout = timedelta(seconds=seconds)
-    path = os.environ.get("CARRYWAVE_STORE")
-    if path:
+    path = own().store
+    if path is not None:
         # Without a worker count: given one, torch deletes the file as soon as that many of its store objects are gone.
-        store: Store = FileStore(path)
+        store: Store = FileStore(str(path))
         store.set_timeout(timeout)
         return store
     address = os.environ.get("MASTER_ADDR")
@@ -221,12 +210,12 @@ def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
         f"{who} of {size} did not show up within {seconds:g} s; start every worker, and check that each can reach rank 0 "
         "(to wait longer, set CARRYWAVE_START_SECONDS)"
     )
-    return on_every_rank(error, told_by=next((rank for rank in range(size) if rank not in missing), 0))
+    return on_every_rank(error, reported_by=next((rank for rank in range(size) if rank not in missing), 0))
 
 
-def on_every_rank(error: UserError, told_by: int = 0) -> UserError:
+def on_every_rank(error: UserError, reported_by: int = 0) -> UserError:
     """Mark an error as raised by every worker, to be reported by one of them."""
-    error.told_by = told_by
+    error.reported_by = reported_by
     return error
 
 
@@ -234,36 +223,3 @@ def reason(error: BaseException) -> str:
     """The first line of an error, without the location in torch's source."""
     line = str(error).strip().partition("\n")[0]
     return short(re.sub(r"^\[[^]]*\.\w+:\d+\]\s*", "", line).rstrip(".") or type(error).__name__)
-
-
-def identity(pid: int) -> dict[str, str | int]:
-    """What identifies a process uniquely, across hosts and after its process id is reused."""
-    try:
-        born = _stat(pid)[19]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        space, net = (os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("pid", "net"))
-    except (OSError, IndexError):
-        host = socket.gethostname()
-        return {"host": host, "pid": pid, "born": f"unknown to {os.getpid()}", "boot": "", "space": "", "net": host}
-    return {"host": socket.gethostname(), "pid": pid, "born": born, "boot": boot, "space": space, "net": net}
-
-
-def is_gone(known: Mapping[str, Any]) -> bool:
-    """True if the process with this identity ran on this host and has ended, or is about to."""
-    own = identity(os.getpid())
-    if not own["boot"] or any(own[name] != known.get(name) for name in ("boot", "space")):
-        return False
-    try:
-        words = _stat(known["pid"])
-        # A process that is exiting may take seconds to let go of its GPU; it is not coming back.
-        return words[0] in "ZX" or words[19] != known["born"] or bool(int(words[6]) & _EXITING)
-    except (OSError, IndexError):
-        return True
-
-
-_EXITING = 0x4  # Linux's PF_EXITING, in the flags of a process
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat, from the process state on."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

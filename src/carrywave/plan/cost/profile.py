@@ -84,7 +84,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class Contention:
     """The slowdown when `workers` workers of a host run at once."""
 
     workers: int
@@ -119,7 +119,7 @@ class Profile:
     reserved_bytes: int = 0  # device memory that is not available to us: the context, libraries
     common_memory: bool = False  # the devices of a host are its cores, and share memory_bytes
     reductions: tuple[Reduction, ...] = ()
-    crowds: tuple[Crowd, ...] = ()
+    crowds: tuple[Contention, ...] = ()
     overheads: Overheads = Overheads()
     versions: Mapping[str, str] = field(default_factory=dict)  # timed with: carrywave, torch, the thread count if the user set it
     made_for_bf16: bool = False  # what train.precision=auto is on these devices: bf16 if so, otherwise fp32
@@ -137,7 +137,7 @@ class Profile:
             "reductions": tuple(
                 _record(Reduction, each, f"{where}: reductions[{i}]") for i, each in enumerate(_list(given, "reductions", where))
             ),
-            "crowds": tuple(_record(Crowd, each, f"{where}: crowds[{i}]") for i, each in enumerate(_list(given, "crowds", where))),
+            "crowds": tuple(_record(Contention, each, f"{where}: crowds[{i}]") for i, each in enumerate(_list(given, "crowds", where))),
             "within": link_of(given["within"], f"{where}: within"),
             "between": None if given.get("between") is None else link_of(given["between"], f"{where}: between"),
             "overheads": _record(Overheads, given.get("overheads", {}), f"{where}: overheads"),
@@ -242,7 +242,7 @@ def link_of(known: object, where: str) -> Link:
     return link
 
 
-def _short(part: Sample | Reduction | Crowd) -> dict[str, Any]:
+def _short(part: Sample | Reduction | Contention) -> dict[str, Any]:
     """The fields that differ from their defaults, floats rounded to six digits: no clock is more precise."""
     values = {each.name: (getattr(part, each.name), each.default) for each in fields(part)}
     return {
@@ -250,7 +250,7 @@ def _short(part: Sample | Reduction | Crowd) -> dict[str, Any]:
     }
 
 
-_T = TypeVar("_T", Sample, Link, Reduction, Crowd, Overheads)
+_T = TypeVar("_T", Sample, Link, Reduction, Contention, Overheads)
 _LARGEST = 1 << 62
 _NUMBERS = {"int": int, "float": float, "str": str, "bool": bool}
 _CHOICES: dict[str, tuple[str, ...]] = {

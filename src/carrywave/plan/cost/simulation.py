@@ -116,10 +116,10 @@ class Compiled:
 
 def simulate(program: Program | Compiled, times: TaskTimes) -> Timeline:
     """Simulate a program; rejects one that deadlocks."""
-    return _Run(program if isinstance(program, Compiled) else Compiled(program), times).execute()
+    return _Simulated(program if isinstance(program, Compiled) else Compiled(program), times).execute()
 
 
-class _Run:
+class _Simulated:
     def __init__(self, program: Compiled, times: TaskTimes) -> None:
         self.program, self.times = program, times
         self.rows: list[list[TaskSpan]] = [[] for _ in program.stages]

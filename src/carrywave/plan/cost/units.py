@@ -15,9 +15,8 @@ from carrywave.errors import PlanError
 from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import Kind
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
-from carrywave.spec.batches import fitted
+from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.precision import suited, with_precision
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.spec.train_spec import TrainSpec

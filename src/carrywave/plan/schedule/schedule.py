@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from carrywave.errors import PlanError
@@ -299,13 +298,6 @@ def _place(schedule: Schedule, seconds: Callable[[StageTask], float]) -> dict[St
             f"the schedule deadlocks: {', '.join(stuck)} wait{'s' if len(stuck) == 1 else ''} for later tasks; reorder the tasks"
         )
     return moments
-
-
-def peak(schedule: Schedule) -> tuple[int, ...]:
-    """The peak number of chunks in flight on each stage, from the start of a forward to the end of its backward."""
-    if not schedule.backward:
-        return (1,) * len(schedule.stages)  # only the current chunk: nothing is kept for a backward
-    return tuple(max(accumulate({"F": 1, "B": -1, "H": 0, "W": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)
 
 
 def bubble(

@@ -14,7 +14,7 @@ from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 from carrywave.plan.search.predictor import Prediction, Predictor
-from carrywave.spec.batches import LEAST_BATCHES
+from carrywave.spec.defaults import LEAST_BATCHES
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 

@@ -1,7 +1,8 @@
 """Writes files atomically, so that they are complete or absent, and tensors as safetensors without the library.
 
 The safetensors library writes metadata in a random order and copies every tensor first. This writer streams tensor by tensor, and equal
-content gives equal bytes. Reading uses the library, after checks that say what is wrong with a file.
+content gives equal bytes. Reading uses the library, after checks that say what is wrong with a file. `HashedLog` knows the length and hash
+of a log that grows without reading it again: a snapshot names both, and a resumed run checks them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -250,3 +251,27 @@ def remove(folder: Path) -> None:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+class HashedLog:
+    """Length and SHA-256 of a log as written so far, updated with every row."""
+
+    def __init__(self) -> None:
+        self.num_bytes, self.digest = 0, hashlib.sha256()
+
+    @classmethod
+    def of(cls, path: Path, num_bytes: int | None = None) -> Self:
+        """Of an existing file, or of its first `num_bytes` bytes."""
+        found = cls()
+        if path.is_file():
+            with path.open("rb") as file:
+                left = path.stat().st_size if num_bytes is None else num_bytes
+                while block := file.read(min(left, BLOCK_BYTES)):
+                    found.add(block)
+                    left -= len(block)
+        return found
+
+    def add(self, data: bytes) -> None:
+        """Account for the data written next."""
+        self.num_bytes += len(data)
+        self.digest.update(data)

@@ -50,9 +50,9 @@ class File:
         return {"group": self.group, "bytes": self.num_bytes, "sha256": self.sha256, "tensors": tensors}
 
     @staticmethod
-    def of(said: Any) -> File:
+    def of(content: Any) -> File:
         """Parse an entry; KeyError, TypeError or ValueError if it does not describe a file."""
-        group, num_bytes, sha256, tensors = (said[key] for key in ("group", "bytes", "sha256", "tensors"))
+        group, num_bytes, sha256, tensors = (content[key] for key in ("group", "bytes", "sha256", "tensors"))
         if group not in GROUPS or type(num_bytes) is not int or not isinstance(sha256, str) or not isinstance(tensors, dict):
             raise ValueError("not a description of a file")
         return File(group, num_bytes, sha256, {name: _form(*form) for name, form in tensors.items()})
@@ -116,32 +116,32 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as it is written, with its own checksum."""
-        said: dict[str, Any] = {
+        content: dict[str, Any] = {
             "format": FORMAT,
             "written_by": {"carrywave": __version__, "torch": torch.__version__},
             "files": {name: self.files[name].to_json() for name in sorted(self.files)},
             "meta": self.meta,
         }
-        return said | {"sha256": digest(said)}
+        return content | {"sha256": digest(content)}
 
     @staticmethod
-    def of(said: Any, folder: Path) -> Manifest:
+    def of(content: Any, folder: Path) -> Manifest:
         """Parse and check JSON; errors name the folder."""
         path = folder / MANIFEST
-        version = said.get("format") if isinstance(said, dict) else None
+        version = content.get("format") if isinstance(content, dict) else None
         if type(version) is int and version > FORMAT:
             raise RunError(f"snapshot {folder} has format {version}, but this version reads format {FORMAT}; update carrywave")
         if type(version) is int and 0 < version < FORMAT:
             raise RunError(f"snapshot {folder} has format {version}, but this version reads format {FORMAT}; use the version that wrote it")
-        if version != FORMAT or not isinstance(said.get("files"), dict) or not isinstance(said.get("meta"), dict):
+        if version != FORMAT or not isinstance(content.get("files"), dict) or not isinstance(content.get("meta"), dict):
             raise RunError(f"{path} is not a snapshot manifest; {REMEDY}")
-        if said.get("sha256") != digest(said):
+        if content.get("sha256") != digest(content):
             raise RunError(f"{path} is damaged: its SHA-256 does not match; {REMEDY}")
-        for name in said["files"]:
+        for name in content["files"]:
             if not is_plain(name):
                 raise RunError(f"{path} lists the file {name!r}, which is outside its folder; do not use this snapshot")
         try:
-            files = {name: File.of(file) for name, file in said["files"].items()}
+            files = {name: File.of(file) for name, file in content["files"].items()}
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"{path} is not a snapshot manifest ({type(error).__name__} in files); {REMEDY}") from error
         seen: set[tuple[str, str]] = set()
@@ -150,7 +150,7 @@ class Manifest:
                 if (file.group, name) in seen:
                     raise RunError(f"{path} lists {name} of {file.group} twice; {REMEDY}")
                 seen.add((file.group, name))
-        return Manifest(files, said["meta"])
+        return Manifest(files, content["meta"])
 
     def forms(self, group: str) -> dict[str, Form]:
         """The dtypes and shapes of the tensors of a group, from all its files."""
@@ -164,26 +164,26 @@ def read_manifest(folder: Path) -> Manifest:
         raise RunError(f"{path} is a symbolic link, but a snapshot's files must be in its own folder; do not use this snapshot")
     try:
         text = path.read_bytes()
-        said = json.loads(text)
+        content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: it is not JSON; {REMEDY}") from error
-    manifest = Manifest.of(said, folder)
-    if text != encode(said):  # one flipped bit turns 1e-5 into 1E-5, which parses to the same
+    manifest = Manifest.of(content, folder)
+    if text != encode(content):  # one flipped bit turns 1e-5 into 1E-5, which parses to the same
         raise RunError(f"{path} is damaged: it differs from what was written; {REMEDY}")
     for name, file in manifest.files.items():
         file.check(folder / name)
     return manifest
 
 
-def encode(said: Mapping[str, Any]) -> bytes:
+def encode(content: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest file."""
-    return json.dumps(said, indent=1).encode()
+    return json.dumps(content, indent=1).encode()
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest's content, so that flipped bits in it are detected too."""
-    said = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_plain(name: object) -> bool:

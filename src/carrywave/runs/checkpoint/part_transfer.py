@@ -20,10 +20,11 @@ from typing import Any
 from carrywave.errors import RunError, from_system, remedy_for
 from carrywave.parallel.byte_channel import PIECE_BYTES, Channel
 from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.startup.process_identity import boot_id
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import File, is_plain
-from carrywave.runs.checkpoint.reach import Reach
 from carrywave.runs.checkpoint.snapshot import Stored, Tensors, part_files
 
 DRAFT = ".draft-snapshot-"  # in the cache, which removes drafts that were left behind
@@ -32,18 +33,18 @@ DRAFT = ".draft-snapshot-"  # in the cache, which removes drafts that were left 
 def send_part(channel: Channel, groups: Mapping[str, Tensors]) -> None:
     """Send one worker's part of a snapshot; nothing is sent if its parameters are not finite."""
     for name, file, tensors in part_files(groups):
-        channel.tell({"name": name, **file.to_json()})
+        channel.send_json({"name": name, **file.to_json()})
         _, checksum = atomic_files.write_tensors(channel, tensors)
         channel.flush()
-        channel.tell(checksum)
-    channel.tell(None)
+        channel.send_json(checksum)
+    channel.send_json(None)
 
 
 def receive_part(channel: Channel, draft: Path) -> tuple[dict[str, File], Any]:
     """Write the part that a worker sends into the draft of a snapshot, synced to disk; also returns why the worker failed, if it did."""
     files: dict[str, File] = {}
     failure: Exception | None = None  # everything is received all the same: the sender is not to wait for a full disk
-    while (said := channel.told()) is not None:
+    while (said := channel.receive_json()) is not None:
         if "failure" in said:
             return {}, said["failure"]
         name, file = said["name"], File.of(said)
@@ -54,7 +55,7 @@ def receive_part(channel: Channel, draft: Path) -> tuple[dict[str, File], Any]:
             sha256 = _receive(channel, draft / name, file.num_bytes)
         except OSError as error:
             failure = failure or error
-        if channel.told() != sha256 and failure is None:
+        if channel.receive_json() != sha256 and failure is None:
             failure = RunError(f"{name} of a snapshot was damaged on its way over the network; the previous snapshot is kept")
         files[name] = replace(file, sha256=sha256)
     if failure is not None:
@@ -78,26 +79,26 @@ def send_file(channel: Channel, path: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def handed_out(world: World, reach: Reach, stored: Stored, cache: Path) -> Iterator[Stored]:
+def handed_out(world: World, visibility: FolderVisibility, stored: Stored, cache: Path) -> Iterator[Stored]:
     """Inside this context, a snapshot of rank 0 that this worker can read. Collective: every rank must enter and leave it.
 
     Each host that does not see the run's folder gets one copy, in its cache folder, and removes it in the end.
     """
-    if not reach.apart:
+    if not visibility.apart:
         yield stored
         return
     heartbeat.rest()  # no step is taken meanwhile, and that is no hang
     place: tempfile.TemporaryDirectory[str] | None = None
-    leaders = _leaders(world, reach, cache)
+    leaders = _leaders(world, visibility, cache)
     try:
-        with raise_on_all(world, patient=True):
+        with raise_on_all(world, no_timeout=True):
             if world.rank == 0:
-                _serve(reach, stored, sorted(set(leaders.values())))
+                _serve(visibility, stored, sorted(set(leaders.values())))
             elif leaders.get(world.rank) == world.rank:
                 with atomic_files.writing(str(cache)):
                     cache.mkdir(parents=True, exist_ok=True)
                     place = tempfile.TemporaryDirectory(prefix=DRAFT, dir=cache, ignore_cleanup_errors=True)
-                _fetch(reach, stored, Path(place.name))
+                _fetch(visibility, stored, Path(place.name))
         places = all_gather_text(world, "" if place is None else place.name)
         mine = leaders.get(world.rank)
         yield stored if mine is None else Stored(Path(places[mine]), stored.manifest)
@@ -107,26 +108,25 @@ def handed_out(world: World, reach: Reach, stored: Stored, cache: Path) -> Itera
             place.cleanup()
 
 
-def _leaders(world: World, reach: Reach, cache: Path) -> dict[int, int]:
+def _leaders(world: World, visibility: FolderVisibility, cache: Path) -> dict[int, int]:
     """For each rank apart, the one that receives for it: the first with the same cache folder of the same host. Collective."""
-    where = None if reach.sees(world.rank) else [*_mounts(), str(cache.absolute())]
+    where = None if visibility.sees(world.rank) else [*_mounts(), str(cache.absolute())]
     said = all_gather_text(world, json.dumps(where))
-    return {rank: said.index(said[rank]) for rank in reach.apart}
+    return {rank: said.index(said[rank]) for rank in visibility.apart}
 
 
 def _mounts() -> list[str]:
     """What two processes have in common if they see the same files under the same paths."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return [boot, os.readlink("/proc/self/ns/mnt")]
+        return [boot_id(), os.readlink("/proc/self/ns/mnt")]
     except OSError:
         return [os.uname().nodename, str(os.getpid())]
 
 
 @lost_contact.kept
-def _serve(reach: Reach, stored: Stored, leaders: list[int]) -> None:
+def _serve(visibility: FolderVisibility, stored: Stored, leaders: list[int]) -> None:
     """Send all files to these ranks, to all of them at once."""
-    assert reach.star is not None
+    assert visibility.star is not None
     failures: list[Exception] = []
 
     def serve(channel: Channel) -> None:
@@ -136,7 +136,7 @@ def _serve(reach: Reach, stored: Stored, leaders: list[int]) -> None:
             except Exception as error:
                 failures.append(error)
 
-    threads = [threading.Thread(target=serve, args=(reach.star.channel(rank),), daemon=True) for rank in leaders]
+    threads = [threading.Thread(target=serve, args=(visibility.star.channel(rank),), daemon=True) for rank in leaders]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -148,10 +148,10 @@ def _serve(reach: Reach, stored: Stored, leaders: list[int]) -> None:
 
 
 @lost_contact.kept
-def _fetch(reach: Reach, stored: Stored, folder: Path) -> None:
+def _fetch(visibility: FolderVisibility, stored: Stored, folder: Path) -> None:
     """Receive all files into a folder of this host."""
-    assert reach.star is not None
-    channel = reach.star.channel(0)
+    assert visibility.star is not None
+    channel = visibility.star.channel(0)
     failure: OSError | None = None
     for name, file in stored.manifest.files.items():
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import RunError
-from carrywave.runs.checkpoint.snapshot import Groups, Stored, Tensors
+from carrywave.runs.checkpoint.snapshot import Groups, Stored, Tensors, under
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.averaging import Averaging
 from carrywave.step.sync.pushing import Pushing
@@ -59,7 +59,7 @@ def load(trainer: Trainer, stored: Stored, elsewhere: Collection[str]) -> None:
     if isinstance(trainer.sync, Pushing):
         own = _of_replica(stored, trainer.mesh.replica % len(replicas), [key for key in mine if not key.startswith(SYNC)])
         shares = [key for key in mine if key.startswith(SYNC)]
-        trainer.sync.load([_under(SYNC, _of_replica(stored, replica, shares)) for replica in replicas])
+        trainer.sync.load([under(SYNC, _of_replica(stored, replica, shares)) for replica in replicas])
     elif len(replicas) == trainer.plan.replicas:
         own = _of_replica(stored, trainer.mesh.replica, mine)
         targets = own[ALONE + "targets"]
@@ -70,12 +70,12 @@ def load(trainer: Trainer, stored: Stored, elsewhere: Collection[str]) -> None:
                 f"plan.replicas={trainer.plan.replicas}; resume with plan.replicas={len(replicas)}, or from the end of an epoch"
             )
         own = _mean(stored, replicas, mine)
-    optimizers.load_state(trainer.optimizer, trainer.named, _under(OPTIMIZER, own))
+    optimizers.load_state(trainer.optimizer, trainer.named, under(OPTIMIZER, own))
     if isinstance(trainer.sync, Averaging):
-        trainer.sync.load(shared, _under(SYNC, own), targets)
+        trainer.sync.load(shared, under(SYNC, own), targets)
     trainer.nonfinite.forget(int(own[ALONE + "in_a_row"]))
     if trainer.scaler is not None:
-        trainer.scaler.load(_under(SCALER, own))
+        trainer.scaler.load(under(SCALER, own))
 
 
 def _of_replica(stored: Stored, replica: int, keys: Iterable[str]) -> Tensors:
@@ -91,10 +91,6 @@ def _mean(stored: Stored, replicas: Collection[int], keys: Collection[str]) -> T
         for key, tensor in _of_replica(stored, replica, averaged).items():
             total[key] = total[key] + tensor
     return total | {key: total[key] / len(replicas) for key in averaged}
-
-
-def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 def _parameter(key: str) -> str:

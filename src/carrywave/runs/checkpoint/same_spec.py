@@ -9,8 +9,8 @@ from typing import get_args
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.spec.defaults import AUTO, with_precision
 from carrywave.spec.load import with_new_names
-from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
 
 # Settings in the train section that may change when a run is resumed.

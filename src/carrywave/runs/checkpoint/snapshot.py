@@ -1,4 +1,4 @@
-"""A `Snapshot` is everything a run needs to resume exactly where it was; without pickle, and never half-written.
+"""A snapshot is everything a run needs to resume exactly where it was; without pickle, and never half-written.
 
 On disk it is a folder of safetensors files and a manifest. Workers write files in parallel, each its part; a file is named after its first
 tensor, and tensors after parameters, their rows, layers and lanes, never after ranks. Everything is written under a temporary name and
@@ -9,12 +9,11 @@ happens, both name complete snapshots.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from carrywave.errors import Diverged, RunError, option
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.atomic_files import Form
-from carrywave.runs.checkpoint.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
+from carrywave.runs.checkpoint.manifest import MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
 from carrywave.step import row_parts
 
 POINTER, BEST = "last", "best"
@@ -34,21 +33,6 @@ TEMPORARY = ".tmp-"
 
 Tensors = dict[str, Tensor]
 Groups = dict[str, Tensors]  # by kind: parameters, optimizer, carry, extra; of replicas that train on their own, outer and replica
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The complete state of a run between two optimizer steps."""
-
-    parameters: Tensors  # each once: a tied parameter under its first name
-    optimizer: Tensors = field(default_factory=dict)
-    carry: Tensors = field(default_factory=dict)  # by layer name; lanes are the second dimension
-    extra: Tensors = field(default_factory=dict)  # loss scale, running sums of metrics
-    outer: Tensors = field(default_factory=dict)  # what replicas that train on their own share, besides the parameters
-    replica: Tensors = field(default_factory=dict)  # and what each has of its own, by its number
-    meta: dict[str, Any] = field(
-        default_factory=dict
-    )  # JSON: cursor, seed, learning rate, spec, fingerprint, history, log sizes; tuples come back as lists
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class Stored:
         """The metadata of the snapshot."""
         return self.manifest.meta
 
-    def told(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """What is sent to other workers, which read the files themselves."""
         return [str(self.folder), self.manifest.to_json()]
 
@@ -127,32 +111,6 @@ class Stored:
         needed = [piece for piece in pieces if piece[0] < high and piece[1] > low]
         given = self.read("carry", {key for _, _, key in needed})
         return torch.cat([given[key][:, max(low - start, 0) : high - start] for start, _, key in needed], dim=1)
-
-
-def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool = False) -> Path:
-    """Write a whole snapshot into the folder of snapshots, point `last` to it, and keep at most `keep`; returns its folder."""
-    meta = json.loads(json.dumps(snapshot.meta))
-    groups = {group: getattr(snapshot, group) for group in GROUPS}
-    groups["carry"] = {ranged(key, 0, tensor.shape[1]): tensor for key, tensor in snapshot.carry.items()}
-    with atomic_files.writing(f"snapshot {folder / name}", "the previous snapshot is kept; "):
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
-        draft = folder / f"{TEMPORARY}{name}"
-        try:
-            draft.mkdir()
-            files = write_part(draft, groups)
-            return publish(draft, name, Manifest(files, meta), keep, best=best)
-        except BaseException:
-            atomic_files.remove(draft)
-            raise
-
-
-def load(path: Path) -> Snapshot:
-    """Load the last snapshot in a folder of snapshots, or the one in this very folder; every byte is verified."""
-    stored = open_stored(path)
-    groups = {group: stored.tensors(group, dict.fromkeys(stored.forms(group))) for group in GROUPS if group != "carry"}
-    carry = {name: stored.lanes(name) for name in ranges_of(stored.manifest.forms("carry"))}
-    return Snapshot(**groups, carry=carry, meta=stored.meta)
 
 
 def open_stored(path: Path) -> Stored:
@@ -231,14 +189,6 @@ def mend_best(stored: Stored) -> None:
         _point(folder, BEST, stored.folder.name)
 
 
-def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write only the weights, as one safetensors file, atomically."""
-    refuse_not_finite(path, parameters)
-    with atomic_files.writing(str(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_weights(path, parameters, metadata)
-
-
 def refuse_not_finite(path: Path, parameters: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not finite: they are never written."""
     if (bad := not_finite(parameters)) is not None:
@@ -307,6 +257,11 @@ def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
         low, _, high = lanes.partition("-")
         found.setdefault(name, []).append((int(low), int(high), key))
     return found
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def pointed(folder: Path, pointer: str) -> str | None:

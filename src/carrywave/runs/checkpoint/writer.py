@@ -2,9 +2,9 @@
 
 `begin` copies the content of a snapshot into buffers that are reused for the next one, and a thread writes the copy. Every worker's thread
 leaves a report beside its files, and that of rank 0 waits for all reports, checks that the files are there, writes the manifest and
-publishes. Threads exchange no messages, except those of workers that do not see the run's folder (`reach`): they send their part to rank 0,
-through connections that only these threads use. The workers agree on the outcome in `settle`, which all call at the same step: before the
-next snapshot, or at the end. So at most one snapshot is in progress at a time, and a second one waits for it.
+publishes. Threads exchange no messages, except those of workers that do not see the run's folder (`folder_visibility`): they send their
+part to rank 0, through connections that only these threads use. The workers agree on the outcome in `settle`, which all call at the same
+step: before the next snapshot, or at the end. So at most one snapshot is in progress at a time, and a second one waits for it.
 
 A worker that dies leaves a draft, which the next start removes; the previous snapshot remains valid.
 """
@@ -27,16 +27,16 @@ import torch
 from torch import Tensor
 
 from carrywave import errors
-from carrywave.data.copy_stream import copy_stream
+from carrywave.data.loader import copy_stream
 from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.parallel.world import World, all_gather_json, from_rank_0, raise_on_all
 from carrywave.plan.search.partition import say
 from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, visible
 from carrywave.runs.checkpoint.manifest import File, Manifest
 from carrywave.runs.checkpoint.part_transfer import receive_part, send_part
-from carrywave.runs.checkpoint.reach import Reach, visible
 from carrywave.runs.checkpoint.snapshot import TEMPORARY, Groups, publish, sweep, write_part
 
 POLL_SECONDS = 0.02
@@ -67,8 +67,8 @@ class _Job:
 class Writer:
     """Writes the snapshots of one run. Every worker has one, and all call its methods at the same steps."""
 
-    def __init__(self, world: World, folder: Path, reach: Reach | None = None) -> None:
-        self.world, self.folder, self.reach = world, folder, reach or Reach()
+    def __init__(self, world: World, folder: Path, visibility: FolderVisibility | None = None) -> None:
+        self.world, self.folder, self.visibility = world, folder, visibility or FolderVisibility()
         self.held_seconds = 0.0  # for which training was blocked
         self._job: _Job | None = None
         self._memory: dict[tuple[str, str], Tensor] = {}
@@ -78,20 +78,21 @@ class Writer:
     def meet(self) -> None:
         """Remove leftovers, and check that all who write into the folder see it. Collective: every rank must call it."""
         token = secrets.token_hex(4)
-        mark = self.folder / f"{TEMPORARY}meeting-{token}"
         if self.world.rank == 0 and self.folder.is_dir():
             sweep(self.folder)
         if self.world.size == 1:
             self._token = token
             return
-        with raise_on_all(self.world, for_all_of_us=True):
-            if self.world.rank == 0:
-                with atomic_files.writing(str(self.folder)):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    mark.mkdir()
-        self._token = all_gather_text(self.world, token)[0]
+
+        def leave_mark() -> str:
+            with atomic_files.writing(str(self.folder)):
+                (self.folder / f"{TEMPORARY}meeting-{token}").mkdir(parents=True)
+            return token
+
+        self._token = from_rank_0(self.world, leave_mark)
+        mark = self.folder / f"{TEMPORARY}meeting-{self._token}"
         with raise_on_all(self.world):
-            if self.reach.sees(self.world.rank) and not visible(self.folder / f"{TEMPORARY}meeting-{self._token}"):
+            if self.visibility.sees(self.world.rank) and not visible(mark):
                 raise RunError(
                     f"the folder {self.folder} of rank 0 was visible on {os.uname().nodename} when the run was opened, and is no longer; "
                     f"set {option('run')} to a folder that stays in place"
@@ -131,19 +132,19 @@ class Writer:
             return None
         if job.thread.is_alive():
             heartbeat.rest()  # a slow disk is no hang, though no step is taken meanwhile
-        with raise_on_all(self.world, patient=True):
+        with raise_on_all(self.world, no_timeout=True):
             job.written.wait()
-        said = [json.loads(text) for text in all_gather_text(self.world, json.dumps(job.part_failure))]
+        said = all_gather_json(self.world, job.part_failure)
         failed = [(rank, failure) for rank, failure in enumerate(said) if failure is not None]
         if failed:
             job.given_up.set()
-        with raise_on_all(self.world, patient=True):
+        with raise_on_all(self.world, no_timeout=True):
             job.thread.join()
             if self.world.rank == 0 and (failed or job.failure):
                 sweep(self.folder)  # including what a worker created after the draft was removed
-        failure = json.loads(all_gather_text(self.world, json.dumps(job.failure))[0])
-        if (failed or failure) and self.reach.star is not None:
-            self.reach.star.renew()
+        failure = all_gather_json(self.world, job.failure)[0]
+        if (failed or failure) and self.visibility.star is not None:
+            self.visibility.star.renew()
         if failed:
             # A worker's own report is closer to the cause than rank 0 missing its files.
             rank, (kind, message) = failed[0]
@@ -193,11 +194,11 @@ class Writer:
     def _write(self, job: _Job) -> None:
         """Write this worker's part, or send it; on rank 0, then complete and publish the snapshot."""
         files: dict[str, File] = {}
-        sent = [_Sent(self.reach, rank, job.draft) for rank in self.reach.apart] if self.world.rank == 0 else []
+        sent = [_Sent(self.visibility, rank, job.draft) for rank in self.visibility.apart] if self.world.rank == 0 else []
         try:
             if job.ready is not None:
                 job.ready.synchronize()
-            if not self.reach.sees(self.world.rank):
+            if not self.visibility.sees(self.world.rank):
                 self._send(job)
             else:
                 self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not created again if it was removed
@@ -211,7 +212,7 @@ class Writer:
             job.part_failure = _failure(job.target, error, job.groups)
         job.written.set()
         if self.world.rank > 0:
-            if job.part_failure is not None and self.reach.sees(self.world.rank):
+            if job.part_failure is not None and self.visibility.sees(self.world.rank):
                 with suppress(OSError):  # if there is no room for a report either, `settle` reports it
                     self._report(job, {"failure": job.part_failure})
             return
@@ -227,18 +228,18 @@ class Writer:
 
     def _send(self, job: _Job) -> None:
         """Send this worker's part to rank 0, or why there is none."""
-        assert self.reach.star is not None
-        channel = self.reach.star.channel(0)
+        assert self.visibility.star is not None
+        channel = self.visibility.star.channel(0)
         try:
             send_part(channel, job.groups)
         except UserError as error:
-            channel.tell({"failure": _failure(job.target, error)})
+            channel.send_json({"failure": _failure(job.target, error)})
             raise
 
-    def _report(self, job: _Job, said: Any) -> None:
+    def _report(self, job: _Job, content: Any) -> None:
         report = _report_of(job.draft, self.world.rank)
         part = report.with_suffix(".part")
-        part.write_text(json.dumps(said))
+        part.write_text(json.dumps(content))
         os.replace(part, report)
 
     def _complete(self, job: _Job, files: dict[str, File], sent: Sequence[_Sent] = ()) -> bool:
@@ -246,7 +247,7 @@ class Writer:
         for each in sent:
             each.wait()
         arrived = [each.files() for each in sent]
-        waiting = [rank for rank in range(1, self.world.size) if self.reach.sees(rank)]
+        waiting = [rank for rank in range(1, self.world.size) if self.visibility.sees(rank)]
         whole = None not in arrived
         for part in arrived:
             files |= part or {}
@@ -275,9 +276,9 @@ class Writer:
 class _Sent:
     """The part of a worker that does not see the folder, while rank 0 receives it."""
 
-    def __init__(self, reach: Reach, rank: int, draft: Path) -> None:
-        assert reach.star is not None
-        self._channel, self._draft = reach.star.channel(rank), draft
+    def __init__(self, visibility: FolderVisibility, rank: int, draft: Path) -> None:
+        assert visibility.star is not None
+        self._channel, self._draft = visibility.star.channel(rank), draft
         self._files: dict[str, File] | None = None  # None: the worker has none
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._receive, name=f"carrywave-snapshot-{rank}", daemon=True)

@@ -20,7 +20,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import World, raise_on_all
-from carrywave.runs.rows.carried import Carried
+from carrywave.runs.rows.kept_columns import KeptColumns
 
 MOST_ROWS = 4096
 MOST_ELEMENTS = 1 << 20  # numbers, tokens or characters; a row that has more is a block of its own
@@ -57,7 +57,7 @@ class _Piece:
 
 
 def read_blocks(
-    rows: Rows, codec: Codec, carried: Carried, *, most_rows: int = MOST_ROWS, most_elements: int = MOST_ELEMENTS
+    rows: Rows, codec: Codec, carried: KeptColumns, *, most_rows: int = MOST_ROWS, most_elements: int = MOST_ELEMENTS
 ) -> Iterator[Block]:
     """Yield all rows in order, encoded with a codec; an input without rows is an error."""
     piece: list[tuple[int, Row]] = []
@@ -99,7 +99,7 @@ def shared(world: World, read: Callable[[], Iterator[Block]]) -> Iterator[Block]
     while True:
         block: Block | None = None
         # Patiently: the other end of a pipe may take its time.
-        with raise_on_all(world, for_all_of_us=True, patient=True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
             if world.rank == 0:
                 blocks = read() if blocks is None else blocks
                 block = next(blocks, None)

@@ -14,7 +14,7 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.parallel.gather import collect
 from carrywave.runs.evaluation import passes
 from carrywave.runs.trained_run import Saved
-from carrywave.spec.batch_spec import BatchSpec
+from carrywave.spec.data_spec import BatchSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.tasks.task import Part
 

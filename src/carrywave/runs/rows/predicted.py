@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
+from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
@@ -17,7 +17,6 @@ from carrywave.runs.trained_run import Saved
 from carrywave.tasks.views import Naive
 
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
-Row = dict[str, Any]
 
 
 def rows_of(outputs: Outputs, block: Block) -> Iterator[Row]:
@@ -27,9 +26,9 @@ def rows_of(outputs: Outputs, block: Block) -> Iterator[Row]:
     return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
 
 
-def _labels(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
+def _labels(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
     codec = saved.task.codec
-    logits_BK = torch.from_numpy(np.stack(found))
+    logits_BK = torch.from_numpy(np.stack(outputs))
     shares_BK = torch.softmax(logits_BK.double(), dim=-1)
     for best, shares in zip(logits_BK.argmax(-1).tolist(), shares_BK, strict=True):
         rounded = [round(share, 6) for share in shares.tolist()]
@@ -40,15 +39,15 @@ def _labels(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
         }
 
 
-def _numbers(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
-    for out in found:
+def _numbers(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
+    for out in outputs:
         values = saved.task.codec.restore(out).tolist()
         yield {"label": values[0] if len(values) == 1 else values}
 
 
-def _tags(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
+def _tags(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
     codec = saved.task.codec
-    return ({"labels": [codec.label(int(tag)) for tag in tags]} for tags in found)
+    return ({"labels": [codec.label(int(tag)) for tag in tags]} for tags in outputs)
 
 
 _PREDICTED = {"classification": _labels, "regression": _numbers, "tagging": _tags}
@@ -59,14 +58,14 @@ def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
     return _forecasts(outputs.saved, outputs.of(data), data, table)
 
 
-def _forecasts(saved: Saved, found: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
+def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
     spec, codec = saved.spec.data, saved.task.codec
     targets = np.array(codec.targets)
     lasts = data.starts + data.lengths - 1
     naive_NHC = Naive(data, targets, spec.horizon, spec.season, spec.residual)(lasts)
     columns = [codec.columns[index] for index in targets]
     known = scales(table, codec)
-    for number, out in enumerate(found):
+    for number, out in enumerate(outputs):
         mean, std = (np.array(values)[targets] for values in known[number])
         times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +13,15 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.fields import as_plain
 from carrywave.data.files.frames import columns_of, is_frame, plain_column
-from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.files.rows import Row, Rows, open_rows
 from carrywave.data.files.source import FORMATS, Source, find, to_utf8
 from carrywave.data.python_inputs import file_of
 from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
-from carrywave.parallel.world import World, all_gather_text, raise_on_all
-from carrywave.runs.generation import generate
-from carrywave.runs.rows.carried import Carried
-from carrywave.runs.rows.sampling import Sampling
+from carrywave.parallel.world import World, from_rank_0
+from carrywave.runs.rows.generation import Sampling, generate
+from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.standard_input import is_standard, open_stream
 from carrywave.runs.trained_run import Saved
 from carrywave.spec.spec import Spec
@@ -31,7 +29,6 @@ from carrywave.spec.spec import Spec
 MOST_PROMPTS = 1024
 MOST_STEPS = 1 << 18  # of a block of prompts, padded to the longest
 FIELDS = ("prompt", "text")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Prompt:
     carried: Row = field(default_factory=dict)
 
 
-def prompts_of(data: Any, prompt: str | None, spec: Spec, carried: Carried) -> Iterator[Prompt]:
+def prompts_of(data: Any, prompt: str | None, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     """The prompts: `prompt` itself, the lines or rows of a file or of standard input, a text, or a list of texts."""
     if data is None:
         yield Prompt("the prompt", prompt or "")
@@ -85,7 +82,7 @@ def _texts(data: Any) -> Any:
     return plain_column(columns[name])
 
 
-def _of_file(name: str, spec: Spec, carried: Carried) -> Iterator[Prompt]:
+def _of_file(name: str, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     path = Path(name)
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
@@ -106,7 +103,7 @@ def _lines(source: Source) -> Iterator[Prompt]:
             raise DataError(f"{where}: byte {error.start} of the line is not valid utf-8; {to_utf8(source.name)}") from error
 
 
-def _of_rows(rows: Rows, carried: Carried) -> Iterator[Prompt]:
+def _of_rows(rows: Rows, carried: KeptColumns) -> Iterator[Prompt]:
     for number, row in rows:
         where = rows.where(number)
         text = next((row[name] for name in FIELDS if row.get(name) is not None), None)
@@ -161,13 +158,14 @@ def _blocks(world: World, prompts: Iterator[Prompt], codec: Codec) -> Iterator[l
     waiting: list[Prompt] = []  # read, but not fit for the block before
     while True:
         block: list[Prompt] = []
-        with raise_on_all(world, for_all_of_us=True, patient=True):
-            if world.rank == 0:
-                block, waiting = _next_block([*waiting], prompts, codec)
-        if world.size > 1:
-            told = json.dumps([[prompt.where, prompt.text] for prompt in block])
-            given = json.loads(all_gather_text(world, told)[0])
-            block = block if world.rank == 0 else [Prompt(where, text) for where, text in given]
+
+        def read() -> list[tuple[str, str]]:
+            nonlocal block, waiting
+            block, waiting = _next_block([*waiting], prompts, codec)
+            return [(prompt.where, prompt.text) for prompt in block]
+
+        given = from_rank_0(world, read, no_timeout=True)
+        block = block if world.rank == 0 else [Prompt(where, text) for where, text in given]
         if not block:
             return
         yield block

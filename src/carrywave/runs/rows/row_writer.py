@@ -10,15 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+from carrywave.data.files.rows import Row
 from carrywave.errors import UserError
 from carrywave.runs import output_file
 from carrywave.runs.output_file import OutputFile
 from carrywave.runs.rows.parquet_writer import ParquetWriter
 from carrywave.runs.watcher import printable
 
-Row = dict[str, Any]
 PARQUET = (".parquet", ".pq")
 KINDS = ("", ".csv", ".json", ".jsonl", ".ndjson", ".txt", *PARQUET)
 TEXT_CHARACTERS = 1 << 20  # that are written at once

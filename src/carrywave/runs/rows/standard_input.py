@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from carrywave.data.files.source import FORMATS, HEAD_BYTES, STANDARD_FOLDER, STANDARD_INPUT, Format, Source, not_utf8
 from carrywave.errors import DataError
 from carrywave.parallel.startup.launcher_env import launched
-from carrywave.parallel.world import all_gather_text, join, raise_on_all
+from carrywave.parallel.world import World, from_rank_0, join
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.load import load_own
@@ -82,12 +82,12 @@ def data_on_all(data: str | None, run: Path | str, device: str) -> Iterator[Path
         return
     world = join(device)
     with ExitStack() as stack:
-        kept = ""
-        with raise_on_all(world, for_all_of_us=True, patient=True):
-            if world.rank == 0:
-                spec = load_own(Run.open(folder_of(run)).path / "spec.yaml")
-                kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
-        yield Path(all_gather_text(world, kept)[0])
+        yield kept_on_all(world, stack, lambda: load_own(Run.open(folder_of(run)).path / "spec.yaml"))
+
+
+def kept_on_all(world: World, stack: ExitStack, spec: Callable[[], Spec]) -> Path:
+    """A file with all of standard input, until the stack is left; rank 0 reads it and the spec, which says its format. Collective."""
+    return Path(from_rank_0(world, lambda: str(stack.enter_context(kept_in_a_file(open_stream(spec())))), no_timeout=True))
 
 
 @contextmanager

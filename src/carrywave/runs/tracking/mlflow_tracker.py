@@ -23,22 +23,22 @@ class MlflowTracker:
         self._client: Any = None
         self._id = ""
 
-    def open(self, known: str | None) -> str:
+    def open(self, record_id: str | None) -> str:
         """Begin a run of MLflow with the spec as its parameters, or continue one."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked to be counted by MLflow's makers
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
         self._client = MlflowClient()
-        if known is not None:
+        if record_id is not None:
             try:
-                self._client.update_run(known, status="RUNNING")
+                self._client.update_run(record_id, status="RUNNING")
             except MlflowException as error:
                 if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                    raise NotFound(known) from error
+                    raise NotFound(record_id) from error
                 raise
-            self._id = known
-            return known
+            self._id = record_id
+            return record_id
         tags = {"carrywave.version": self.described.version, "carrywave.run": str(self.described.folder.absolute())}
         self._id = self._client.create_run(self._experiment(), run_name=self.described.folder.name, tags=tags).info.run_id
         self._describe()

@@ -41,7 +41,7 @@ class Description:
 class Tracker(Protocol):
     """A record of one run, elsewhere. All of it is called from one thread, and any exception ends the record, not the run."""
 
-    def open(self, known: str | None) -> str:
+    def open(self, record_id: str | None) -> str:
         """Begin a record, or continue the one with this id; returns its id. Raises NotFound if there is none with that id."""
 
     def send(self, rows: Sequence[Row]) -> None:

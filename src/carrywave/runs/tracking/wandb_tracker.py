@@ -20,7 +20,7 @@ class WandbTracker:
         self.described = described
         self._run: Any = None
 
-    def open(self, known: str | None) -> str:
+    def open(self, record_id: str | None) -> str:
         """Begin a run of W&B with the spec as its configuration, or continue one; its files are in the run's folder."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nobody asked for its crashes to be reported
         import wandb
@@ -31,7 +31,7 @@ class WandbTracker:
             raise RuntimeError("there is no API key, so run wandb login, or set WANDB_MODE=offline")
         folder = self.described.folder / "tracking"
         folder.mkdir(exist_ok=True)
-        identity = known or secrets.token_hex(4)
+        identity = record_id or secrets.token_hex(4)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=identity,

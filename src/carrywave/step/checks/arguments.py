@@ -15,8 +15,8 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
+from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
-from carrywave.spec.precision import AUTO
 from carrywave.spec.spec import Spec
 from carrywave.spec.sync_keys import READ_BY
 from carrywave.spec.train_spec import TrainSpec

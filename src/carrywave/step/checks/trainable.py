@@ -8,9 +8,8 @@ from torch import nn
 
 from carrywave.errors import UserError, WorkerError
 from carrywave.model.model import Model
-from carrywave.parallel.arrivals import all_arrive
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
-from carrywave.parallel.world import World, all_gather_text
+from carrywave.parallel.world import World, all_arrive, all_gather_text
 
 
 class Followed:

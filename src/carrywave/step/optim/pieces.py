@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from carrywave.errors import UserError
-from carrywave.parallel.group_sums import Summing
+from carrywave.parallel.sums.group_sums import Summing
 from carrywave.step.norms import by_dtype
 from carrywave.step.optim import weight_average
 

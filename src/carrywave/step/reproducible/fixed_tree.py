@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.parallel import process_groups
-from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.canonical_shards import partners
 from carrywave.step.gradients import Flags, FlatBuffers, Gradients, Result
 from carrywave.step.norms import by_dtype, norm_of_each

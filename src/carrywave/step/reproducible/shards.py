@@ -14,6 +14,7 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.startup.launcher_env import threads_dealt
 from carrywave.plan.canonical_shards import REPLICAS, bounds, shards_of
 
 
@@ -79,5 +80,5 @@ def settle(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
-    elif "OMP_NUM_THREADS" not in os.environ or "CARRYWAVE_THREADS_DEALT" in os.environ:
+    elif "OMP_NUM_THREADS" not in os.environ or threads_dealt():
         torch.set_num_threads(1)

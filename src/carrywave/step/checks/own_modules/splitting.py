@@ -27,10 +27,9 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
-from carrywave.parallel.arrivals import all_arrive
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
-from carrywave.parallel.world import all_gather_text, wait_for_all
+from carrywave.parallel.world import all_arrive, all_gather_text, wait_for_all
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.own_modules import probe
 from carrywave.step.checks.own_modules.cuts import Extent, cut_of, extent_of

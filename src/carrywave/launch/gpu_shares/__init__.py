@@ -1,0 +1,1 @@
+"""Several workers on one GPU, each with a share of it: for tests and benchmarks."""

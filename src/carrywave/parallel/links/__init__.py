@@ -1,0 +1,1 @@
+"""Messages between neighbouring stages, by three kinds of links."""

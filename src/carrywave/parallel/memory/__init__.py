@@ -1,0 +1,1 @@
+"""Memory that workers of one host share, on the host and between GPUs."""

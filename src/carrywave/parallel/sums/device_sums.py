@@ -1,0 +1,112 @@
+"""Sums over the workers of one host, in device memory: all-reduces that the host takes no part in, so that they can be captured.
+
+The tensor is cut into one piece for each worker. Everyone writes its numbers into the owners' buffers; each owner adds up its piece in the
+order of the ranks, and writes the result into everyone's. So all workers get the same bits, whatever the timing. Barriers on the stream
+keep a buffer from being overwritten before it has been read. Where every worker needs only its own piece of a sum, the second half is left
+out (`sum_to_owners`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, write
+from carrywave.parallel.sums.group_sums import added_up
+from carrywave.plan.cost.link_memory import SUMS_LEAST_BYTES
+
+SMALL = 1 << 13  # numbers that are not worth a second round
+_ARRIVED, _READ = 0, 1  # barriers: numbers have arrived; they have been read
+
+Make = Callable[[int], SharedMemory]  # shared memory of the group, of a given size
+
+
+class DeviceSum:
+    """All-reduces over one group. `make` creates its memory; every worker must sum tensors of the same sizes in the same order."""
+
+    in_stream = True
+
+    def __init__(self, workers: int, make: Make) -> None:
+        self.workers, self.memory = workers, GrowingMemory(make, SUMS_LEAST_BYTES)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over the workers."""
+        flat = tensor.view(-1)
+        if flat.numel() > SMALL:
+            self._by_pieces(flat)
+        elif flat.numel():
+            self._whole(flat)
+
+    def sum_to_owners(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Replace this worker's parts by their sums over the workers, with the bits of `all_reduce`; those of other workers stay as they
+        are. `parts`: what each worker owns, contiguous, of the same shapes on every worker.
+        """
+        starts = [list(accumulate((padded(part.nbytes) for part in each), initial=0)) for each in parts]
+        room = max(ends[-1] for ends in starts)
+        memory = self._memory(self.workers * room)
+        own = memory.rank
+        for rank, each in enumerate(parts):
+            for part, start in zip(each, starts[rank], strict=False):
+                write(_place(memory, rank, own * room + start, part), part)
+        memory.barrier(_ARRIVED)
+        for part, start in zip(parts[own], starts[own], strict=False):
+            self._total(memory, room, part, out=part, start=start)
+        memory.barrier(_READ)
+
+    def all_gather(self, rows: Tensor, own: int) -> None:
+        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `own`, its place in the group."""
+        room = padded(rows[own].nbytes)
+        memory = self._memory(self.workers * room)
+        for rank in range(self.workers):
+            if rank != own:
+                write(_place(memory, rank, own * room, rows[own]), rows[own])
+        memory.barrier(_ARRIVED)
+        for rank in range(self.workers):
+            if rank != own:
+                write(rows[rank], _place(memory, own, rank * room, rows[rank]))
+        memory.barrier(_READ)
+
+    def _whole(self, flat: Tensor) -> None:
+        """Everyone sends all of its numbers to everyone, and adds up what it has received."""
+        room = padded(flat.nbytes)
+        memory = self._memory(self.workers * room)
+        own = memory.rank
+        for rank in range(self.workers):
+            write(_place(memory, rank, own * room, flat), flat)
+        memory.barrier(_ARRIVED)
+        self._total(memory, room, flat, out=flat)
+        memory.barrier(_READ)
+
+    def _by_pieces(self, flat: Tensor) -> None:
+        """Everyone adds up one piece, and sends the result to everyone."""
+        pieces: tuple[Tensor, ...] = torch.split(flat, -(-flat.numel() // self.workers))
+        room = padded(pieces[0].nbytes)
+        memory = self._memory(self.workers * room)
+        own, results = memory.rank, memory.size // 2
+        for rank, piece in enumerate(pieces):
+            write(_place(memory, rank, own * room, piece), piece)
+        memory.barrier(_ARRIVED)
+        if own < len(pieces):
+            total = self._total(memory, room, pieces[own])
+            for rank in range(self.workers):
+                write(_place(memory, rank, results + own * room, total), total)
+        memory.barrier(_READ)
+        for rank, piece in enumerate(pieces):
+            write(piece, _place(memory, own, results + rank * room, piece))
+
+    def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
+        """The sum of what the workers have sent to this one, in the order of the ranks."""
+        return added_up((_place(memory, memory.rank, rank * room + start, like) for rank in range(self.workers)), out)
+
+    def _memory(self, half: int) -> SharedMemory:
+        """Memory with halves of at least this size: one for numbers, one for results, so that no worker overwrites results that another
+        still reads, however large the next tensor is.
+        """
+        return self.memory.of(2 * half)
+
+
+def _place(memory: SharedMemory, rank: int, begin: int, like: Tensor) -> Tensor:
+    return memory.of(rank)[begin : begin + like.nbytes].view(like.dtype)

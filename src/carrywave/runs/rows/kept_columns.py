@@ -1,0 +1,59 @@
+"""Fields of the input that are carried through to its predictions, such as an id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from carrywave.data.files.rows import RenamedRow, Row
+from carrywave.errors import DataError, UserError, option
+
+PREDICTED: Mapping[str, tuple[str, ...]] = {
+    "classification": ("label", "probability", "probabilities"),
+    "regression": ("label",),
+    "tagging": ("labels",),
+    "language": ("prompt", "continuation", "text"),
+}
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """Columns of the input, each with its name in the predictions."""
+
+    columns: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(words: Iterable[str], task: str) -> KeptColumns:
+        """Read names such as `id`, or `label=truth` for a column that is to have another name."""
+        pairs = [(word, word) if "=" not in word else (word.partition("=")[0], word.partition("=")[2]) for word in words]
+        if pairs and task == "forecasting":
+            raise UserError(f"{option('keep')} is for rows, but this is a forecast, which has its series and times anyway; remove it")
+        for column, name in pairs:
+            if not column or not name:
+                raise UserError(f"{option('keep')} has an empty name; write a column, or COLUMN=NAME for another name")
+            if name in PREDICTED.get(task, ()):
+                raise UserError(
+                    f"{option('keep')} {column}: predictions have a field {name} of their own; "
+                    f"choose another name, as in {column}=given_{name}"
+                )
+        twice = [name for number, (_, name) in enumerate(pairs) if name in [other for _, other in pairs[:number]]]
+        if twice:
+            raise UserError(f"{option('keep')} names {twice[0]} twice; name each field once")
+        return KeptColumns(tuple(pairs))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns to read from the input."""
+        return tuple(column for column, _ in self.columns)
+
+    def take(self, row: Mapping[str, Any], where: str) -> Row:
+        """The carried fields of a row, under the names it has in the input."""
+        given = row.given if isinstance(row, RenamedRow) else row
+        found: Row = {}
+        for column, name in self.columns:
+            if column not in given:
+                known = ", ".join(str(each) for each in list(given)[:8])
+                raise DataError(f"{where} has no field {column} (fields: {known}); name one that every row has with {option('keep')}")
+            found[name] = given[column]
+        return found

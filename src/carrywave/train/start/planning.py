@@ -1,0 +1,259 @@
+"""Chooses the plan (`plan: auto`): rank 0 reads or measures a profile, searches, and tells the others; a resumed run keeps its plan.
+
+A plan given by the user is used as it is. If a profile is known the step time is predicted either way, so that the log can compare it with
+the measured one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from carrywave.data.prepare import prepare
+from carrywave.errors import PlanError, RunError, UserError, option
+from carrywave.launch import launch_record
+from carrywave.launch.hardware import gpus, made_for_bf16
+from carrywave.measure.profiles import known_profile, profile_for
+from carrywave.parallel.startup.environment import TRANSPORT
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.world import World, from_rank_0
+from carrywave.plan.cost.cluster import Cluster, Host
+from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile, shipped
+from carrywave.plan.cost.shipped_profiles import names as shipped_names
+from carrywave.plan.cost.units import Units
+from carrywave.plan.cost.ways import BY_BACKEND
+from carrywave.plan.plan import Plan, fewer, resolve
+from carrywave.plan.search.predictor import Prediction, Predictor
+from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
+from carrywave.plan.show.hints import Hint, hint_lines, one_device, other_settings
+from carrywave.runs.run import Run
+from carrywave.spec.defaults import suited, with_precision
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import with_new_names
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
+
+Say = Callable[[str], None]
+NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a run. The prediction is known to rank 0 alone, and only if there is a profile."""
+
+    plan: Plan
+    prediction: Prediction | None
+    predicted: bool  # True if rank 0 has a prediction
+    said: tuple[str, ...] = ()  # why it was chosen
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made for."""
+
+    spec: Spec
+    units: Units | None  # None: nothing is known of the user's own modules
+    layers: int
+    pooled: bool
+    workers: int
+    before: Plan | None = None  # the run's plan so far
+    facts: DataFacts | None = None
+    bf16: bool = False  # all devices are made for it
+
+
+def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
+    """The plan that all workers follow. Collective: every rank must call it."""
+    prediction: Prediction | None = None
+
+    def choose() -> list[Any]:
+        nonlocal prediction
+        plan, prediction, said = _plan(world, given, say)
+        return [asdict(plan), prediction is not None, said + _hints(world, given, plan, advised=len(said) > 1)]
+
+    known, predicted, said = from_rank_0(world, choose, no_timeout=True)
+    return Planned(_of_json(known), prediction, predicted, tuple(said))
+
+
+def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
+    spec, workers, units = given.spec, given.workers, given.units
+    # If any number of replicas must give the same bytes there is nothing to choose: every worker is a replica. So too where replicas do
+    # not exchange at every step, because their number then changes the result.
+    auto = spec.plans_itself and not spec.train.reproducible and spec.train.sync == "step"
+    if auto and given.before is not None and given.before.workers == workers:
+        plan = given.before  # a resumed run continues bit for bit
+    elif auto and units is not None and workers > 1:
+        try:
+            return _chosen(world, units, given, say)
+        except UserError as error:  # training works without a chosen plan
+            say(f"no plan could be chosen, so every worker is a replica: {error}")
+            plan = _resolved(given)
+    else:
+        plan = _resolved(given)
+    profile = None if units is None else _known(world, units, workers)
+    return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
+
+
+def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[Plan, Prediction, list[str]]:
+    """Search for the best plan that uses all workers."""
+    here, kind = _here(world, given.workers), world.device.type
+    profile = _known(world, units, given.workers)
+    if profile is None:
+        if launch_record.with_fewer():
+            raise PlanError("this machine was not measured with fewer workers, and cannot be while one is failing; start the run again")
+        profile = profile_for(units, device=kind, devices=here, note=say)
+    found = search(units, _cluster(world, given.workers, profile), use_all=True)
+    plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
+    by = f" (using profile {profile.name})" if PROFILE in os.environ else ""
+    return plan, found.best, [f"chosen: {found.why}{by}", *_advice(found.serial, found.best)]
+
+
+def _resolved(given: PlanRequest) -> Plan:
+    """The plan that the spec asks for; replicas, if it asks for none."""
+    spec = given.spec
+    asked = fewer(spec.plan_spec, given.workers) if launch_record.with_fewer() else spec.plan_spec
+    lanes = spec.lanes if spec.streams else None
+    return resolve(asked, layers=given.layers, workers=given.workers, lanes=lanes, pooled=given.pooled)
+
+
+def _known(world: World, units: Units, workers: int) -> Profile | None:
+    """A profile that is available without measuring."""
+    return _named() or known_profile(units, device=world.device.type, workers=_here(world, workers))
+
+
+def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Prediction | None:
+    """The prediction for a plan that was not chosen by it; None if the profile lacks samples of its kinds of work."""
+    try:
+        return Predictor(units, _cluster(world, plan.workers, profile)).predict(plan)
+    except PlanError:
+        return None
+
+
+def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
+    """A note that one device would be about as fast, if it would."""
+    if serial is None or serial.seconds * (1 - GAIN_PER_DOUBLING) > best.seconds:
+        return []
+    said = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
+    return [
+        f"one device would be {said} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms per step instead of {1e3 * best.seconds:.3g} ms, "
+        f"according to the measurements; use {option('devices', 1)}"
+    ]
+
+
+def _hints(world: World, given: PlanRequest, plan: Plan, *, advised: bool) -> list[str]:
+    """A line about settings that would be much faster; none if the run goes on, because they cannot be changed then.
+
+    `advised`: one device was compared already.
+    """
+    spec, units = given.spec, given.units
+    by_hand = spec.plan_spec.kernel != "auto" or "CARRYWAVE_KERNEL" in os.environ  # the figures are those of other kernels
+    if units is None or given.before is not None or launch_record.attempt() or by_hand or spec.train.sync != "step":
+        return []
+    known = _measured(_known(world, units, given.workers))
+    of_model = known if PROFILE in os.environ else _measured(_shipped_for(world)) or known
+    found: list[Hint] = []
+    if of_model is not None:
+        found += other_settings(spec, given.facts or DataFacts(), units, _cluster(world, given.workers, of_model), plan, bf16=given.bf16)
+    if known is not None and not advised:  # the links of this machine matter here, and a shipped profile does not know them
+        found += one_device(units, _cluster(world, given.workers, known), plan)
+    return hint_lines(found)
+
+
+def _measured(profile: Profile | None) -> Profile | None:
+    """The profile if its figures were measured: published ones are too rough to advise anyone."""
+    return profile if profile is not None and profile.source == "measured" else None
+
+
+def _shipped_for(world: World) -> Profile | None:
+    """The profile that ships for GPUs like this worker's."""
+    names = gpus() if world.device.type == "cuda" else []
+    return next((each for each in map(shipped, shipped_names()) if names and each.hardware == f"1 x {names[0]}"), None)
+
+
+def plan_before(folder: Run) -> Plan | None:
+    """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
+    try:
+        known = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
+        # Older runs do not name what they could not do.
+        older = {"split_vocabulary": False}
+        return _of_json({name: (older | known)[name] for name in PlanSpec.model_fields})
+    except (RunError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _of_json(values: Mapping[str, Any]) -> Plan:
+    """Parse a plan from JSON, validated like that of a spec."""
+    given = PlanSpec.model_validate(values)
+    replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
+    return Plan(
+        replicas,
+        given.stages,
+        cuts,
+        given.chunk_steps,
+        given.micro_batches,
+        given.recompute,
+        given.kernel,
+        given.share_head,
+        given.split_vocabulary,
+    )
+
+
+def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int | None:
+    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off. None: it is not ours to decide.
+
+    `before` is the folder of a run to be resumed, which keeps its number.
+    """
+    count = 0 if device == "cpu" else len(gpus())
+    if count < 2 or not spec.plans_itself or spec.data.train is None or launched():
+        return None
+    if before is not None:
+        kept = plan_before(Run.open(before, events=False))
+        return kept.workers if kept is not None and kept.workers <= count else None
+    spec = with_precision(spec, suited(made_for_bf16=made_for_bf16(device)))
+    units = Units.of(spec, prepare(spec, note=say).facts)
+    try:
+        profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
+        found = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
+    except UserError as error:
+        say(f"using all {count} GPUs: their benefit could not be estimated ({error})")
+        return None
+    if found.best.plan.workers < count:
+        say(f"{found.why}; pass {option('devices', count)} to use all of them")
+    return found.best.plan.workers
+
+
+def check_workers(plan: PlanSpec, devices: int) -> None:
+    """Refuse before starting workers what all of them would refuse."""
+    if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
+        raise PlanError(
+            f"devices={devices} does not match plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); "
+            "change one of them"
+        )
+
+
+def _named() -> Profile | None:
+    name = os.environ.get(PROFILE)
+    return find_profile(name) if name else None
+
+
+def _here(world: World, workers: int) -> int:
+    """Workers per host."""
+    return min(workers, world.local_size) if world.size > 1 else workers
+
+
+def _as_asked(profile: Profile) -> Profile:
+    """The profile with the transport that the environment asks for: without device memory, stages are not recorded."""
+    transport = BY_BACKEND.get(os.environ.get(TRANSPORT, ""))
+    if transport is not None and profile.within.transport != transport:
+        profile = replace(profile, within=replace(profile.within, transport=transport))
+    return profile
+
+
+def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
+    """The hosts of a run: as many as its workers need, each with as many workers as this one; the last may have fewer."""
+    here, profile = _here(world, workers), _as_asked(profile)
+    full, rest = divmod(workers, here)
+    return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))

@@ -1,0 +1,191 @@
+"""Starts a run identically on every worker: the spec that was asked for, the folder, the data, and what to say before the first step.
+
+Rank 0 inspects the disk and tells the others; then each host reads the data once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from carrywave.data.codec import Codec
+from carrywave.data.files import hashes
+from carrywave.data.files.remote import is_address
+from carrywave.data.order import Order, SequenceOrder
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.errors import SpecError
+from carrywave.launch import exit_reports, launch_record
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
+from carrywave.parallel.startup.door import job_of
+from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
+from carrywave.plan.plan import Plan
+from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, look
+from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
+from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.runs.null_run import NullRun
+from carrywave.runs.remote_run import RemoteRun
+from carrywave.runs.run import Run
+from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
+from carrywave.runs.watcher import Watcher
+from carrywave.spec.idle_keys import idle_beside_own, idle_with
+from carrywave.spec.load import load, parse
+from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import doubts
+from carrywave.train.checkpointer import receive_snapshot
+from carrywave.train.evaluations import DataParts
+from carrywave.train.start.planning import plan_before
+from carrywave.train.start.same_data import compare, hashed_on_this_host
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from, the same on every worker."""
+
+    spec: Spec
+    world: World
+    folder: Run
+    snapshot: Stored | None
+    codec: Codec | None  # given together with initial weights
+    init: str | None
+    watch: Watcher
+    visibility: FolderVisibility  # who sees the run's folder
+    before: Plan | None = None  # the run's plan so far; known to rank 0 only
+
+
+def begin(
+    spec: Spec,
+    world: World,
+    run: Path | str | None,
+    resume: bool,
+    init: str | None,
+    watch: Watcher,
+    *,
+    from_files: bool,
+    hold: bool = True,
+) -> Start:
+    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on.
+
+    A run that is kept in a store, under an address, is trained in a folder of rank 0's cache.
+    """
+    folder: Run | None = None
+    snapshot: Stored | None = None
+    found = ""
+    before: Plan | None = None
+    launch_record.next_call()
+    # With several hosts, only some may have been told that this is a restart.
+    check_agreement(world, {} if run is None else {"run": job_of(None, run)["run"]})
+    restarted = any(int(times) for times in all_gather_text(world, str(launch_record.attempt())))
+    try:
+        with raise_on_all(world, same_message=True, no_timeout=True):
+            if world.rank == 0:
+                holds = watch.say if hold else None
+                kept = RemoteRun(run, spec.data.cache) if isinstance(run, str) and is_address(run) else None
+                if kept is not None:
+                    kept.prepare(resume=resume, restarted=restarted, hold=holds)
+                where = kept.folder if kept is not None else None if run is None else Path(run)
+                folder, snapshot = open_folder(spec, where, resume, init, restarted=restarted, hold=holds)
+                folder.remote, folder.backlog.say = kept, watch.say
+                exit_reports.report_run(folder.path)
+                if resume and snapshot is None:
+                    watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")
+                if from_files and (resume or snapshot is not None):
+                    refuse_python(spec, folder)
+                if snapshot is not None:
+                    check_same(spec, spec_of(snapshot), files_move=True)
+                    before = plan_before(folder)
+                codec = given_codec(init, folder, snapshot)
+                reading = {} if init is None else reading_of(init, spec)
+                told = None if snapshot is None else snapshot.to_json()
+                found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told, reading])
+        path, codec_json, told, reading = json.loads(all_gather_text(world, found)[0])
+        launch_record.set_run(Path(path))
+        if world.rank == 0 and (warning := launch_record.warning()) is not None:
+            watch.say(warning)
+        codec = None if codec_json is None else Codec.from_json(codec_json)
+        spec = read_alike(spec, reading)
+        visibility = look(world, Path(path))
+        stored = None if told is None else receive_snapshot(world, told, visibility)
+        spec = spec if stored is None else with_choices_of(spec, stored)
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, visibility, before)
+    except BaseException:
+        if folder is not None:
+            folder.release()
+        raise
+
+
+def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
+    """Read the data into the cache on one worker of each host; the others then find it there, and reuse the hashes it computed.
+
+    Files that differ between workers are refused before that. Also returns the SHA-256 of each part's file.
+    """
+    world = start.world
+    prepared: Prepared | None = None
+    with hashes.keeping() as hashed:
+        compare(world, start.spec, hashed)
+        for turn in (world.local_rank == 0, True):
+            alike = hashed_on_this_host(world, hashed)
+            with raise_on_all(world, same_message=True, no_timeout=True), hashes.knowing(alike):
+                if turn and prepared is None:
+                    prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
+    assert prepared is not None  # in the second turn every remaining worker reads
+    return prepared, dict(prepared.files)
+
+
+def check_idle(spec: Spec, prepared: Prepared, *, own: bool) -> None:
+    """Refuse keys that act on nothing with this data, or beside the user's own model."""
+    text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
+    problem = next(
+        chain(idle_with(spec, prepared.facts, text=text, valid=prepared.valid is not None), idle_beside_own(spec) if own else ()), None
+    )
+    if problem is not None:
+        raise SpecError(problem)
+
+
+def asked_spec(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
+    """The spec that a call from Python asks for: a whole one, or its sections one by one, which take precedence."""
+    base: dict[str, Any]
+    # Only fields that were set: the others may still be derived from elsewhere.
+    if isinstance(spec, Spec):
+        base = spec.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(spec, str | Path):
+        base = load(Path(spec), []).model_dump(mode="json", exclude_unset=True)
+    else:
+        base = dict(spec or {})
+    for name, value in sections.items():
+        old = base.get(name)
+        base[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+    if isinstance(model, Mapping):
+        base["model"] = dict(model)
+    if isinstance(plan, Plan):
+        plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
+    if plan != "auto":
+        base["plan"] = plan if isinstance(plan, str) else dict(plan)
+    return parse(base)
+
+
+def _ours(model: Model | Whole) -> bool:
+    return isinstance(model, Model) and type(model.head).__module__.startswith("carrywave.")
+
+
+def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: DataParts) -> Iterator[str]:
+    """Yield the notes."""
+    if isinstance(order, SequenceOrder) and order.oversized:
+        yield f"sequences longer than batch.tokens={spec.tokens}: {order.oversized}; each becomes a batch of its own"
+    if spec.streams and isinstance(model, Whole):
+        name = type(model.module).__name__
+        yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"
+    labels = prepared.codec.labels
+    if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
+        shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+        given = f"the labels {shown} are passed to your loss as 0 to {len(labels) - 1}, in this order"
+        yield f"{given}; number them from 0 to keep them unchanged"
+    yield from planned
+    yield from prepared.notes
+    for part in (parts.valid, parts.test):
+        yield from () if part is None else part.notes
+    yield from doubts(spec, prepared.codec, order, prepared.train, prepared.valid)
