@@ -18,7 +18,7 @@ from carrywave.benchmarks._gpu_stages import Case, Split
 from carrywave.benchmarks.gpu_pipeline import SETTINGS, WHOLE, Measured, Setting, Variant
 from carrywave.cli.main import app
 from carrywave.errors import RunError, UserError
-from carrywave.launch.shares import PERCENT
+from carrywave.launch.shares.mps import PERCENT
 from carrywave.plan.cost.profile import Link, Overheads, Profile, Sample
 
 STACK, WIDE, SMALL = SETTINGS

@@ -13,7 +13,7 @@ import pytest
 
 from carrywave.benchmarks import _faults
 from carrywave.benchmarks._faults import Case
-from carrywave.launch.shares import TOOL
+from carrywave.launch.shares.mps import TOOL
 
 pytestmark = [
     pytest.mark.gpu,

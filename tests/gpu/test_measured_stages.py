@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from carrywave.launch.shares import TOOL, shares
+from carrywave.launch.shares.mps import TOOL, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.plan.cost.cluster import Cluster

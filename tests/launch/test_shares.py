@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _fake_mps
 
 from carrywave.errors import WorkerError
-from carrywave.launch import gpu_probe, hardware, mps_guard
-from carrywave.launch import shares as module
+from carrywave.launch import hardware
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import start
-from carrywave.launch.shares import Shares, divided, shares
+from carrywave.launch.shares import gpu_probe, mps_guard
+from carrywave.launch.shares import mps as module
+from carrywave.launch.shares.mps import Shares, divided, shares
 
 LONG_SECONDS = 60.0
 
@@ -146,7 +147,7 @@ def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from carrywave.launch.shares import shares
+from carrywave.launch.shares.mps import shares
 with shares(2) as environment:
     Path(sys.argv[1]).write_text(environment["CUDA_MPS_PIPE_DIRECTORY"])
     time.sleep(600)

@@ -40,7 +40,7 @@ from carrywave.benchmarks._gpu_variants import (
 from carrywave.benchmarks._standing_pool import StandingPool
 from carrywave.benchmarks._workers import spread
 from carrywave.errors import RunError
-from carrywave.launch.shares import PERCENT, shares
+from carrywave.launch.shares.mps import PERCENT, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.cluster import Cluster

@@ -29,7 +29,7 @@ import typer
 import carrywave
 from carrywave.benchmarks import _slow_links
 from carrywave.errors import RunError, UserError
-from carrywave.launch.shares import shares as shares_of_gpu
+from carrywave.launch.shares.mps import shares as shares_of_gpu
 from carrywave.parallel.startup.interfaces import GLOO
 
 title = "replicas that do not exchange at every step"

@@ -17,7 +17,7 @@ from carrywave.doctor.finding import Finding, size
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
 from carrywave.launch.hardware import nvidia_smi, visible
-from carrywave.launch.shares import PIPES, TOOL
+from carrywave.launch.shares.mps import PIPES, TOOL
 from carrywave.parallel.startup.environment import SHARE_GPU
 from carrywave.parallel.startup.rendezvous import reason
 from carrywave.parallel.world import pick_device

@@ -27,7 +27,7 @@ from carrywave.launch.exit_reports import Ended
 from carrywave.launch.hardware import visible
 from carrywave.launch.hosts import Hosts
 from carrywave.launch.restart_policy import RESTARTS, Place, RestartPolicy
-from carrywave.launch.shares import Shares
+from carrywave.launch.shares.mps import Shares
 from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, supervise
 from carrywave.launch.work_folder import work_folder
 from carrywave.launch.worker_ends import asked_to_stop, with_logs

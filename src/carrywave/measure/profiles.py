@@ -23,7 +23,7 @@ from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
 from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
-from carrywave.launch.shares import PIPES, divided
+from carrywave.launch.shares.mps import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample

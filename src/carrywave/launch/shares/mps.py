@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from carrywave.errors import WorkerError
-from carrywave.launch import gpu_probe, mps_guard
 from carrywave.launch.hardware import nvidia_smi, visible
+from carrywave.launch.shares import gpu_probe, mps_guard
 from carrywave.parallel.startup.environment import MOST_SHARES, OVERLAPPING, SHARE_GPU
 
 TOOL = "nvidia-cuda-mps-control"
@@ -75,14 +75,14 @@ class Shares:
         return False
 
     def _start(self) -> None:
-        with (self._folder / "said").open("w+b") as said:
+        with (self._folder / "output").open("w+b") as output:
             # Isolated and in a session of its own: neither the user's Python settings nor Ctrl-C should reach it.
             command = [sys.executable, "-I", mps_guard.__file__, self._tool, str(self._folder)]
             self._guard = subprocess.Popen(
-                command, env=self._of_daemon, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True
+                command, env=self._of_daemon, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
             try:
-                _await(self._guard, self._tool, self._of_daemon, said)
+                _await(self._guard, self._tool, self._of_daemon, output)
             except BaseException:
                 self._stop()
                 raise
@@ -104,8 +104,8 @@ class Shares:
 @contextmanager
 def shares(count: int, percent: int | None = None) -> Iterator[dict[str, str]]:
     """The environment variables of workers on shares."""
-    with Shares(count, percent) as own:
-        yield own.environment
+    with Shares(count, percent) as divided_gpu:
+        yield divided_gpu.environment
 
 
 def divided(count: int) -> AbstractContextManager[dict[str, str]]:
@@ -150,19 +150,21 @@ def _visible_by_name() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[entry] if isinstance(entry, int) else entry for entry in visible())}
 
 
-def _await(guard: subprocess.Popen[bytes], tool: str, given: Mapping[str, str], said: IO[bytes]) -> None:
+def _await(guard: subprocess.Popen[bytes], tool: str, environment: Mapping[str, str], output: IO[bytes]) -> None:
     """Return when the daemon answers."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError, subprocess.TimeoutExpired):
-            asked = subprocess.run([tool], input=b"get_server_list\n", env=given, capture_output=True, check=False, timeout=START_SECONDS)
+            asked = subprocess.run(
+                [tool], input=b"get_server_list\n", env=environment, capture_output=True, check=False, timeout=START_SECONDS
+            )
             if asked.returncode == 0:
                 return
         if guard.poll() is not None:
             break
         time.sleep(POLL_SECONDS)
-    said.seek(0)
-    last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+    output.seek(0)
+    last = output.read().decode(errors="replace").strip().rpartition("\n")[2]
     raise WorkerError(
         f"NVIDIA's MPS did not start on this machine ({last or 'it said nothing'}); check that this user may run {TOOL}, or set "
         f"{SHARE_GPU}=1 to let workers take turns"
