@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from carrywave.benchmarks import faults
-from carrywave.benchmarks._faults import Fault, Told
+from carrywave.benchmarks.fault_runs.disturbed_run import Fault, Told
 from carrywave.errors import RunError
 
 SEEN = [

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from carrywave.benchmarks import gpu_pipeline, plan
-from carrywave.benchmarks._gpu_stages import Case, Split
 from carrywave.benchmarks.gpu_pipeline import SETTINGS, WHOLE, Measured, Setting, Variant
+from carrywave.benchmarks.stages.gpu_worker import Case, Split
 from carrywave.cli.main import app
 from carrywave.errors import RunError, UserError
 from carrywave.launch.shares.mps import PERCENT

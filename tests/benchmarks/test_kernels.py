@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks import kernels
-from carrywave.benchmarks._gpu_peers import Case, Stack
 from carrywave.benchmarks.kernels import Measured
+from carrywave.benchmarks.peers import gpu_loops as peers
+from carrywave.benchmarks.peers.gpu_loops import Case, Stack
 from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from carrywave.benchmarks import pipeline
-from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
-from carrywave.benchmarks._pipeline_variants import Variant, bubble_of, plan_of, variants_of
-from carrywave.benchmarks._workers import start
+from carrywave.benchmarks.harness.workers import start
+from carrywave.benchmarks.peers.pipeline_loops import Case, balanced_cuts
 from carrywave.benchmarks.pipeline import QUICK
+from carrywave.benchmarks.stages.variants import Variant, bubble_of, plan_of, variants_of
 from carrywave.errors import RunError
 
 SERIAL = [7.6, 7.5, 7.4]

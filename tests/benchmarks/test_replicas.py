@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from carrywave.benchmarks import replicas
-from carrywave.benchmarks._workers import start
+from carrywave.benchmarks.harness.workers import start
 
 
 @pytest.mark.slow

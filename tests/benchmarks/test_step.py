@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks import step
-from carrywave.benchmarks._gpu_peers import Recipe
+from carrywave.benchmarks.peers import gpu_loops as peers
+from carrywave.benchmarks.peers.gpu_loops import Recipe
 from carrywave.cli.main import app
 from carrywave.errors import UserError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from carrywave.benchmarks import _peers, train
+from carrywave.benchmarks import train
+from carrywave.benchmarks.peers import plain_loops
 
 CPU = torch.device("cpu")
 
@@ -25,8 +26,8 @@ def test_the_plain_models_learn() -> None:
     """A peer that did not learn would be no peer."""
     torch.manual_seed(0)
     tokens = torch.arange(4000) % 7
-    model = _peers.PlainLanguageModel(7, 16, 1, 0.0)
-    loop = _peers.PlainStreams(tokens, model, lanes=4, steps=20, lr=0.02, clip=1.0, device=CPU)
+    model = plain_loops.PlainLanguageModel(7, 16, 1, 0.0)
+    loop = plain_loops.PlainStreams(tokens, model, lanes=4, steps=20, lr=0.02, clip=1.0, device=CPU)
     for _ in range(45):
         loop.step()
     with torch.no_grad():

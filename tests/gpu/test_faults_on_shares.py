@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks import _faults
-from carrywave.benchmarks._faults import Case
+from carrywave.benchmarks.fault_runs import disturbed_run
+from carrywave.benchmarks.fault_runs.disturbed_run import Case
 from carrywave.launch.shares.mps import TOOL
 
 pytestmark = [
@@ -39,17 +39,17 @@ def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kills_do_not_change_the_answer(kills: int, plan: str, precision: str, tmp_path: Path) -> None:
     case = CASES[plan]
     case = Case(case.name, 2, (*case.words, f"train.precision={precision}"), steps=60 if kills == 1 else 150, shares=2)
-    _faults.write_data(tmp_path)
-    _faults.write_numbers(tmp_path)
-    calm = _faults.calm(tmp_path, case)
+    disturbed_run.write_data(tmp_path)
+    disturbed_run.write_numbers(tmp_path)
+    calm = disturbed_run.calm(tmp_path, case)
     assert calm.code == 0, calm.lines
     assert "in device memory; whole steps are recorded" in calm.out
-    told = _faults.disturbed(tmp_path, case, kills, seed=kills)
+    told = disturbed_run.disturbed(tmp_path, case, kills, seed=kills)
     assert told.code == 0, told.lines
     assert (len(told.faults), told.restarts) == (kills, kills), told.lines
     restarts = [line for line in told.lines if "restarting from" in line]
     assert all("was killed (signal 9, SIGKILL); restarting from " in line for line in restarts), restarts
-    ours, theirs = (_faults.contents(tmp_path / run) for run in ("disturbed", "calm"))
+    ours, theirs = (disturbed_run.contents(tmp_path / run) for run in ("disturbed", "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
-    assert _faults.each_once(tmp_path / "disturbed-ledger", 2 if plan == "stages" else 1)
+    assert disturbed_run.each_once(tmp_path / "disturbed-ledger", 2 if plan == "stages" else 1)

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.benchmarks._faults import MOMENTS, Case, Moment, calm, contents, disturbed, each_once, write_data
+from carrywave.benchmarks.fault_runs.disturbed_run import MOMENTS, Case, Moment, calm, contents, disturbed, each_once, write_data
 from carrywave.errors import RunError
 
 title = "runs whose workers are killed"

@@ -8,7 +8,7 @@ of the others as GPUs of one host do. The whole GPU as one device is in the tabl
 - wavefront: chunks of time, with several numbers of them; recorded (the work of a stage is one CUDA graph) and launched by the host;
 - replicas, of single shares and of pipelines of two.
 
-What is timed is said in `_gpu_stages`: forward and backward in bf16, all weight gradients, messages, and sums over replicas. Variants take
+`stages.gpu_worker` says what is timed: forward and backward in bf16, all weight gradients, messages, and sums over replicas. Variants take
 turns, a block of passes each, for several rounds; the median counts, and the slowest worker of a block. Pools whose turn it is not sleep.
 """
 
@@ -21,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from carrywave.benchmarks import _gpu_peers as peers
-from carrywave.benchmarks import _gpu_trace as pictures
-from carrywave.benchmarks._gpu_stages import Case, asked
-from carrywave.benchmarks._gpu_variants import (
+from carrywave.benchmarks.harness.standing_pool import StandingPool
+from carrywave.benchmarks.harness.workers import spread
+from carrywave.benchmarks.peers import gpu_loops as peers
+from carrywave.benchmarks.stages import gpu_trace as pictures
+from carrywave.benchmarks.stages.gpu_variants import (
     CHUNKS,
     FEWEST_PASSES,
     QUICK,
@@ -37,8 +38,7 @@ from carrywave.benchmarks._gpu_variants import (
     Variant,
     variants,
 )
-from carrywave.benchmarks._standing_pool import StandingPool
-from carrywave.benchmarks._workers import spread
+from carrywave.benchmarks.stages.gpu_worker import Case, asked
 from carrywave.errors import RunError
 from carrywave.launch.shares.mps import PERCENT, shares
 from carrywave.measure.profiles import profile_of_shares
@@ -70,7 +70,7 @@ COLUMNS = (
 
 ROUNDS, BLOCK_SECONDS = 5, 0.1
 PERSISTENT = "persistent"
-WORKERS = "carrywave.benchmarks._gpu_stages"
+WORKERS = "carrywave.benchmarks.stages.gpu_worker"
 # The fastest recorded wavefront: least ratio to one share, and the stretch.
 TARGETS = {(8, 512, 4, 25): (3.2, 3.5), (8, 512, 2, 25): (1.8, 1.9), (8, 1024, 2, 50): (1.75, 1.9)}
 OVER_LAUNCHED = {(8, 512, 4, 25): 1.3}

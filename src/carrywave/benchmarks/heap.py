@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from carrywave.benchmarks._workers import spread
+from carrywave.benchmarks.harness.workers import spread
 from carrywave.benchmarks.plan import CASES, QUICK, WARM_UP, Case, loop_of
 from carrywave.measure.profiles import threads
 from carrywave.parallel import worker_pool

@@ -24,8 +24,8 @@ from functools import partial
 
 import torch
 
-from carrywave.benchmarks import _gpu_peers as peers
-from carrywave.benchmarks._gpu_peers import Call, Case, Stack
+from carrywave.benchmarks.peers import gpu_loops as peers
+from carrywave.benchmarks.peers.gpu_loops import Call, Case, Stack
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks._progress import told
+from carrywave.benchmarks.harness.progress import told
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax

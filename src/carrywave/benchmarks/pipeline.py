@@ -28,11 +28,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks import _pipeline_peers as peers
-from carrywave.benchmarks._pipeline_peers import Case
-from carrywave.benchmarks._pipeline_variants import PIPELINES, SCHEDULERS, TORCH, Variant, bubble_of, plan_of, targets_of, variants_of
-from carrywave.benchmarks._progress import told
-from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
+from carrywave.benchmarks.harness.progress import told
+from carrywave.benchmarks.harness.workers import TimedWorkers, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
+from carrywave.benchmarks.peers import pipeline_loops as peers
+from carrywave.benchmarks.peers.pipeline_loops import Case
+from carrywave.benchmarks.stages.variants import PIPELINES, SCHEDULERS, TORCH, Variant, bubble_of, plan_of, targets_of, variants_of
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError
 from carrywave.launch.hardware import cores

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks import gpu_pipeline
-from carrywave.benchmarks._progress import told
-from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, take_turns
+from carrywave.benchmarks.harness.progress import told
+from carrywave.benchmarks.harness.workers import TimedWorkers, crew_sizes, spread, take_turns
+from carrywave.benchmarks.peers import pipeline_loops as peers
 from carrywave.data.batch import Batch
 from carrywave.measure.profiles import profile_for, threads
 from carrywave.model.dropout import Dropout

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks import _pipeline_peers as peers
-from carrywave.benchmarks._pipeline_peers import Case
-from carrywave.benchmarks._progress import told
-from carrywave.benchmarks._replica_peers import DataParallelSequences, classifier, collate
-from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, start, take_turns
+from carrywave.benchmarks.harness.progress import told
+from carrywave.benchmarks.harness.workers import TimedWorkers, crew_sizes, spread, start, take_turns
+from carrywave.benchmarks.peers import pipeline_loops as peers
+from carrywave.benchmarks.peers.pipeline_loops import Case
+from carrywave.benchmarks.peers.replica_loops import DataParallelSequences, classifier, collate
 from carrywave.benchmarks.pipeline import CHECKED, Ours, check_losses, first_steps
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from carrywave.benchmarks._workers import TimedWorkers, spread, start
+from carrywave.benchmarks.harness.workers import TimedWorkers, spread, start
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax

@@ -23,8 +23,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks import _gpu_peers as peers
-from carrywave.benchmarks._gpu_peers import DTYPES, CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows
+from carrywave.benchmarks.peers import gpu_loops as peers
+from carrywave.benchmarks.peers.gpu_loops import DTYPES, CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch

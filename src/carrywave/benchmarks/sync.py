@@ -27,7 +27,7 @@ from typing import Any
 import typer
 
 import carrywave
-from carrywave.benchmarks import _slow_links
+from carrywave.benchmarks.sync_runs import slow_links as _slow_links
 from carrywave.errors import RunError, UserError
 from carrywave.launch.shares.mps import shares as shares_of_gpu
 from carrywave.parallel.startup.interfaces import GLOO
@@ -193,7 +193,7 @@ def _work(folder: Path, words: Sequence[Sequence[str]], interface: str, environm
     try:
         for rank, before in enumerate(words):
             own = os.environ | shared | dict(environment or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [*before, sys.executable, "-m", "carrywave.benchmarks._sync_worker", str(folder / "job.json")]
+            command = [*before, sys.executable, "-m", "carrywave.benchmarks.sync_runs.worker", str(folder / "job.json")]
             with (folder / f"{rank}.log").open("wb") as log:
                 crew.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own))
         codes = _codes(crew, folder)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from carrywave.benchmarks import _peers as peers
+from carrywave.benchmarks.peers import plain_loops as peers
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
 from carrywave.data.loader import Loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
+from carrywave.benchmarks.peers.pipeline_loops import Case, balanced_cuts
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import schedule as schedules
 from carrywave.plan.schedule.schedule import Schedule

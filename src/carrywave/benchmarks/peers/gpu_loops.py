@@ -21,8 +21,8 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from carrywave.benchmarks._peers import PlainLanguageModel
-from carrywave.benchmarks._stack_shape import StackShape
+from carrywave.benchmarks.harness.shapes import StackShape
+from carrywave.benchmarks.peers.plain_loops import PlainLanguageModel
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from carrywave.benchmarks._stack_shape import StackShape
+from carrywave.benchmarks.harness.shapes import StackShape
 from carrywave.kernels.blas import without_onednn
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax

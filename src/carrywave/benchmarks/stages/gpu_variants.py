@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from carrywave.benchmarks._gpu_stages import Case, Split
-from carrywave.benchmarks._pipeline_variants import SCHEDULERS
+from carrywave.benchmarks.stages.gpu_worker import Case, Split
+from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.errors import UserError
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.schedule import schedule as schedules

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import carrywave
-from carrywave.benchmarks._ledger import FOLDER
+from carrywave.benchmarks.fault_runs.ledger import FOLDER
 from carrywave.errors import RunError
 from carrywave.parallel.startup.environment import SHARE_GPU
 
@@ -37,7 +37,7 @@ POLL_SECONDS = 0.001
 LONGEST_SECONDS = 1800
 ROWS = 24  # of the data; tokens per row:
 SHORTEST, LONGEST = 20, 90
-PROGRAM = ("-m", "carrywave.benchmarks._ledger")
+PROGRAM = ("-m", "carrywave.benchmarks.fault_runs.ledger")
 SPEC = (
     "data.train=rows.jsonl",
     "data.valid=rows.jsonl",

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from carrywave.benchmarks._peers import PlainClassifier
-from carrywave.benchmarks._pipeline_peers import CLIP, LR, OURS, arithmetic
+from carrywave.benchmarks.peers.pipeline_loops import CLIP, LR, OURS, arithmetic
+from carrywave.benchmarks.peers.plain_loops import PlainClassifier
 from carrywave.model.lstm import LSTM
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from carrywave.benchmarks._gpu_peers import DTYPES, one_line
-from carrywave.benchmarks._pipeline_variants import SCHEDULERS
-from carrywave.benchmarks._stack_shape import StackShape
-from carrywave.benchmarks._standing_pool import requests
-from carrywave.benchmarks._workers import TimedWorkers
+from carrywave.benchmarks.harness.shapes import StackShape
+from carrywave.benchmarks.harness.standing_pool import requests
+from carrywave.benchmarks.harness.workers import TimedWorkers
+from carrywave.benchmarks.peers.gpu_loops import DTYPES, one_line
+from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.kernels import dispatch, random
 from carrywave.model.encoders import Numbers

@@ -1,4 +1,4 @@
-"""`python -m carrywave.benchmarks._sync_worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
+"""`python -m carrywave.benchmarks.sync_runs.worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
 
 Started once for each worker with a launcher's variables. Rank 0 writes what became of each run as soon as it is over, and the
 bytes that it sent from the first step to the last, as the kernel counts them.
