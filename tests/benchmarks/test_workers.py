@@ -80,6 +80,6 @@ def test_what_a_user_set_reaches_the_workers_and_what_a_launcher_set_does_not(tm
     """A profile says over which transport it was measured: the one that was asked for."""
     for name, value in (("CARRYWAVE_TRANSPORT", "gloo"), ("CARRYWAVE_PLACE", "3"), ("MASTER_ADDR", "elsewhere")):
         monkeypatch.setenv(name, value)
-    told = worker_pool._environment(tmp_path, 0, 2, 1)
-    assert told["CARRYWAVE_TRANSPORT"] == profiles.versions()["transport"] == "gloo"
-    assert not {"CARRYWAVE_PLACE", "MASTER_ADDR"} & told.keys()
+    environment = worker_pool.environment_of(tmp_path, 0, 2, 1)
+    assert environment["CARRYWAVE_TRANSPORT"] == profiles.versions()["transport"] == "gloo"
+    assert not {"CARRYWAVE_PLACE", "MASTER_ADDR"} & environment.keys()

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 import _warm
 from carrywave.benchmarks import faults
 from carrywave.benchmarks.fault_runs import disturbed_run, ledger
-from carrywave.benchmarks.fault_runs.disturbed_run import Case, Fault, Running, Told
+from carrywave.benchmarks.fault_runs.disturbed_run import Fault, Outcome, Running, RunSetup
 from carrywave.errors import RunError
 
 
-def check(folder: Path, told: Told, stages: int = 1) -> None:
+def check(folder: Path, told: Outcome, stages: int = 1) -> None:
     assert told.code == 0, told.lines
     assert told.restarts == len(told.faults)
     assert len(told.lines) == len(told.faults), told.lines  # one line for each, and nothing else
@@ -33,7 +33,7 @@ def check(folder: Path, told: Told, stages: int = 1) -> None:
     assert not list((folder / "disturbed" / "snapshots").glob(".*"))  # no draft is left
 
 
-PIECES = Case("2 replicas that divide the optimizer state", 2, ("plan.replicas=2", "train.shard_optimizer=true"))
+PIECES = RunSetup("2 replicas that divide the optimizer state", 2, ("plan.replicas=2", "train.shard_optimizer=true"))
 KILLS = [
     pytest.param(faults.REPLICAS, 3, 1, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     pytest.param(PIECES, 3, 1, id="pieces", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
@@ -71,7 +71,7 @@ def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("case", "kills", "stages"), KILLS)
-def test_kills_do_not_change_the_answer(case: Case, kills: int, stages: int, tmp_path: Path) -> None:
+def test_kills_do_not_change_the_answer(case: RunSetup, kills: int, stages: int, tmp_path: Path) -> None:
     case = replace(case, steps=60 if kills == 3 else case.steps)
     disturbed_run.write_data(tmp_path)
     assert disturbed_run.calm(tmp_path, case).code == 0
@@ -97,7 +97,7 @@ def test_stopped_workers_do_not_change_the_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("devices", "left"), [(2, 1), (4, 2)])
 def test_a_run_goes_on_with_those_that_are_left(devices: int, left: int, tmp_path: Path) -> None:
     """Whichever worker has the highest rank dies at every start, until so few are left."""
-    case = Case("fewer", devices, ("train.precision=fp64",), steps=60)
+    case = RunSetup("fewer", devices, ("train.precision=fp64",), steps=60)
     disturbed_run.write_data(tmp_path)
     assert disturbed_run.calm(tmp_path, replace(case, devices=1)).code == 0
     running = Running(tmp_path, "disturbed", case, "--restarts", "9", "--min-devices", str(left))

@@ -52,10 +52,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs that take the time of the tasks in them; how often workers met before one was timed."""
     met: list[int] = []
 
-    def seconds(
-        work: Callable[[], object], device: torch.device, together: Callable[[], None] = lambda: None, times: int | None = None
-    ) -> float:
-        clock = TaskClock(device)
+    def seconds(work: Callable[[], object], together: Callable[[], None] = lambda: None, times: int | None = None) -> float:
+        clock = TaskClock(CPU)
         before = Rig.run
 
         def run(rig: Rig, chunks: int, given: TaskClock | None, part: Part = "all") -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark has measured so far, on stderr: those that take minutes say each row as soon as they have it."""
+"""What a benchmark has measured so far, on stderr: those that take minutes print each row as soon as they have it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 R = TypeVar("R", bound=Mapping[str, object])
 
 
-def told(rows: Iterable[R]) -> list[R]:
-    """The same rows, said one to a line, without what they leave empty."""
-    found = list(rows)
-    for row in found:
+def printed(rows: Iterable[R]) -> list[R]:
+    """The same rows, after printing each on a line, without what they leave empty."""
+    kept = list(rows)
+    for row in kept:
         typer.echo("  ".join(f"{name} {value}" for name, value in row.items() if value not in (None, "")), err=True)
-    return found
+    return kept

@@ -8,19 +8,16 @@ Shapes: T time, B lane, F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from carrywave.benchmarks.peers.pipeline_loops import CLIP, LR, OURS, arithmetic
-from carrywave.benchmarks.peers.plain_loops import PlainClassifier
+from carrywave.benchmarks.peers.pipeline_loops import CLIP, CPU, LR, OURS, arithmetic
+from carrywave.benchmarks.peers.plain_loops import PlainClassifier, PlainSequences
 from carrywave.model.lstm import LSTM
 
 
@@ -31,8 +28,8 @@ def classifier(features: int, hidden: int, classes: int, *, packed: bool = False
         return PlainClassifier(features, hidden, 1, classes, packed=packed)
 
 
-class DataParallelSequences:
-    """One optimizer step per batch of a DataLoader with random order and `pad_sequence`."""
+class DataParallelSequences(PlainSequences):
+    """The same loop on every worker, over its part of the sequences, with gradients averaged by DDP."""
 
     def __init__(
         self,
@@ -47,7 +44,6 @@ class DataParallelSequences:
         rank: int,
         size: int,
     ) -> None:
-        rows: Any = list(zip(sequences, labels, strict=True))
         features = sequences[0].shape[1]
         plain = classifier(features, hidden, classes, packed=packed)
         if lstm == OURS:
@@ -56,35 +52,12 @@ class DataParallelSequences:
             plain.lstm = LSTM(features, hidden, 1)  # type: ignore[assignment]
             plain.lstm.load_state_dict(weights)
         self.lstm = lstm
-        self.model = DistributedDataParallel(plain, gradient_as_bucket_view=True, static_graph=True)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), LR, fused=True)
-        self.sampler: DistributedSampler[Any] = DistributedSampler(rows, size, rank, shuffle=True)
-        self.loader: DataLoader[Any] = DataLoader(rows, batch_size=batch, sampler=self.sampler, collate_fn=collate)
-        self.epoch = -1
-        self.batches = self._next_epoch()
-
-    def _next_epoch(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        self.epoch += 1
-        self.sampler.set_epoch(self.epoch)
-        return iter(self.loader)
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True, static_graph=True)
+        numbered: Any = labels  # a sampler only counts what it samples
+        sampler: DistributedSampler[Any] = DistributedSampler(numbered, size, rank, shuffle=True)
+        super().__init__(sequences, labels, model, batch=batch, lr=LR, clip=CLIP, device=CPU, sampler=sampler)
 
     def step(self) -> tuple[Tensor, int]:
         """One optimizer step; returns the mean loss over this worker's sequences, and its real tokens."""
-        got = next(self.batches, None)
-        if got is None:
-            self.batches = self._next_epoch()
-            got = next(self.batches)
-        x_TBF, lengths_B, labels_B = got
         with arithmetic(self.lstm):
-            self.optimizer.zero_grad()
-            loss = cross_entropy(self.model(x_TBF, lengths_B), labels_B)
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-            self.optimizer.step()
-        return loss.detach(), int(lengths_B.sum())
-
-
-def collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded sequences [T, B, F], lengths and labels."""
-    lengths = torch.tensor([len(x_TF) for x_TF, _ in rows])
-    return pad_sequence([x_TF for x_TF, _ in rows]), lengths, torch.tensor([label for _, label in rows])
+            return super().step()

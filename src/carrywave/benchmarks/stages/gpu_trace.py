@@ -32,7 +32,7 @@ def drawn(title: str, plan: Plan, units: int, laps: Sequence[Lapped], prediction
 
 def timeline_of(laps: Sequence[Lapped]) -> Timeline:
     """The tasks of each worker; time begins with the first of them."""
-    rows = [[TaskSpan(label, start, end, StageTask(*task)) for label, task, start, end in own if label in TASKS] for own in laps]
+    rows = [[TaskSpan(label, start, end, StageTask(*task)) for label, task, start, end in lapped if label in TASKS] for lapped in laps]
     first = min(span.start for row in rows for span in row)
     moved = [[span._replace(start=span.start - first, end=span.end - first) for span in row] for row in rows]
     return Timeline(tuple(tuple(sorted(row, key=lambda span: span.start)) for row in moved), (0,) * len(moved))
