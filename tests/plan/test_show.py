@@ -79,8 +79,8 @@ def test_of_many_stages_the_first_and_last_are_drawn() -> None:
 
 
 def test_an_axis_has_round_moments() -> None:
-    assert ticks(0.0123) == pytest.approx([0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.2e-2])
-    assert ticks(8) == pytest.approx(range(9))
+    assert ticks(0.0, 0.0123, 8) == pytest.approx([0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.2e-2])
+    assert ticks(0.0, 8, 8) == pytest.approx(range(9))
     assert [seconds_text(each) for each in (0.0, 2e-7, 1.5e-5, 0.01234, 0.9999, 1.0, 12345.0)] == [
         "0 s", "0.2 us", "15 us", "12.3 ms", "1 s", "1 s", "12,345 s",
     ]  # fmt: skip
