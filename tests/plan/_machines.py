@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from carrywave.plan.cost.interpolation import Size
-from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Sample
+from carrywave.plan.cost.profile import Contention, Link, Overheads, Profile, Sample
 
 GIB = 1 << 30
 
@@ -55,7 +55,7 @@ def machine(**changes: Any) -> Profile:
         "within": Link(5e-6, 200e9),
         "between": Link(20e-6, 40e9),
         "devices_per_host": 8,
-        "crowds": (Crowd(8, 1.1),),
+        "contention": (Contention(8, 1.1),),
         "overheads": Overheads(20e-6, 5e-6, 200e-6, 1.0),
     }
     return Profile(**{**given, **changes})

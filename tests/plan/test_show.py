@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _machines import GIB, machine
 
 from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Crowd, Link
+from carrywave.plan.cost.profile import Contention, Link
 from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, resolve
@@ -154,12 +154,14 @@ def test_a_window_that_is_not_cut_stays_so_in_a_spec() -> None:
 
 def test_what_would_help_is_tried() -> None:
     units = units_of(50, model={"hidden": 128, "layers": 2})
-    slow = machine(within=Link(1e-3, 1e8), crowds=(Crowd(8, 1.0),))
+    slow = machine(within=Link(1e-3, 1e8), contention=(Contention(8, 1.0),))
     cluster = Cluster.uniform(slow, 4)
     choice = search(units, cluster)
     found = {each.change: each for each in remedies(units, cluster, choice)}
     links = found["links 4 times as fast"]
-    fast = search(units, Cluster.uniform(machine(within=Link(1e-3 / 4, 4e8), between=Link(5e-6, 160e9), crowds=(Crowd(8, 1.0),)), 4)).best
+    fast = search(
+        units, Cluster.uniform(machine(within=Link(1e-3 / 4, 4e8), between=Link(5e-6, 160e9), contention=(Contention(8, 1.0),)), 4)
+    ).best
     assert links.prediction.seconds == pytest.approx(fast.seconds, rel=0.02)  # both to within the tolerance of a search
     assert links.gain == pytest.approx(links.prediction.tokens_per_second / choice.best.tokens_per_second - 1)
     wider = found["batch.lanes=32"]

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,11 +41,6 @@ class Gpu:
     ecc_errors: int | None = None  # uncorrected, since the last reset
     throttle: int | None = None  # bits, see THROTTLES
     refusal: str = ""  # why our persistent kernels cannot run on it; empty: they can
-
-    @staticmethod
-    def of(known: Mapping[str, Any]) -> Gpu:
-        """Build one from parsed JSON."""
-        return Gpu(**known)
 
 
 def choose(asked: str, local_rank: int | None = None) -> tuple[torch.device, str]:

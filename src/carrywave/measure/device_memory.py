@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from carrywave.measure.timing import captured
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.symmetric import SharedMemory, symmetric_memory, write
+from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.sample_requests import REDUCED_BYTES
-from carrywave.plan.cost.ways import DEVICE_MEMORY
+from carrywave.plan.cost.transports import DEVICE_MEMORY
 
-Row = dict[str, Any]
 Stamps = tuple[Tensor, Tensor, Tensor, Tensor]  # before and after the sends, before and after the waits
 
 MESSAGES = 32  # in a block

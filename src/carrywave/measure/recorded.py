@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from carrywave.measure.rig import Part, Rig, between, nothing, own
+from carrywave.measure.rig import Part, Rig, between, nothing, without_task
 from carrywave.measure.timing import captured, gpu_seconds
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import LARGEST, Ask
@@ -60,7 +60,7 @@ def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: To
         return replay_seconds(lambda: rig.run(chunks, None, part), together)
 
     forward, backward, weights = chunks_of(chunks, seconds)
-    forward, backward, put_off = max(LEAST, own(forward, task_seconds)), own(backward, task_seconds), weights / chunks
+    forward, backward, put_off = max(LEAST, without_task(forward, task_seconds)), without_task(backward, task_seconds), weights / chunks
     return replace(ask.sample(forward, backward + put_off, put_off), piped="recorded")
 
 

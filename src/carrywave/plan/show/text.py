@@ -129,7 +129,7 @@ def figures_text(choice: PlanChoice) -> str:
         f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
         f"{say(best.reduced_bytes)} of gradients that each worker sums with other replicas",
     ]
-    lines += [f"transport   {best.ways}"] if plan.workers > 1 else []
+    lines += [f"transport   {best.transports}"] if plan.workers > 1 else []
     if choice.serial is None:
         lines.append("efficiency  unknown: one device cannot hold the model")
     elif plan.workers == 1:
@@ -156,8 +156,8 @@ def rivals_text(choice: PlanChoice) -> str:
     return table(["plan", "devices", "step", f"{choice.best.counted}/s", "why not"], rows, left=(0, 4))
 
 
-def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], said: str) -> bool:
-    return said == describe(choice.best.plan) and cuts != choice.best.plan.cuts
+def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], description: str) -> bool:
+    return description == describe(choice.best.plan) and cuts != choice.best.plan.cuts
 
 
 def scale_text(scale: Scale) -> str:
