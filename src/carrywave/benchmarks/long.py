@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks.harness.progress import printed
-from carrywave.benchmarks.harness.workers import memory_bytes
+from carrywave.benchmarks.harness.workers import memory_bytes, printed
 from carrywave.data.batch import Batch
 from carrywave.measure.timing import settle
 from carrywave.model.encoders import Embedding

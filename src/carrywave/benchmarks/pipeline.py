@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks.harness.progress import printed
 from carrywave.benchmarks.harness.shapes import BATCHES, LanguageShape
 from carrywave.benchmarks.harness.workers import (
     Loop,
     TimedWorkers,
     crew_sizes,
     memory_mib,
+    printed,
     reset_peak,
     spread,
     start,

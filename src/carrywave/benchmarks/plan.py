@@ -9,18 +9,15 @@ With `shares`, the devices are shares of one GPU instead, and the plans are the 
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from carrywave.benchmarks import gpu_pipeline
-from carrywave.benchmarks.harness.progress import printed
 from carrywave.benchmarks.harness.shapes import LanguageShape
-from carrywave.benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, spread, time_loops
+from carrywave.benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, environment, printed, spread, time_loops
 from carrywave.data.batch import Batch
 from carrywave.measure.profiles import profile_for, threads
 from carrywave.parallel import worker_pool
@@ -100,7 +97,8 @@ def run(*, quick: bool = False, shares: bool = False) -> list[Row]:
     if shares:
         return gpu_pipeline.run(quick=quick, rows=PRICED, predict=True, whole_step=True)
     rows: list[Row] = []
-    with _fresh_cache():
+    # An empty cache, so that earlier profiles of this machine are ignored.
+    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder, environment(CARRYWAVE_CACHE=folder):
         for case in QUICK if quick else CASES:
             rows += printed(_of_case(case, [2] if quick else crew_sizes(), quick=quick))
     errors = [abs(row["error"]) for row in rows]
@@ -168,20 +166,6 @@ def _shown(name: str, value: object) -> object:
     if isinstance(value, float):
         return f"{value:+.1%}" if name == "error" else f"{value:.1%}" if name == "spread" else round(value, 3 if name == "over_best" else 2)
     return ("chosen" if value else "") if name == "chosen" else value
-
-
-@contextmanager
-def _fresh_cache() -> Iterator[None]:
-    """Use an empty cache, so that earlier profiles of this machine are ignored."""
-    before = os.environ.get("CARRYWAVE_CACHE")
-    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder:
-        os.environ["CARRYWAVE_CACHE"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("CARRYWAVE_CACHE")
-            if before is not None:
-                os.environ["CARRYWAVE_CACHE"] = before
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:

@@ -21,12 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from carrywave.benchmarks.harness.loaded_loops import CLASSES, FEATURES, TRAIN, LabelledLengths, examples
-from carrywave.benchmarks.harness.progress import printed
 from carrywave.benchmarks.harness.shapes import LanguageShape
-from carrywave.benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, spread, start, time_loops
+from carrywave.benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, printed, spread, start, time_loops
 from carrywave.benchmarks.peers import pipeline_loops as peers
+from carrywave.benchmarks.peers.pipeline_loops import DataParallelSequences, classifier
 from carrywave.benchmarks.peers.plain_loops import collate
-from carrywave.benchmarks.peers.replica_loops import DataParallelSequences, classifier
 from carrywave.benchmarks.pipeline import CHECKED, Step, check_losses, counted, first_steps, ours
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Numbers

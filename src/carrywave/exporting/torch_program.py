@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 from carrywave.errors import UserError
 from carrywave.exporting.portable import BATCH, TIME, Portable, Runner
@@ -48,11 +48,6 @@ def runner(data: bytes) -> Runner:
         return found
 
     return run
-
-
-def weights_of(program: ExportedProgram) -> dict[str, Tensor]:
-    """The parameters of a program under their names in a run's weights."""
-    return {name.removeprefix("model."): tensor for name, tensor in program.state_dict.items()}
 
 
 def refuse_pickles(data: bytes) -> None:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import typer
 from torch import distributed as dist
 
 from carrywave.errors import UserError
@@ -27,6 +30,7 @@ from carrywave.parallel import worker_pool
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 
+R = TypeVar("R", bound=Mapping[str, object])
 Loop = Callable[[int], int]  # runs step i; returns this worker's share of the real tokens
 
 # torch on Linux allocates through glibc or mimalloc. Both keep an unpredictable amount of freed memory for reuse; with these settings glibc
@@ -100,6 +104,14 @@ def spread(values: list[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
+def printed(rows: Iterable[R]) -> list[R]:
+    """The same rows, after printing each on a line of stderr, without what they leave empty: benchmarks can take minutes."""
+    kept = list(rows)
+    for row in kept:
+        typer.echo("  ".join(f"{name} {value}" for name, value in row.items() if value not in (None, "")), err=True)
+    return kept
+
+
 def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
     """Run a benchmark's `work` in `workers` single-threaded processes; returns the rows of each, by rank.
 
@@ -156,3 +168,20 @@ def memory_mib(field: str = "VmRSS") -> float:
 def reset_peak() -> None:
     """Reset the peak memory recorded by the operating system to the current size."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    """With these environment variables, or without those that are None, whatever the user has set."""
+    before = {name: os.environ.get(name) for name in variables}
+
+    def apply(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+    apply(variables)
+    try:
+        yield
+    finally:
+        apply(before)

@@ -4,7 +4,7 @@ They are as fast as plain PyTorch gets: the fastest LSTM available (`fastest_lst
 buckets, static shapes for torch.distributed.pipelining (which would otherwise infer them in an extra step), and a single scalar
 all-reduced for gradient clipping. All of them compute what one worker would: the same loss and the same next weights.
 
-Shapes: T time, B lane, H hidden, V vocabulary.
+Shapes: T time, B lane, F features, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
 
 from carrywave.benchmarks.harness.shapes import BATCHES, LanguageShape
 from carrywave.benchmarks.harness.workers import TimedWorkers
-from carrywave.benchmarks.peers.plain_loops import descend
+from carrywave.benchmarks.peers.plain_loops import PlainClassifier, PlainSequences, descend
 from carrywave.kernels.blas import without_onednn
 from carrywave.model.lstm import LSTM
 
@@ -246,3 +247,49 @@ class RoundRobin:
         message_TBH = torch.empty(self.case.steps, self.case.lanes, self.case.hidden)
         dist.recv(message_TBH, self.owners[layer])
         return message_TBH
+
+
+def classifier(features: int, hidden: int, classes: int, *, packed: bool = False) -> PlainClassifier:
+    """The model with its initial weights, identical in every process and loop."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return PlainClassifier(features, hidden, 1, classes, packed=packed)
+
+
+class DataParallelSequences(PlainSequences):
+    """DDP over random batches of sequences of varying length, padded or packed.
+
+    Every worker draws its share through a DistributedSampler, which gives each worker the same number of sequences per batch, so DDP's mean
+    of means is the true mean. How long a worker's sequences are is left to chance, and every step waits for the slowest worker.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Tensor],
+        labels: Sequence[int],
+        *,
+        hidden: int,
+        classes: int,
+        batch: int,
+        lstm: str,
+        packed: bool,
+        rank: int,
+        size: int,
+    ) -> None:
+        features = sequences[0].shape[1]
+        plain = classifier(features, hidden, classes, packed=packed)
+        if lstm == OURS:
+            weights = plain.lstm.state_dict()
+            # A drop-in replacement for nn.LSTM: same weights, same call, same results.
+            plain.lstm = LSTM(features, hidden, 1)  # type: ignore[assignment]
+            plain.lstm.load_state_dict(weights)
+        self.lstm = lstm
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True, static_graph=True)
+        numbered: Any = labels  # a sampler only counts what it samples
+        sampler: DistributedSampler[Any] = DistributedSampler(numbered, size, rank, shuffle=True)
+        super().__init__(sequences, labels, model, batch=batch, lr=LR, clip=CLIP, device=CPU, sampler=sampler)
+
+    def step(self) -> tuple[Tensor, int]:
+        """One optimizer step; returns the mean loss over this worker's sequences, and its real tokens."""
+        with arithmetic(self.lstm):
+            return super().step()

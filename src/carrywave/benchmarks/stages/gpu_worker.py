@@ -10,9 +10,8 @@ Shapes: T time, B lane, F features, K steps ahead, C columns.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from carrywave.benchmarks.harness.gpu_timing import one_line
 from carrywave.benchmarks.harness.shapes import StackShape
 from carrywave.benchmarks.harness.standing_pool import requests
-from carrywave.benchmarks.harness.workers import TimedWorkers
+from carrywave.benchmarks.harness.workers import TimedWorkers, environment
 from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.data.batch import Batch
@@ -44,7 +43,6 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.trainer import Trainer
 
-CAPTURE = "CARRYWAVE_CAPTURE"
 CHECKED = 3  # optimizer steps whose losses are compared; they are the warm-up too
 WARM_UP = 3  # passes before any is timed: the first runs plainly, the second is captured
 TRAIN = {"optimizer": "adam", "lr": 1e-3, "clip": 1.0}
@@ -260,18 +258,9 @@ class _Worker:
         return {"note": ""}
 
 
-@contextmanager
-def _capturing(recorded: bool) -> Iterator[None]:
-    """With CUDA graphs or without, whatever the user has set."""
-    before = os.environ.pop(CAPTURE, None)
-    if not recorded:
-        os.environ[CAPTURE] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(CAPTURE, None)
-        if before is not None:
-            os.environ[CAPTURE] = before
+def _capturing(recorded: bool) -> AbstractContextManager[None]:
+    """With CUDA graphs or without."""
+    return environment(CARRYWAVE_CAPTURE=None if recorded else "0")
 
 
 def request_of(case: SummedStack, split: Split | None = None, **more: Any) -> Row:

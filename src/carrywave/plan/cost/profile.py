@@ -31,7 +31,7 @@ Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
 Truth = Annotated[bool, Strict()]
 
-Kind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
+CallKind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
 Precision = Literal["fp32", "tf32", "fp64", "bf16", "fp16"]
 Source = Literal["measured", "published"]
 Piped = Literal["", "launched", "recorded"]
@@ -57,7 +57,7 @@ class Sample:
 
     __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
 
-    kind: Kind
+    kind: CallKind
     precision: Precision
     inputs: Count
     outputs: Size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from carrywave.plan.cost.profile import Kind, Sample
+from carrywave.plan.cost.profile import CallKind, Sample
 from carrywave.plan.cost.units import BatchShape, Units
 
 # Numbers of chunks per window that are timed; others are interpolated. On a GPU even chunks of a few steps pay.
@@ -25,7 +25,7 @@ REDUCED_BYTES = (64, 1 << 16, 1 << 20, 8 << 20)
 class Ask:
     """A request to time one call; see `plan.cost.profile.Sample`."""
 
-    kind: Kind
+    kind: CallKind
     inputs: int
     outputs: int
     lanes: int
