@@ -18,13 +18,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from carrywave.benchmarks.harness import gpu_timing
 from carrywave.benchmarks.harness.standing_pool import StandingPool
 from carrywave.benchmarks.harness.workers import spread
-from carrywave.benchmarks.stages import gpu_trace
 from carrywave.benchmarks.stages.gpu_variants import (
     CHUNKS,
     FEWEST_PASSES,
@@ -45,11 +45,18 @@ from carrywave.measure.profiles import profile_of_shares
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.simulation import TaskSpan, Timeline
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.schedule import StageTask
 from carrywave.plan.search.predictor import Prediction, Predictor
+from carrywave.plan.show import svg
+from carrywave.plan.show.svg import Panel
+from carrywave.plan.show.text import unit_names
 from carrywave.runs import output_file
 
 ROUNDS, BLOCK_SECONDS = 5, 0.1
 PERSISTENT = "persistent"
+TASKS = ("F", "B", "H", "W")  # laps of other labels are waits and sends, in which a stage does nothing
 WORKERS = "carrywave.benchmarks.stages.gpu_worker"
 # The fastest recorded wavefront: least ratio to one share, and the stretch.
 TARGETS = {(8, 512, 4, 25): (3.2, 3.5), (8, 512, 2, 25): (1.8, 1.9), (8, 1024, 2, 50): (1.75, 1.9)}
@@ -59,6 +66,9 @@ MOST_ERROR = 0.1  # median, of predictions
 # and Adam's first steps are as long for a gradient that is pure rounding error as for any other. A wrong gradient changes the fall by tens
 # of percent.
 OF_FALL, OF_LOSS = 0.1, 2e-3
+
+
+Lapped = Sequence[Sequence[Any]]  # of one worker: label, task, start and end in seconds on the device's clock
 
 
 def run(
@@ -210,7 +220,28 @@ def draw(
         raise RunError(f"{best.name} could not be traced ({answer['note']}); leave out --trace")
     case, laps = best.setting.case, [each["laps"] for each in answer["answers"]]
     title = f"{case.name}, {best.shares}, {best.name}, {'recorded' if answer['recorded'] else 'launched'}"
-    output_file.write(file, gpu_trace.drawn(title, best.split.plan(case), case.layers + 2, laps, predictions.get(best)))
+    output_file.write(file, drawn(title, best.split.plan(case), case.layers + 2, laps, predictions.get(best)))
+
+
+def drawn(title: str, plan: Plan, units: int, laps: Sequence[Lapped], prediction: Prediction | None) -> str:
+    """One step as the device timed it, above what the planner predicted, as SVG. `laps` are those of all workers, by rank; the stages
+    of the first replica are shown.
+    """
+    names = [unit_names(units, first, last) for first, last in pairwise(plan.edges(units))]
+    shown = [("measured", timeline_of(laps[: plan.stages]))]
+    if prediction is not None:
+        rows = tuple(tuple(span for span in row if span.label in TASKS) for row in prediction.timeline.rows)
+        shown.append(("predicted", replace(prediction.timeline, rows=rows)))
+    panels = [Panel(f"{what}: {1e3 * line.seconds:.2f} ms, stages {line.bubble:.0%} idle", line, names) for what, line in shown]
+    return svg.draw(panels, title)
+
+
+def timeline_of(laps: Sequence[Lapped]) -> Timeline:
+    """The tasks of each worker; time begins with the first of them."""
+    rows = [[TaskSpan(label, start, end, StageTask(*task)) for label, task, start, end in lapped if label in TASKS] for lapped in laps]
+    first = min(span.start for row in rows for span in row)
+    moved = [[span._replace(start=span.start - first, end=span.end - first) for span in row] for row in rows]
+    return Timeline(tuple(tuple(sorted(row, key=lambda span: span.start)) for row in moved), (0,) * len(moved))
 
 
 # The table

@@ -26,10 +26,6 @@ LEAST_CHUNKS = 4  # of a window with a unit, if it has as many
 Together = Callable[[], None]  # a barrier, so that all workers time the same call at once
 
 
-def _nothing() -> None:
-    pass
-
-
 class Chunks(NamedTuple):
     """Seconds of a chunk's forward and backward, and of the weight gradients of its window."""
 
@@ -38,7 +34,7 @@ class Chunks(NamedTuple):
     weights: float
 
 
-def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
+def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together: Together = lambda: None) -> Sample:
     """Time a request as a window of one chunk. Forward is timed alone; backward is the rest of forward plus backward, less the overhead of
     the two tasks.
     """
@@ -51,7 +47,7 @@ def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together:
     return ask.sample(forward, both - forward, 0.0)
 
 
-def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
+def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: Together = lambda: None) -> Sample:
     """Time a request as one of several chunks of a window; what it defers is its part of the window's weight gradients."""
     chunks = enough_chunks(ask)
     rig = Rig(replace(ask, steps=chunks * ask.steps), device)
@@ -76,7 +72,7 @@ def chunks_of(chunks: int, seconds: Callable[[Part], float]) -> Chunks:
     return Chunks(max(0.0, begun - backward) / chunks, backward, max(0.0, everything - returned))
 
 
-def recorded_task(device: torch.device, precision: str, together: Together = _nothing) -> float:
+def recorded_task(device: torch.device, precision: str, together: Together = lambda: None) -> float:
     """Seconds of overhead per captured task: a task without any unit, in a window of several chunks."""
     rig = Rig(nothing(precision), device)
 
@@ -94,7 +90,7 @@ def _between(ask: Ask, device: torch.device) -> tuple[float, float]:
     return forward, replay_seconds(lambda: step(True)) - forward
 
 
-def replay_seconds(work: Callable[[], object], together: Together = _nothing, times: int | None = None) -> float:
+def replay_seconds(work: Callable[[], object], together: Together = lambda: None, times: int | None = None) -> float:
     """Capture `work` as a CUDA graph and return the seconds per replay: the median over a few blocks of replays.
 
     `times`: the replays of a block. Work that waits for other workers needs the same number on all of them; otherwise it depends on the

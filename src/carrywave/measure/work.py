@@ -49,7 +49,7 @@ SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 
 def work(world: World, job: Row) -> Iterator[Row]:
     """Measure everything a job asks for; each worker yields its own times, even for what all workers run at once."""
-    together = dist.barrier if world.size > 1 else _nothing
+    together = dist.barrier if world.size > 1 else lambda: None
     precision = job["precision"]
     task_seconds = time_task(world.device, precision, together)
     yield {"overheads": {"task_seconds": task_seconds}}
@@ -86,10 +86,6 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
         return
     yield from time_reductions(world, cast(GroupSum, mesh.replicas_of([0])))
     yield from time_messages(world, mesh.sums)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _update(device: torch.device, name: str, parameters: int, layers: int, precision: str, together: Callable[[], None]) -> Sample:
