@@ -6,11 +6,13 @@ import pytest
 
 from carrywave.benchmarks import data
 
+COLUMNS = ("loader", "batches", "batches_per_second", "real_tokens_per_second", "waste", "ratio")
+
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the peer's workers are forked, whatever threads there are
 def test_rows_compare_the_same_tokens() -> None:
     rows = data.run(quick=True)
-    assert all(tuple(row) == data.COLUMNS for row in rows)
+    assert all(tuple(row) == COLUMNS for row in rows)
     ours, theirs = rows
     assert theirs["ratio"] == 1.0
     real = [float(row["real_tokens_per_second"]) / float(row["batches_per_second"]) * int(row["batches"]) for row in rows]  # type: ignore[arg-type, call-overload]

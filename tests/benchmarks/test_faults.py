@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from carrywave.benchmarks import faults
-from carrywave.benchmarks._faults import Fault, Told
+from carrywave.benchmarks.fault_runs.disturbed_run import Fault, Outcome
 from carrywave.errors import RunError
+
+COLUMNS = ("scenario", "workers", "faults", "in_saves", "in_restarts", "restarts", "noticed_s", "again_s", "equal", "once", "target")
 
 SEEN = [
     Fault("step", 0, 5, 10.0, noticed_seconds=0.2, again_seconds=4.0, in_a_save=True),
@@ -23,8 +25,8 @@ SEEN = [
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     said: dict[str, Any] = {"code": 0, "disturbed": b"same", "once": True}
     lines = ["worker 1 of 2 was killed (signal 9, SIGKILL); restarting from step 8 (restart 1 of 4)"] * 3
-    monkeypatch.setattr(faults, "calm", lambda *_: Told(0, []))
-    monkeypatch.setattr(faults, "disturbed", lambda *_, **more: Told(said["code"], lines, SEEN))
+    monkeypatch.setattr(faults, "calm", lambda *_: Outcome(0, []))
+    monkeypatch.setattr(faults, "disturbed", lambda *_, **more: Outcome(said["code"], lines, SEEN))
     monkeypatch.setattr(faults, "contents", lambda run: {"weights": said.get(Path(run).name, b"same")})
     monkeypatch.setattr(faults, "each_once", lambda ledger, stages: said["once"])
     return said
@@ -32,7 +34,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_a_row(stand_in: dict[str, Any]) -> None:
     row = faults.row_of(faults.REPLICAS, 3, signal.SIGKILL)
-    assert tuple(row) == faults.COLUMNS
+    assert tuple(row) == COLUMNS
     assert (row["faults"], row["in_saves"], row["in_restarts"], row["restarts"]) == (3, 2, 1, 3)
     assert (row["noticed_s"], row["again_s"]) == ("0.30 (most 0.60)", "6.00 (most 8.00)")
     assert (row["equal"], row["once"]) == ("yes", "yes")

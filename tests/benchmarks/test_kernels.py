@@ -12,18 +12,39 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks import kernels
-from carrywave.benchmarks._gpu_peers import Case, Stack
+from carrywave.benchmarks.harness import gpu_timing
 from carrywave.benchmarks.kernels import Measured
+from carrywave.benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
 from carrywave.kernels.hopper.layout import H200
+from carrywave.measure.timing import Call
 
+COLUMNS = (
+    "case",
+    "device",
+    "dtype",
+    "input",
+    "dropout",
+    "cudnn_eager_ms",
+    "cudnn_graph_ms",
+    "reference_ms",
+    "ours_eager_ms",
+    "ours_graph_ms",
+    "ratio",
+    "floor_ms",
+    "of_floor",
+    "target_ms",
+    "ours_error",
+    "cudnn_error",
+    "auto",
+    "note",
+)
 CPU = torch.device("cpu")
-SMALL = Case(2, 8, 3, 12, "fp32")
+SMALL = StackCase(2, 8, 3, 12, "fp32")
 MS = {"cudnn_eager": 8.0, "cudnn_graph": 4.0, "reference": 90.0, "ours_eager": 2.5, "ours_graph": 2.0}
 
 # A module that cannot be imported raises ImportError in place of being found.
@@ -46,7 +67,7 @@ def test_every_way_computes_the_same(lengths: bool) -> None:
     assert len(exact) == 2 + 4 * SMALL.layers  # outputs, inputs, all weights
     assert min(float(tensor.norm()) for tensor in exact) > 0
     for found in (stack.ours("reference"), stack.ours("aten"), stack.nn_lstm()):
-        assert peers.relative_error(found, exact) < 1e-5  # float32 has 24 bits
+        assert relative_error(found, exact) < 1e-5  # float32 has 24 bits
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["padded", "lengths"])
@@ -54,8 +75,8 @@ def test_backends_draw_the_masks_of_the_exact_stack(lengths: bool) -> None:
     stack = Stack(replace(SMALL, lengths=lengths, dropout=0.5), CPU)
     exact = stack.exact()
     for backend in ("reference", "aten"):
-        assert peers.relative_error(stack.ours(backend), exact) < 1e-5  # float32 has 24 bits
-    assert peers.relative_error(Stack(replace(SMALL, lengths=lengths), CPU).ours("aten"), exact) > 0.1
+        assert relative_error(stack.ours(backend), exact) < 1e-5  # float32 has 24 bits
+    assert relative_error(Stack(replace(SMALL, lengths=lengths), CPU).ours("aten"), exact) > 0.1
 
 
 def test_weights_are_numbers_that_the_short_dtype_knows() -> None:
@@ -66,8 +87,8 @@ def test_weights_are_numbers_that_the_short_dtype_knows() -> None:
 
 def test_an_error_is_that_of_the_worst_tensor() -> None:
     exact = [torch.ones(4, dtype=torch.float64), torch.ones(9, dtype=torch.float64)]
-    assert peers.relative_error([exact[0] * 1.25, exact[1] * 1.5], exact) == pytest.approx(0.5)
-    assert torch.isnan(torch.tensor(peers.relative_error([exact[0], exact[1] * torch.nan], exact)))
+    assert relative_error([exact[0] * 1.25, exact[1] * 1.5], exact) == pytest.approx(0.5)
+    assert torch.isnan(torch.tensor(relative_error([exact[0], exact[1] * torch.nan], exact)))
 
 
 def test_lengths_spread_from_all_steps_to_a_quarter() -> None:
@@ -86,9 +107,9 @@ def test_cases_are_every_shape_in_both_dtypes_with_and_without_lengths() -> None
 
 
 def test_rows_are_picked_by_words() -> None:
-    assert kernels.cases(rows=["1x1024 B64 bf16 padded"]) == [Case(1, 1024, 64, 256)]
+    assert kernels.cases(rows=["1x1024 B64 bf16 padded"]) == [StackCase(1, 1024, 64, 256)]
     found = kernels.cases(rows=["2x650 fp16 lengths", "8x512 B16 bf16 padded dropout0.5"])
-    assert found == [Case(8, 512, 16, 256, "bf16", False, 0.5), *(Case(2, 650, 20, 35, "fp16", True, p) for p in (0.0, 0.5))]
+    assert found == [StackCase(8, 512, 16, 256, "bf16", False, 0.5), *(StackCase(2, 650, 20, 35, "fp16", True, p) for p in (0.0, 0.5))]
     with pytest.raises(UserError, match="no case of bench kernels matches 3x7; use words such as"):
         kernels.cases(rows=["3x7"])
 
@@ -117,7 +138,7 @@ def test_the_floor_of_many_lanes_is_the_product_and_of_wide_layers_the_weights()
 
 
 def test_short_lanes_lower_the_floor() -> None:
-    case = Case(1, 1024, 64, 256, lengths=True)
+    case = StackCase(1, 1024, 64, 256, lengths=True)
     padded_ms = kernels.floor_ms(1, 1024, [256] * 64)
     assert 0.6 * padded_ms < kernels.floor_ms(1, 1024, case.lane_steps) < 0.8 * padded_ms
 
@@ -126,8 +147,8 @@ def test_short_lanes_lower_the_floor() -> None:
 
 
 def test_a_row_relates_ours_to_the_best_peer_the_floor_and_the_target() -> None:
-    row = kernels.row_of(Case(1, 1024, 64, 256), "GPU", Measured(dict(MS), {"ours": 2.04e-3, "cudnn": 2e-3}, "persistent"), 2.0)
-    assert tuple(row) == kernels.COLUMNS
+    row = kernels.row_of(StackCase(1, 1024, 64, 256), "GPU", Measured(dict(MS), {"ours": 2.04e-3, "cudnn": 2e-3}, "persistent"), 2.0)
+    assert tuple(row) == COLUMNS
     assert (row["case"], row["dtype"], row["input"], row["auto"]) == ("1x1024 B64 T256", "bf16", "padded", "persistent")
     assert (row["cudnn_graph_ms"], row["ours_graph_ms"], row["ratio"], row["target_ms"]) == (4.0, 2.0, 2.0, 2.5)
     assert row["of_floor"] == pytest.approx(row["floor_ms"] / 2.0, abs=1e-3)  # type: ignore[operator]
@@ -136,7 +157,7 @@ def test_a_row_relates_ours_to_the_best_peer_the_floor_and_the_target() -> None:
 
 def test_a_refused_shape_has_the_reason_in_place_of_figures() -> None:
     found = Measured({name: MS[name] for name in kernels.PEERS}, {"cudnn": 1e-3}, "aten", ["ours: too wide"])
-    row = kernels.row_of(Case(1, 2048, 64, 256), "GPU", found, None)
+    row = kernels.row_of(StackCase(1, 2048, 64, 256), "GPU", found, None)
     assert [row[name] for name in ("ours_eager_ms", "ours_graph_ms", "ratio", "of_floor", "ours_error")] == [None] * 5
     assert (row["note"], row["auto"], row["cudnn_eager_ms"]) == ("ours: too wide", "aten", 8.0)
 
@@ -150,16 +171,16 @@ def test_a_large_error_is_noted(error: float) -> None:
 @pytest.mark.parametrize(
     ("case", "padded_ms", "target_ms"),
     [
-        pytest.param(Case(2, 650, 20, 35), None, 0.45, id="table"),
-        pytest.param(Case(2, 650, 20, 35, dropout=0.5), None, 0.45, id="table with dropout"),
-        pytest.param(Case(1, 1024, 256, 256), None, 4.0, id="not in the table: cuDNN in a graph"),
-        pytest.param(Case(8, 512, 16, 256), None, 1.0, id="wave"),
-        pytest.param(Case(2, 650, 20, 35, "fp16"), None, 4.0, id="fp16: the best peer"),
-        pytest.param(Case(2, 650, 20, 35, "fp16", True), 2.0, 1.6, id="lengths"),
-        pytest.param(Case(2, 650, 20, 35, "bf16", True), None, None, id="lengths alone"),
+        pytest.param(StackCase(2, 650, 20, 35), None, 0.45, id="table"),
+        pytest.param(StackCase(2, 650, 20, 35, dropout=0.5), None, 0.45, id="table with dropout"),
+        pytest.param(StackCase(1, 1024, 256, 256), None, 4.0, id="not in the table: cuDNN in a graph"),
+        pytest.param(StackCase(8, 512, 16, 256), None, 1.0, id="wave"),
+        pytest.param(StackCase(2, 650, 20, 35, "fp16"), None, 4.0, id="fp16: the best peer"),
+        pytest.param(StackCase(2, 650, 20, 35, "fp16", True), 2.0, 1.6, id="lengths"),
+        pytest.param(StackCase(2, 650, 20, 35, "bf16", True), None, None, id="lengths alone"),
     ],
 )
-def test_targets(case: Case, padded_ms: float | None, target_ms: float | None) -> None:
+def test_targets(case: StackCase, padded_ms: float | None, target_ms: float | None) -> None:
     assert kernels.target_ms(case, MS, padded_ms) == target_ms
 
 
@@ -168,9 +189,9 @@ def test_targets(case: Case, padded_ms: float | None, target_ms: float | None) -
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "graphed", peers.warmed_up)
-    monkeypatch.setattr(peers, "elapsed_ms", lambda call, repeats: 7.0)
-    monkeypatch.setattr(peers, "take_turns", lambda calls, **how: {name: [1.0, 2.0, 9.0] for name in calls})
+    monkeypatch.setattr(gpu_timing, "graphed", gpu_timing.warmed_up)
+    monkeypatch.setattr(gpu_timing, "elapsed_ms", lambda call, repeats: 7.0)
+    monkeypatch.setattr(gpu_timing, "time_calls", lambda calls, **how: {name: [1.0, 2.0, 9.0] for name in calls})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
@@ -213,7 +234,7 @@ def test_a_peer_that_fails_is_noted_and_the_others_go_on(host: None, monkeypatch
 
 
 def test_a_slow_reference_is_left_out(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "elapsed_ms", lambda call, repeats: 700.0)  # for 8 of 12 steps
+    monkeypatch.setattr(gpu_timing, "elapsed_ms", lambda call, repeats: 700.0)  # for 8 of 12 steps
     assert "reference" not in kernels.measure(SMALL, CPU, budget_ms=1.0).ms
 
 
@@ -221,16 +242,16 @@ def test_calls_take_turns() -> None:
     seen: list[tuple[str, int]] = []
     calls = {"fast": lambda: "fast", "slow": lambda: "slow"}
 
-    def clock(call: peers.Call, repeats: int) -> float:
+    def clock(call: Call, repeats: int) -> float:
         name = str(call())
         seen.append((name, repeats))
         return 1.0 if name == "fast" else 6.0
 
-    found = peers.take_turns(calls, block_ms=4.0, budget_ms=30.0, rounds=(2, 9), clock=clock)
+    found = gpu_timing.time_calls(calls, block_ms=4.0, budget_ms=30.0, rounds=(2, 9), clock=clock)
     assert found == {"fast": [1.0] * 3, "slow": [6.0] * 3}  # rounds of 4 x 1 + 1 x 6 ms
     assert seen == [("fast", 1), ("slow", 1), *[("fast", 4), ("slow", 1)] * 3]
-    assert len(peers.take_turns(calls, block_ms=4.0, budget_ms=1.0, rounds=(2, 9), clock=clock)["slow"]) == 2
-    assert len(peers.take_turns(calls, block_ms=4.0, budget_ms=1e6, rounds=(2, 9), clock=clock)["slow"]) == 9
+    assert len(gpu_timing.time_calls(calls, block_ms=4.0, budget_ms=1.0, rounds=(2, 9), clock=clock)["slow"]) == 2
+    assert len(gpu_timing.time_calls(calls, block_ms=4.0, budget_ms=1e6, rounds=(2, 9), clock=clock)["slow"]) == 9
 
 
 # The command
@@ -240,12 +261,12 @@ def test_calls_take_turns() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that seems to have a GPU, and measures at once."""
 
-    def measure(case: Case, device: torch.device, *, budget_ms: float) -> Measured:
+    def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measured:
         refused = case.hidden == 64
         ms = {name: MS[name] for name in MS if not (refused and name.startswith("ours"))}
         return Measured(ms, {"cudnn": 1e-3}, "aten" if refused else "persistent", ["ours: too narrow"] if refused else [])
 
-    monkeypatch.setattr(peers, "cuda_device", lambda bench: CPU)
+    monkeypatch.setattr(gpu_timing, "cuda_device", lambda bench: CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake GPU")
     monkeypatch.setattr(kernels, "measure", measure)
 
@@ -263,7 +284,7 @@ def test_the_command_prints_a_table_and_writes_rows(gpu: None, tmp_path: Path) -
     assert "too narrow" in result.stdout
     rows = json.loads(file.read_text())
     assert len(rows) == len(kernels.cases(quick=True))
-    assert all(tuple(row) == kernels.COLUMNS for row in rows)
+    assert all(tuple(row) == COLUMNS for row in rows)
 
 
 def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from carrywave.benchmarks import memory
+from carrywave.benchmarks.harness.workers import memory_bytes
 from carrywave.errors import RunError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
+COLUMNS = ("file_mb", "peak_rss_anon_mb", "more_mb", "bound_mb", "seconds")
 # Stands in for `python -m carrywave`: holds as much memory as its training file has bytes, or fails when asked to.
 STAND_IN = """#!{python}
 import sys, pathlib, time
@@ -48,7 +50,7 @@ def install(program: Path, *, fail: bool) -> None:
 def test_the_difference_is_what_the_larger_file_costs(stand_in: Path, tmp_path: Path) -> None:
     install(stand_in, fail=False)
     small, large = memory.run(quick=True)
-    assert tuple(small) == tuple(large) == memory.COLUMNS
+    assert tuple(small) == tuple(large) == COLUMNS
     assert small["more_mb"] == 0.0
     assert large["more_mb"] == pytest.approx(60, abs=3)  # the interpreter itself moves by less
     assert list(tmp_path.iterdir()) == [stand_in]
@@ -62,11 +64,11 @@ def test_a_training_that_fails_is_reported_by_its_last_line(stand_in: Path, tmp_
 
 
 def test_own_memory_is_seen() -> None:
-    before = memory._rss_anon(os.getpid())
+    before = memory_bytes("RssAnon", os.getpid())
     # Not from the allocator, which may have it already.
     held = np.frombuffer(mmap.mmap(-1, 50_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     held[:] = 1
-    assert memory._rss_anon(os.getpid()) - before == pytest.approx(held.nbytes, rel=0.1)  # pages, and whatever else moves meanwhile
+    assert memory_bytes("RssAnon", os.getpid()) - before == pytest.approx(held.nbytes, rel=0.1)  # pages, and whatever else moves meanwhile
 
 
 def test_text_is_the_same_every_time_and_of_the_size_asked_for(tmp_path: Path) -> None:

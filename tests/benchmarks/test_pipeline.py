@@ -8,11 +8,32 @@ from typing import Any
 import pytest
 
 from carrywave.benchmarks import pipeline
-from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
-from carrywave.benchmarks._pipeline_variants import Variant, bubble_of, plan_of, variants_of
-from carrywave.benchmarks._workers import start
+from carrywave.benchmarks.harness.shapes import LanguageShape
+from carrywave.benchmarks.harness.workers import start
+from carrywave.benchmarks.peers.pipeline_loops import balanced_cuts
 from carrywave.benchmarks.pipeline import QUICK
+from carrywave.benchmarks.stages.variants import Variant, bubble_of, plan_of, variants_of
 from carrywave.errors import RunError
+
+COLUMNS = (
+    "case",
+    "workers",
+    "variant",
+    "lstm",
+    "step_ms",
+    "spread",
+    "speedup",
+    "efficiency",
+    "over_pipelining",
+    "over_pipelining_nn_lstm",
+    "over_ddp",
+    "over_ddp_nn_lstm",
+    "bubble",
+    "peak_mib",
+    "peak_share",
+    "peak_mib_each",
+    "target",
+)
 
 SERIAL = [7.6, 7.5, 7.4]
 
@@ -45,7 +66,7 @@ def test_the_table_relates_loops_to_serial_and_peers(timed: list[dict[str, Any]]
         plain[variant]["step_ms"] = step_ms
     peaks = [[300.0] if each.family == "serial" else [90.0, 120.0] if each == wave else None for each in variants]
     rows = pipeline._rows(replace(QUICK, layers=8, hidden=256), 2, variants, list(plain.values()), peaks)
-    assert all(tuple(row) == pipeline.COLUMNS for row in rows)
+    assert all(tuple(row) == COLUMNS for row in rows)
     row = rows[variants.index(wave)]
     assert row["variant"] == "wavefront 4 chunks"
     assert (row["speedup"], row["efficiency"], row["over_pipelining"], row["over_ddp"]) == (1.6, 0.8, 2.0, 1.2)
@@ -60,7 +81,7 @@ def test_the_table_relates_loops_to_serial_and_peers(timed: list[dict[str, Any]]
 
 @pytest.mark.slow
 def test_memory_counts_the_stage_of_a_worker() -> None:
-    case = Case(layers=4, hidden=256, lanes=4, steps=16, vocabulary=2000)
+    case = LanguageShape(layers=4, hidden=256, lanes=4, steps=16, vocabulary=2000)
     job = {"what": "memory", "case": asdict(case), "variant": asdict(Variant("wavefront", chunks=4)), "lstm": "cw.LSTM"}
     peaks = pipeline._peaks(job, 2)
     # Weights, gradients and Adam's two moments of half the layers, and of the embedding or the softmax.
@@ -99,15 +120,15 @@ def test_of_a_micro_batch_pipeline_the_best_count_stays() -> None:
 
 
 def test_cuts_leave_the_slowest_stage_least() -> None:
-    assert balanced_cuts(Case(4, 512, 16, 128, 2000), 2) == (3,)
-    assert balanced_cuts(Case(8, 512, 16, 64, 2000), 8) == (2, 3, 4, 5, 6, 7, 8)
+    assert balanced_cuts(LanguageShape(4, 512, 16, 128, 2000), 2) == (3,)
+    assert balanced_cuts(LanguageShape(8, 512, 16, 64, 2000), 8) == (2, 3, 4, 5, 6, 7, 8)
     # A softmax that weighs as much as two layers has them taken off its stage, unless it is shared.
-    heavy = Case(4, 64, 16, 128, 2 * 16 * 64)
+    heavy = LanguageShape(4, 64, 16, 128, 2 * 16 * 64)
     assert (balanced_cuts(heavy, 2), balanced_cuts(heavy, 2, share_head=True)) == ((4,), (3,))
 
 
 def test_what_is_tried_fits_the_case() -> None:
-    tried = variants_of(Case(8, 512, 16, 64, 2000), 8)
+    tried = variants_of(LanguageShape(8, 512, 16, 64, 2000), 8)
     assert [each.chunks for each in tried if each.family == "wavefront" and each.micro_batches == 1 and not each.share_head] == [
         4,
         8,
@@ -120,7 +141,7 @@ def test_what_is_tried_fits_the_case() -> None:
 
 
 def test_more_workers_than_layers_are_replicas() -> None:
-    case = Case(8, 512, 16, 64, 2000)
+    case = LanguageShape(8, 512, 16, 64, 2000)
     tried = variants_of(case, 16)
     assert {each.family for each in tried} == {"serial", "serial PyTorch", "DDP", "DDP nn.LSTM", "replicas", "replicas x wavefront"}
     assert [each.name for each in tried[-3:]] == ["16 replicas", "2 replicas x wavefront 8 chunks", "4 replicas x wavefront 8 chunks"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks import _standing_pool
-from carrywave.benchmarks._standing_pool import StandingPool
+from carrywave.benchmarks.harness import standing_pool
+from carrywave.benchmarks.harness.standing_pool import StandingPool
 from carrywave.errors import RunError
 
 
@@ -16,7 +16,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module whose workers add, stay silent or die."""
     (tmp_path / "standing_pool_worker.py").write_text(
         "import os, time\n"
-        "from carrywave.benchmarks._standing_pool import requests\n"
+        "from carrywave.benchmarks.harness.standing_pool import requests\n"
         "def work(world, job):\n"
         "    for request, answer in requests(job, world.rank):\n"
         "        if request.get('die') == world.rank:\n"
@@ -64,8 +64,8 @@ def test_a_pool_that_does_not_answer_is_given_up(module: str) -> None:
 
 
 def test_a_request_is_seen_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_standing_pool, "_end_with_folder", lambda folder: None)  # it would end this process with the folder
+    monkeypatch.setattr(standing_pool, "_end_with_folder", lambda folder: None)  # it would end this process with the folder
     (tmp_path / "ask-0.part").write_text('{"half":')
     (tmp_path / "ask-1").write_text("{}")
     (tmp_path / "end").touch()
-    assert list(_standing_pool.requests({"requests": str(tmp_path)}, 0)) == []
+    assert list(standing_pool.requests({"requests": str(tmp_path)}, 0)) == []

@@ -14,14 +14,32 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks import step
-from carrywave.benchmarks._gpu_peers import Recipe
+from carrywave.benchmarks.harness import gpu_timing
+from carrywave.benchmarks.peers import gpu_loops as peers
+from carrywave.benchmarks.peers.gpu_loops import Recipe
 from carrywave.cli.main import app
 from carrywave.errors import UserError
 
+COLUMNS = (
+    "case",
+    "device",
+    "loop",
+    "kernel",
+    "tokens_per_second",
+    "step_ms",
+    "spread",
+    "over_eager",
+    "over_graph",
+    "over_compile",
+    "first_loss",
+    "last_loss",
+    "target",
+    "note",
+)
+
 CPU = torch.device("cpu")
-SMALL = Recipe(2, 16, 4, 8, 40, "sgd", lr=1.0, clip=0.25, tied=True, precision="fp32")
+SMALL = Recipe(2, 16, 4, 8, 40, tied=True, optimizer="sgd", lr=1.0, clip=0.25, precision="fp32")
 WIKITEXT, DEEP = step.RECIPES
 
 
@@ -31,7 +49,7 @@ WIKITEXT, DEEP = step.RECIPES
     ids=["sgd, tied", "adam"],
 )
 def test_loops_train_alike(recipe: Recipe) -> None:
-    model, windows = step.model_of(recipe), recipe.windows(step.WINDOWS, CPU)
+    model, windows = recipe.model(), recipe.windows(step.WINDOWS, CPU)
     losses = {}
     for name in ("carrywave", "eager"):
         loop = step.build(name, recipe, model, windows)
@@ -53,7 +71,7 @@ def test_the_recorded_loop_goes_on_from_its_carry() -> None:
             self._target_TB.copy_(target_TB)
             return self._again()
 
-    weights, windows = step.model_of(SMALL).state_dict(), SMALL.windows(3, CPU)
+    weights, windows = SMALL.model().state_dict(), SMALL.windows(3, CPU)
     again, plain = Again(SMALL, weights, windows), peers.PlainLoop(SMALL, weights, windows)
     places = [tensor.data_ptr() for tensor in again.carry]
     assert [float(again.step()) for _ in range(5)] == [float(plain.step()) for _ in range(5)]
@@ -87,7 +105,7 @@ def test_rows_relate_loops_to_each_other() -> None:
     losses = {name: [10.0, 9.0] for name in ms}
     notes = dict.fromkeys(ms, "") | {"compile": "RuntimeError: no compiler"}
     rows = step.rows_of(WIKITEXT, "GPU", step.LOOPS, ms, losses, notes)
-    assert all(tuple(row) == step.COLUMNS for row in rows)
+    assert all(tuple(row) == COLUMNS for row in rows)
     ours, _, _, compiled = rows
     assert (ours["tokens_per_second"], ours["step_ms"], ours["spread"]) == (350_000, 2.0, 0.15)
     assert (ours["over_eager"], ours["over_graph"], ours["over_compile"]) == (4.0, 1.5, None)
@@ -107,8 +125,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         losses = iter(range(1000, 0, -1)) if name == "carrywave" else iter([5] * 1000)
         return lambda: torch.tensor(float(next(losses)))
 
-    monkeypatch.setattr(peers, "cuda_device", lambda bench: CPU)
-    monkeypatch.setattr(peers, "take_turns", lambda calls, **how: {name: [1.0] for name in calls})
+    monkeypatch.setattr(gpu_timing, "cuda_device", lambda bench: CPU)
+    monkeypatch.setattr(gpu_timing, "time_calls", lambda calls, **how: {name: [1.0] for name in calls})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(step, "build", build)
@@ -130,7 +148,7 @@ def test_the_command_prints_a_table_and_writes_rows(gpu: None, tmp_path: Path) -
     assert "RuntimeError: cannot be recorded" in result.stdout
     rows = json.loads(file.read_text())
     assert [row["loop"] for row in rows] == [*step.LOOPS[:-1]] * 2
-    assert all(tuple(row) == step.COLUMNS for row in rows)
+    assert all(tuple(row) == COLUMNS for row in rows)
 
 
 def test_models_and_loops_are_picked_by_name(gpu: None) -> None:

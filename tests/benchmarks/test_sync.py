@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks import _slow_links, sync
+from carrywave.benchmarks import sync
+from carrywave.benchmarks.sync_runs import slow_links
 from carrywave.errors import UserError
 from carrywave.spec.load import parse
 
@@ -33,7 +34,7 @@ def test_what_is_timed_has_several_rows_of_whole_rounds() -> None:
 def test_links_that_cannot_be_made_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"sync": "step"}
     monkeypatch.setattr(sync, "_rows", lambda modes, specs, link, *, shares: [row])
-    monkeypatch.setattr(_slow_links, "reason", lambda: "network namespaces need root")
+    monkeypatch.setattr(slow_links, "reason", lambda: "network namespaces need root")
     assert sync.run(quick=True, link=100) == [row, {"sync": "all", "link_Mbit": 100, "note": "skipped: network namespaces need root"}]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from carrywave.benchmarks import _peers, train
+from carrywave.benchmarks import train
+from carrywave.benchmarks.harness.loaded_loops import LabelledLengths
+from carrywave.benchmarks.peers import plain_loops
+
+COLUMNS = ("case", "device", "loop", "tokens_per_second", "spread", "ratio", "target")
 
 CPU = torch.device("cpu")
 
@@ -15,7 +19,7 @@ def test_both_stream_loops_train_on_the_same_number_of_tokens() -> None:
 
 
 def test_batches_of_sequences_hold_about_as_many_real_steps() -> None:
-    loops = train._lengths(8, 50, 512, CPU)
+    loops = train._lengths(LabelledLengths(8, 50, 512), CPU)
     totals = {name: sum(step() for _ in range(20)) for name, step in loops.items()}
     ours = totals.pop("carrywave")
     assert all(0.7 < ours / other < 1.4 for other in totals.values())
@@ -25,8 +29,8 @@ def test_the_plain_models_learn() -> None:
     """A peer that did not learn would be no peer."""
     torch.manual_seed(0)
     tokens = torch.arange(4000) % 7
-    model = _peers.PlainLanguageModel(7, 16, 1, 0.0)
-    loop = _peers.PlainStreams(tokens, model, lanes=4, steps=20, lr=0.02, clip=1.0, device=CPU)
+    model = plain_loops.PlainLanguageModel(7, 16, 1, 0.0)
+    loop = plain_loops.PlainStreams(tokens, model, lanes=4, steps=20, lr=0.02, clip=1.0, device=CPU)
     for _ in range(45):
         loop.step()
     with torch.no_grad():
@@ -38,4 +42,4 @@ def test_rows_name_the_ratio_to_the_best_peer() -> None:
     rows = train.compare("case", {"carrywave": lambda: 10, "a": lambda: 5, "b": lambda: 1}, 1, 0.0, CPU, target=1.0)
     assert [row["loop"] for row in rows] == ["carrywave", "a", "b"]
     assert max(row["ratio"] for row in rows[1:]) == 1.0  # type: ignore[type-var]
-    assert all(set(row) == set(train.COLUMNS) for row in rows)
+    assert all(set(row) == set(COLUMNS) for row in rows)

@@ -6,21 +6,23 @@ import pytest
 
 from carrywave.benchmarks import vocabulary
 
+COLUMNS = ("case", "workers", "peak_mib", "share", "peak_mib_each", "step_seconds", "loss_off", "target")
+
 
 @pytest.mark.slow
 def test_a_worker_needs_about_a_quarter_and_finds_the_same_loss() -> None:
     alone, split = vocabulary.run(quick=True)
-    assert tuple(alone) == tuple(split) == vocabulary.COLUMNS
+    assert tuple(alone) == tuple(split) == COLUMNS
     assert (alone["share"], alone["loss_off"]) == (1.0, 0.0)
-    whole_mib = 4 * 4 * 2 * vocabulary.QUICK.words * vocabulary.QUICK.hidden / 2**20
+    whole_mib = 4 * 4 * 2 * vocabulary.QUICK.vocabulary * vocabulary.QUICK.hidden / 2**20
     assert float(str(alone["peak_mib"])) > whole_mib  # weights, gradients and two numbers of Adam's for each
     assert float(str(split["share"])) <= vocabulary.TARGET
     assert float(str(split["loss_off"])) < 1e-5  # float32, in another order
 
 
 def test_the_worker_that_needs_the_most_counts() -> None:
-    def told(peak_mib: float, loss: float) -> list[dict[str, float]]:
+    def worker(peak_mib: float, loss: float) -> list[dict[str, float]]:
         return [{"peak_mib": peak_mib, "loss": loss, "step_seconds": 1.0}]
 
-    row = vocabulary.row_of(vocabulary.Case(), [told(30.0, 2.0), told(50.0, 2.0)], [told(100.0, 2.5)])
+    row = vocabulary.row_of(vocabulary.FULL, [worker(30.0, 2.0), worker(50.0, 2.0)], [worker(100.0, 2.5)])
     assert (row["share"], row["peak_mib_each"], row["loss_off"]) == (0.5, "30 50", 0.2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import carrywave
-from carrywave.benchmarks import _faults
+from carrywave.benchmarks.fault_runs import disturbed_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -28,7 +28,7 @@ class Pair:
         for path in (self.place, *self.disks):
             path.mkdir()
         for disk in self.disks:
-            _faults.write_data(disk)
+            disturbed_run.write_data(disk)
 
     @property
     def disks(self) -> list[Path]:
@@ -77,7 +77,7 @@ def step_of(run: Path) -> int:
 
 def test_a_run_that_one_host_keeps_goes_on_wherever_it_was_killed(pair: Pair) -> None:
     """With `--resume` the other host has nothing but the command: the spec and the snapshot come from rank 0."""
-    spec = [*_faults.SPEC, "train.max_steps=60", "train.epochs=1000000", "plan.replicas=2"]
+    spec = [*disturbed_run.SPEC, "train.max_steps=60", "train.epochs=1000000", "plan.replicas=2"]
     run = pair.disks[0] / "run"
     draw = random.Random(5)
     for number in range(4):
@@ -98,7 +98,7 @@ def test_a_run_that_one_host_keeps_goes_on_wherever_it_was_killed(pair: Pair) ->
     processes = again.start(*spec)
     said = ended(processes)
     assert [process.returncode for process in processes] == [0, 0], said
-    ours, theirs = _faults.contents(run), _faults.contents(again.disks[0] / "run")
+    ours, theirs = disturbed_run.contents(run), disturbed_run.contents(again.disks[0] / "run")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
 

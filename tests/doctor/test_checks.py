@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 
 from carrywave.doctor import agreement, disk, gpu, host, network, worker
 from carrywave.doctor.disk import Disk
 from carrywave.doctor.finding import Finding, merged, ranks, several, size, well
 from carrywave.doctor.gpu import Gpu
 from carrywave.doctor.host import Host
-from carrywave.doctor.links import Measured, Pair, check_links, pairs
+from carrywave.doctor.links import MeasuredLink, Pair, check_links, pairs
 from carrywave.doctor.meeting import behind
 from carrywave.doctor.network import Network, Target
 from carrywave.doctor.report import Report, lines
-from carrywave.doctor.speed import Speed, check_speeds
+from carrywave.doctor.speed import check_speeds
 from carrywave.doctor.verdicts import failed, fell_silent, of_launch, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
+from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.plan.show.text import seconds_text
 
@@ -302,16 +304,16 @@ def test_clocks_that_are_apart() -> None:
 
 def test_the_slow_worker_is_named_with_its_factor() -> None:
     names = {rank: f"rank {rank} on h{rank}" for rank in range(4)}
-    equal = {rank: Speed(1e-3, 1e9, 2e-3) for rank in range(4)}
+    equal = {rank: DeviceSpeed(1e-3, 1e9, 2e-3) for rank in range(4)}
     assert [level_of(each) for each in check_speeds(equal, names)] == ["fine"]
     assert [each.level for each in check_speeds({0: equal[0]}, names)] == ["fine"]
-    summary, slow = check_speeds(equal | {2: Speed(3e-3, 3e8, 5e-3)}, names)
+    summary, slow = check_speeds(equal | {2: DeviceSpeed(3e-3, 3e8, 5e-3)}, names)
     assert (level_of(summary), level_of(slow)) == ("fine", "wrong")
     assert slow.fact.startswith("rank 2 on h2 takes 2.5 times as long as the other workers for an LSTM step and 3 times for a matrix")
-    assert [each.level for each in check_speeds(equal | {2: Speed(1.5e-3, 3e8, 3e-3)}, names)] == ["fine", "warning"]
-    assert [each.level for each in check_speeds(equal | {2: Speed(9e-3, 3e8, 2e-3)}, names)] == ["fine"]  # a disturbance
+    assert [each.level for each in check_speeds(equal | {2: DeviceSpeed(1.5e-3, 3e8, 3e-3)}, names)] == ["fine", "warning"]
+    assert [each.level for each in check_speeds(equal | {2: DeviceSpeed(9e-3, 3e8, 2e-3)}, names)] == ["fine"]  # a disturbance
     # Of two, each is compared with the other.
-    assert "rank 1 on h1 takes 4 times" in check_speeds({0: equal[0], 1: Speed(4e-3, 1e8, 8e-3)}, names)[1].fact
+    assert "rank 1 on h1 takes 4 times" in check_speeds({0: equal[0], 1: DeviceSpeed(4e-3, 1e8, 8e-3)}, names)[1].fact
 
 
 def test_pairs_of_a_round_have_no_rank_in_common() -> None:
@@ -332,7 +334,7 @@ def test_pairs_of_a_round_have_no_rank_in_common() -> None:
 
 def test_a_slow_link_is_named() -> None:
     hosts = {0: "a", 2: "b", 4: "c"}
-    links = [Measured(first, second, "between hosts", 1e-4, 1e9, "gloo") for first, second in ((0, 2), (2, 4), (0, 4))]
+    links = [MeasuredLink(first, second, "between hosts", 1e-4, 1e9, "gloo") for first, second in ((0, 2), (2, 4), (0, 4))]
     [found] = check_links(links, hosts)
     assert (level_of(found), found.fact) == ("fine", "100 us, 1 GB/s by gloo (median of 3)")
     _, slow = check_links([links[0], replace(links[1], bytes_per_second=1e8), links[2]], hosts)
@@ -385,7 +387,7 @@ def test_devices_that_the_profile_does_not_describe_are_told() -> None:
 def test_a_worker_survives_the_wire() -> None:
     share = Finding("fine", "shares of a GPU", "2 for each GPU")
     own = make(1, on=GPU, reaches=("u1",), disks=(Disk("cache", "/c"),), shares=share, door=("10.0.0.1", 5))
-    assert Worker.of(json.loads(json.dumps(own.to_json()))) == own
+    assert Worker.of(json.loads(to_json(own))) == own
 
 
 def test_a_launch_is_well_where_all_is() -> None:

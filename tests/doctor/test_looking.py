@@ -17,7 +17,7 @@ from carrywave.doctor import disk, gpu, network, profile, worker
 from carrywave.doctor.disk import Disk
 from carrywave.doctor.examination import place_here
 from carrywave.doctor.host import Host
-from carrywave.doctor.links import Measured
+from carrywave.doctor.links import MeasuredLink
 from carrywave.doctor.meeting import Guard, Meeting
 from carrywave.doctor.network import Listener, Network, Target
 from carrywave.doctor.profile import completed, name_of
@@ -196,8 +196,8 @@ def test_a_guard_ends_what_takes_too_long() -> None:
 
 
 def test_the_profile_has_the_slowest_links_that_were_measured(tmp_path: Path) -> None:
-    def link(kind: Any, rate: float) -> Measured:
-        return Measured(0, 1, kind, 1e-4, rate, "gloo")
+    def link(kind: Any, rate: float) -> MeasuredLink:
+        return MeasuredLink(0, 1, kind, 1e-4, rate, "gloo")
 
     links = [link("within a host", 2e9), link("between hosts", 1e8), link("between hosts", 9e8)]
     path = tmp_path / "ours.json"
@@ -231,7 +231,7 @@ def test_what_is_measured_for_a_profile(
 
     monkeypatch.setattr(worker_pool, "start", start)
     monkeypatch.setattr(profiles, "gpus", lambda: ["H200"] * workers if kind == "cuda" else [])
-    found = profile.measure(kind, workers, lambda what: None)
+    found = profile.measure(kind, workers)
     assert jobs == started
     assert found.devices_per_host == workers
     assert found.overheads.task_seconds == 1e-4

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from carrywave.benchmarks import _ledger
+from carrywave.benchmarks.fault_runs import ledger
 
 if os.environ.get("RANK", "0") != "0":
     place = Path(f"host-{os.environ['RANK']}")
@@ -17,4 +17,4 @@ if os.environ.get("RANK", "0") != "0":
     shutil.copyfile("rows.jsonl", place / "rows.jsonl")
     os.chdir(place)
     os.environ["CARRYWAVE_CACHE"] = str(Path("cache").absolute())
-_ledger.main()
+ledger.main()

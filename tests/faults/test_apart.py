@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import carrywave
-from carrywave.benchmarks import _faults, faults
-from carrywave.benchmarks._faults import SPEC, Case
+from carrywave.benchmarks import faults
+from carrywave.benchmarks.fault_runs import disturbed_run
+from carrywave.benchmarks.fault_runs.disturbed_run import SPEC, RunSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -23,15 +24,15 @@ APART = (str(Path(__file__).with_name("_apart.py")),)
 
 
 @pytest.mark.parametrize(("case", "kills"), [(faults.REPLICAS, 6), (faults.STAGES, 6)], ids=["replicas", "stages"])
-def test_kills_without_a_shared_folder_do_not_change_the_answer(case: Case, kills: int, tmp_path: Path) -> None:
+def test_kills_without_a_shared_folder_do_not_change_the_answer(case: RunSetup, kills: int, tmp_path: Path) -> None:
     case = replace(case, steps=100)
-    _faults.write_data(tmp_path)
-    assert _faults.calm(tmp_path, case).code == 0
-    told = _faults.disturbed(tmp_path, case, kills, seed=kills, program=APART)
+    disturbed_run.write_data(tmp_path)
+    assert disturbed_run.calm(tmp_path, case).code == 0
+    told = disturbed_run.disturbed(tmp_path, case, kills, seed=kills, program=APART)
     assert told.code == 0, told.lines
     assert told.restarts == kills
     assert "does not share it, so the parts of 1 of 2 workers go there over the network" in told.out
-    ours, theirs = (_faults.contents(tmp_path / run) for run in ("disturbed", "calm"))
+    ours, theirs = (disturbed_run.contents(tmp_path / run) for run in ("disturbed", "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
     assert not list((tmp_path / "disturbed" / "snapshots").glob(".*"))  # no draft is left
@@ -58,7 +59,7 @@ def command(folder: Path, host: int, *words: str) -> subprocess.Popen[str]:
 
 def test_a_run_in_a_store_goes_on_on_another_host_wherever_it_was_killed(tmp_path: Path) -> None:
     """Every host has nothing but the store; each is killed at a random moment after its first upload, and the next one goes on."""
-    _faults.write_data(tmp_path)
+    disturbed_run.write_data(tmp_path)
     draw = random.Random(3)
     killed = 0
     for host in range(8):
@@ -80,11 +81,11 @@ def test_a_run_in_a_store_goes_on_on_another_host_wherever_it_was_killed(tmp_pat
     assert process.returncode == 0, out
     assert killed >= 3
     (tmp_path / "calm").mkdir()
-    _faults.write_data(tmp_path / "calm")
+    disturbed_run.write_data(tmp_path / "calm")
     calm = command(tmp_path / "calm", 0)
     out, _ = calm.communicate(timeout=600)
     assert calm.returncode == 0, out
-    ours, theirs = (_faults.contents(folder / "store" / "run") for folder in (tmp_path, tmp_path / "calm"))
+    ours, theirs = (disturbed_run.contents(folder / "store" / "run") for folder in (tmp_path, tmp_path / "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
 

@@ -14,25 +14,26 @@ import torch
 from safetensors.torch import load_file
 
 import _warm
-from carrywave.benchmarks import _faults, _ledger, faults
-from carrywave.benchmarks._faults import Case, Fault, Running, Told
+from carrywave.benchmarks import faults
+from carrywave.benchmarks.fault_runs import disturbed_run, ledger
+from carrywave.benchmarks.fault_runs.disturbed_run import Fault, Outcome, Running, RunSetup
 from carrywave.errors import RunError
 
 
-def check(folder: Path, told: Told, stages: int = 1) -> None:
+def check(folder: Path, told: Outcome, stages: int = 1) -> None:
     assert told.code == 0, told.lines
     assert told.restarts == len(told.faults)
     assert len(told.lines) == len(told.faults), told.lines  # one line for each, and nothing else
-    ours, theirs = (_faults.contents(folder / run) for run in ("disturbed", "calm"))
+    ours, theirs = (disturbed_run.contents(folder / run) for run in ("disturbed", "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
     for run in ("calm", "disturbed"):
-        assert _faults.each_once(folder / f"{run}-ledger", stages)
-    assert _faults.trained_on(folder / "disturbed-ledger", stages) == _faults.trained_on(folder / "calm-ledger", stages)
+        assert disturbed_run.each_once(folder / f"{run}-ledger", stages)
+    assert disturbed_run.trained_on(folder / "disturbed-ledger", stages) == disturbed_run.trained_on(folder / "calm-ledger", stages)
     assert not list((folder / "disturbed" / "snapshots").glob(".*"))  # no draft is left
 
 
-PIECES = Case("2 replicas that divide the optimizer state", 2, ("plan.replicas=2", "train.shard_optimizer=true"))
+PIECES = RunSetup("2 replicas that divide the optimizer state", 2, ("plan.replicas=2", "train.shard_optimizer=true"))
 KILLS = [
     pytest.param(faults.REPLICAS, 3, 1, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     pytest.param(PIECES, 3, 1, id="pieces", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
@@ -54,14 +55,14 @@ KILLS = [
 def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kill, which every run of the tests can afford: at the worst moment, and early, so that there are several saves to meet."""
     case = replace(faults.REPLICAS, steps=40)
-    _faults.write_data(tmp_path)
+    disturbed_run.write_data(tmp_path)
     (tmp_path / "calm-ledger").mkdir()
     monkeypatch.chdir(tmp_path)
-    calm = [sys.executable, _ledger.__file__, *_faults.command_words(case, "calm")]
-    assert _warm.start(calm, case.devices, environment={_ledger.FOLDER: str(tmp_path / "calm-ledger")}).code == 0
+    calm = [sys.executable, ledger.__file__, *disturbed_run.command_words(case, "calm")]
+    assert _warm.start(calm, case.devices, environment={ledger.FOLDER: str(tmp_path / "calm-ledger")}).code == 0
     running = Running(tmp_path, "disturbed", case, "--restarts", "1")
     try:
-        fault = _faults.harm(running, case.devices, 0, random.Random(1), 4, "save", signal.SIGKILL)
+        fault = disturbed_run.harm(running, case.devices, 0, random.Random(1), 4, "save", signal.SIGKILL)
         told = running.wait()
     finally:
         running.end()
@@ -70,11 +71,11 @@ def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("case", "kills", "stages"), KILLS)
-def test_kills_do_not_change_the_answer(case: Case, kills: int, stages: int, tmp_path: Path) -> None:
+def test_kills_do_not_change_the_answer(case: RunSetup, kills: int, stages: int, tmp_path: Path) -> None:
     case = replace(case, steps=60 if kills == 3 else case.steps)
-    _faults.write_data(tmp_path)
-    assert _faults.calm(tmp_path, case).code == 0
-    told = _faults.disturbed(tmp_path, case, kills, seed=kills)
+    disturbed_run.write_data(tmp_path)
+    assert disturbed_run.calm(tmp_path, case).code == 0
+    told = disturbed_run.disturbed(tmp_path, case, kills, seed=kills)
     assert len(told.faults) == kills
     check(tmp_path, told, stages)
     assert all("was killed (signal 9, SIGKILL); restarting from " in line for line in told.lines)
@@ -84,9 +85,9 @@ def test_kills_do_not_change_the_answer(case: Case, kills: int, stages: int, tmp
 @pytest.mark.timeout(900)
 def test_stopped_workers_do_not_change_the_answer(tmp_path: Path) -> None:
     case = replace(faults.REPLICAS, steps=60)
-    _faults.write_data(tmp_path)
-    assert _faults.calm(tmp_path, case).code == 0
-    told = _faults.disturbed(tmp_path, case, 2, seed=2, number=signal.SIGSTOP, moments=("step",))
+    disturbed_run.write_data(tmp_path)
+    assert disturbed_run.calm(tmp_path, case).code == 0
+    told = disturbed_run.disturbed(tmp_path, case, 2, seed=2, number=signal.SIGSTOP, moments=("step",))
     check(tmp_path, told)
     assert all("gave no sign of life for" in line for line in told.lines)
 
@@ -96,9 +97,9 @@ def test_stopped_workers_do_not_change_the_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("devices", "left"), [(2, 1), (4, 2)])
 def test_a_run_goes_on_with_those_that_are_left(devices: int, left: int, tmp_path: Path) -> None:
     """Whichever worker has the highest rank dies at every start, until so few are left."""
-    case = Case("fewer", devices, ("train.precision=fp64",), steps=60)
-    _faults.write_data(tmp_path)
-    assert _faults.calm(tmp_path, replace(case, devices=1)).code == 0
+    case = RunSetup("fewer", devices, ("train.precision=fp64",), steps=60)
+    disturbed_run.write_data(tmp_path)
+    assert disturbed_run.calm(tmp_path, replace(case, devices=1)).code == 0
     running = Running(tmp_path, "disturbed", case, "--restarts", "9", "--min-devices", str(left))
     done: list[Fault] = []
     draw = random.Random(1)
@@ -106,7 +107,7 @@ def test_a_run_goes_on_with_those_that_are_left(devices: int, left: int, tmp_pat
         for size in range(devices, left, -1):
             for _ in range(3 if size == devices else 2):  # once in training, then at its start
                 moment = "step" if not done else "restart"
-                done.append(_faults.harm(running, size, len(done), draw, 20, moment, signal.SIGKILL, rank=size - 1))
+                done.append(disturbed_run.harm(running, size, len(done), draw, 20, moment, signal.SIGKILL, rank=size - 1))
         told = running.wait()
     finally:
         running.end()
@@ -120,15 +121,15 @@ def test_a_run_goes_on_with_those_that_are_left(devices: int, left: int, tmp_pat
 # The judge is judged: it must see what is wrong.
 
 
-def ledger(folder: Path, rank: int, *rows: tuple[int, int, list[list[int]]]) -> None:
+def write_ledger(folder: Path, rank: int, *rows: tuple[int, int, list[list[int]]]) -> None:
     lines = [{"attempt": 0, "step": step, "seconds": 0.0, "windows": [[epoch, lanes]]} for step, epoch, lanes in rows]
     (folder / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_the_ledger_counts_what_was_gone_back_over_by_its_last_time(tmp_path: Path) -> None:
-    ledger(tmp_path, 0, (1, 0, [[0, 0, 0, 3]]), (2, 0, [[0, 0, 3, 2]]), (2, 0, [[0, 0, 3, 2]]), (3, 1, [[0, 0, 0, 3]]))
-    assert _faults.each_once(tmp_path, 1)
-    assert _faults.trained_on(tmp_path, 1)[0] == {(0, place): 1 for place in range(5)}
+    write_ledger(tmp_path, 0, (1, 0, [[0, 0, 0, 3]]), (2, 0, [[0, 0, 3, 2]]), (2, 0, [[0, 0, 3, 2]]), (3, 1, [[0, 0, 0, 3]]))
+    assert disturbed_run.each_once(tmp_path, 1)
+    assert disturbed_run.trained_on(tmp_path, 1)[0] == {(0, place): 1 for place in range(5)}
 
 
 @pytest.mark.parametrize(
@@ -140,11 +141,11 @@ def test_the_ledger_counts_what_was_gone_back_over_by_its_last_time(tmp_path: Pa
     ids=["twice", "left out"],
 )
 def test_the_ledger_shows_what_was_not_trained_once(rows: list[tuple[int, int, list[list[int]]]], tmp_path: Path) -> None:
-    ledger(tmp_path, 0, *rows)
-    assert not _faults.each_once(tmp_path, 1)
+    write_ledger(tmp_path, 0, *rows)
+    assert not disturbed_run.each_once(tmp_path, 1)
 
 
 def test_a_ledger_with_a_gap_is_no_proof(tmp_path: Path) -> None:
-    ledger(tmp_path, 0, (1, 0, [[0, 0, 0, 3]]), (3, 0, [[0, 0, 3, 2]]))
+    write_ledger(tmp_path, 0, (1, 0, [[0, 0, 0, 3]]), (3, 0, [[0, 0, 3, 2]]))
     with pytest.raises(RunError, match="does not record every step"):
-        _faults.trained_on(tmp_path, 1)
+        disturbed_run.trained_on(tmp_path, 1)

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks import _faults
-from carrywave.benchmarks._faults import Case
+from carrywave.benchmarks.fault_runs import disturbed_run
+from carrywave.benchmarks.fault_runs.disturbed_run import RunSetup
 
 # A snapshot is due every 8 steps, and written at the next exchange.
-LOCAL = Case("local", 2, ("train.sync=local", "train.sync_every=5", "train.block_momentum=0.5", "train.block_nesterov=true"), steps=50)
-FRAGMENTS = Case("fragments", 2, ("train.sync=diloco", "train.sync_every=6", "train.sync_fragments=3"), steps=50)
-STAGES = Case("stages", 4, ("train.sync=diloco", "train.sync_every=4", "plan.stages=2", "plan.chunk_steps=2"), steps=40)
+LOCAL = RunSetup("local", 2, ("train.sync=local", "train.sync_every=5", "train.block_momentum=0.5", "train.block_nesterov=true"), steps=50)
+FRAGMENTS = RunSetup("fragments", 2, ("train.sync=diloco", "train.sync_every=6", "train.sync_fragments=3"), steps=50)
+STAGES = RunSetup("stages", 4, ("train.sync=diloco", "train.sync_every=4", "plan.stages=2", "plan.chunk_steps=2"), steps=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("case", "kills", "stages"), [(LOCAL, 2, 1), (FRAGMENTS, 2, 1), (STAGES, 2, 2)], ids=lambda each: str(each)[:20])
-def test_kills_do_not_change_the_answer(case: Case, kills: int, stages: int, tmp_path: Path) -> None:
-    _faults.write_data(tmp_path)
-    calm = _faults.calm(tmp_path, case)
+def test_kills_do_not_change_the_answer(case: RunSetup, kills: int, stages: int, tmp_path: Path) -> None:
+    disturbed_run.write_data(tmp_path)
+    calm = disturbed_run.calm(tmp_path, case)
     assert calm.code == 0, calm.lines
-    told = _faults.disturbed(tmp_path, case, kills, seed=kills)
+    told = disturbed_run.disturbed(tmp_path, case, kills, seed=kills)
     assert told.code == 0, told.lines
     assert told.restarts == kills
-    ours, theirs = (_faults.contents(tmp_path / run) for run in ("disturbed", "calm"))
+    ours, theirs = (disturbed_run.contents(tmp_path / run) for run in ("disturbed", "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
     assert any("replica-" in name for name in ours)  # each replica's own state was compared, too
-    assert _faults.trained_on(tmp_path / "disturbed-ledger", stages) == _faults.trained_on(tmp_path / "calm-ledger", stages)
+    assert disturbed_run.trained_on(tmp_path / "disturbed-ledger", stages) == disturbed_run.trained_on(tmp_path / "calm-ledger", stages)

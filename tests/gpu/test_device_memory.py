@@ -20,7 +20,7 @@ from _check import check, check_drawn
 from _crew import Crew
 from _fixed import FLOOR, PLANS, SHARED, a_case, a_plan, sequences
 
-from carrywave.launch.gpu_shares.shares import shares
+from carrywave.launch.shares.mps import shares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # the first case of each worker compiles kernels
 

@@ -6,14 +6,16 @@ embedding is a sum whose order CUDA does not fix.
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks import _faults
-from carrywave.benchmarks._faults import Case
-from carrywave.launch.gpu_shares.shares import TOOL
+from carrywave.benchmarks.fault_runs import disturbed_run
+from carrywave.benchmarks.fault_runs.disturbed_run import RunSetup
+from carrywave.launch.shares.mps import TOOL
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,12 +25,19 @@ pytestmark = [
 
 NUMBERS = ("task=tagging", "data.train=numbers.jsonl", "data.valid=numbers.jsonl", "model.hidden=64")
 CASES = {
-    "stages": Case("2 stages", 2, (*NUMBERS, "plan.stages=2", "plan.chunk_steps=2"), shares=2),
-    "replicas": Case("2 replicas", 2, (*NUMBERS, "plan.replicas=2"), shares=2),
+    "stages": RunSetup("2 stages", 2, (*NUMBERS, "plan.stages=2", "plan.chunk_steps=2"), shares=2),
+    "replicas": RunSetup("2 replicas", 2, (*NUMBERS, "plan.replicas=2"), shares=2),
 }
 
 
 @pytest.fixture(autouse=True)
+def write_numbers(folder: Path) -> None:
+    """Write the same rows as numbers, with a label for every step: nothing in training on them is a sum whose order CUDA leaves open."""
+    rows = [json.loads(line)["tokens"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    numbered = [{"steps": [[math.sin(n), math.cos(0.1 * n)] for n in row], "labels": [str(n % 5) for n in row]} for row in rows]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbered))
+
+
 def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_SHARE_GPU", raising=False)
 
@@ -38,18 +47,18 @@ def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_kills_do_not_change_the_answer(kills: int, plan: str, precision: str, tmp_path: Path) -> None:
     case = CASES[plan]
-    case = Case(case.name, 2, (*case.words, f"train.precision={precision}"), steps=60 if kills == 1 else 150, shares=2)
-    _faults.write_data(tmp_path)
-    _faults.write_numbers(tmp_path)
-    calm = _faults.calm(tmp_path, case)
+    case = RunSetup(case.name, 2, (*case.words, f"train.precision={precision}"), steps=60 if kills == 1 else 150, shares=2)
+    disturbed_run.write_data(tmp_path)
+    write_numbers(tmp_path)
+    calm = disturbed_run.calm(tmp_path, case)
     assert calm.code == 0, calm.lines
     assert "in device memory; whole steps are recorded" in calm.out
-    told = _faults.disturbed(tmp_path, case, kills, seed=kills)
+    told = disturbed_run.disturbed(tmp_path, case, kills, seed=kills)
     assert told.code == 0, told.lines
     assert (len(told.faults), told.restarts) == (kills, kills), told.lines
     restarts = [line for line in told.lines if "restarting from" in line]
     assert all("was killed (signal 9, SIGKILL); restarting from " in line for line in restarts), restarts
-    ours, theirs = (_faults.contents(tmp_path / run) for run in ("disturbed", "calm"))
+    ours, theirs = (disturbed_run.contents(tmp_path / run) for run in ("disturbed", "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
-    assert _faults.each_once(tmp_path / "disturbed-ledger", 2 if plan == "stages" else 1)
+    assert disturbed_run.each_once(tmp_path / "disturbed-ledger", 2 if plan == "stages" else 1)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from carrywave.launch.gpu_shares.shares import TOOL, shares
+from carrywave.launch.shares.mps import TOOL, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.plan.cost.cluster import Cluster
@@ -31,7 +31,7 @@ def test_every_kind_is_timed_as_a_recorded_chunk(kind: str, precision: str) -> N
     assert 0 <= task < 1e-4  # no host could launch it as fast
     assert sample.piped == "recorded"
     assert sample.forward_seconds > 0
-    assert 0 <= sample.put_off_seconds <= sample.backward_seconds
+    assert 0 <= sample.deferred_seconds <= sample.backward_seconds
     if kind == "lstm":
         whole = time_recorded(ask, device, task)
         assert min(whole.forward_seconds, whole.backward_seconds) > 0
@@ -50,4 +50,4 @@ def test_shares_are_measured_with_messages_and_sums_in_device_memory() -> None:
     assert {reduction.workers for reduction in profile.reductions} == {2}
     assert {sample.piped for sample in profile.samples if sample.kind == "lstm"} == {"", "recorded"}
     found = Predictor(units, Cluster.uniform(profile, 2)).predict(Plan(1, 2, chunk_steps=8))
-    assert found.ways.recorded == "steps"
+    assert found.transports.recorded == "steps"

@@ -14,7 +14,7 @@ import pytest
 from _namespaces import ADDRESSES, Cluster, OnHost, await_
 from _starters import SPEC, STARTERS, TRAIN, start, start_on, write_data
 
-from carrywave.benchmarks import _faults
+from carrywave.benchmarks.fault_runs import disturbed_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -46,7 +46,7 @@ def calm(namespaces: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def same_bytes(run: Path, other: Path) -> None:
-    ours, theirs = _faults.contents(run), _faults.contents(other)
+    ours, theirs = disturbed_run.contents(run), disturbed_run.contents(other)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
 

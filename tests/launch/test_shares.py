@@ -24,10 +24,10 @@ import _fake_mps
 from carrywave.errors import WorkerError
 from carrywave.launch import hardware
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.gpu_shares import gpu_probe, mps_guard
-from carrywave.launch.gpu_shares import shares as module
-from carrywave.launch.gpu_shares.shares import Shares, divided, shares
 from carrywave.launch.launcher import start
+from carrywave.launch.shares import gpu_probe, mps_guard
+from carrywave.launch.shares import mps as module
+from carrywave.launch.shares.mps import Shares, divided, shares
 
 LONG_SECONDS = 60.0
 
@@ -147,7 +147,7 @@ def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from carrywave.launch.gpu_shares.shares import shares
+from carrywave.launch.shares.mps import shares
 with shares(2) as environment:
     Path(sys.argv[1]).write_text(environment["CUDA_MPS_PIPE_DIRECTORY"])
     time.sleep(600)

@@ -33,10 +33,10 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def start(module: str, job: dict[str, Any], workers: int, **how: Any) -> list[list[dict[str, Any]]]:
         started.append({**job, "workers": workers, "environment": how["environment"]})
         rows: list[dict[str, Any]] = []
-        for ask in map(Ask.of, job["asks"]):
+        for ask in (Ask(**values) for values in job["asks"]):
             whole = ask.sample(1e-3, 2e-3, 0.0)
             rows.append({"sample": asdict(whole)})
-            rows += [{"sample": asdict(replace(whole, put_off_seconds=1e-4, piped="recorded"))}] * (not ask.whole)
+            rows += [{"sample": asdict(replace(whole, deferred_seconds=1e-4, piped="recorded"))}] * (not ask.whole)
             rows += [{"sample": asdict(replace(whole, piped="launched"))}] * job["launched"]
         rows += [{"sample": asdict(Sample("optimizer", "fp32", 0, 10**6, 1, 1, 1e-3, name=name))} for name in job["optimizers"]]
         rows.append({"overheads": {"task_seconds": 1e-4, "recorded_seconds": 2e-6}})
@@ -89,7 +89,7 @@ def test_one_command_measures_shares_and_the_whole_gpu(jobs: list[dict[str, Any]
     assert whole.overheads.recorded_message_seconds == quarter.overheads.recorded_message_seconds == OWN_SECONDS
     for profile in (whole, quarter):
         found = Predictor(units(), Cluster.uniform(profile, 4)).predict(Plan(1, 4, chunk_steps=16))
-        assert found.ways.recorded == "steps"
+        assert found.transports.recorded == "steps"
         assert found.seconds > 0
         assert {sample.steps for sample in profile.samples if sample.piped == "recorded" and sample.kind == "lstm"} >= {8, 32}
 

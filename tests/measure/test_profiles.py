@@ -13,7 +13,7 @@ import pytest
 from carrywave.errors import PlanError
 from carrywave.launch import hardware
 from carrywave.measure import profiles
-from carrywave.measure.profiles import crowds, empty, known_profile, merged, profile_for, profile_of_shares
+from carrywave.measure.profiles import empty, known_profile, merged, profile_for, profile_of_shares, worker_counts
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Contention, Link, Profile, Sample
@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def start(module: str, job: dict[str, Any], workers: int, **how: Any) -> list[list[dict[str, Any]]]:
         jobs.append({**job, "workers": workers, "environment": how.get("environment")})
-        samples = [Ask.of(ask).sample(1e-3, 2e-3, 0.0) for ask in job["asks"]]
+        samples = [Ask(**ask).sample(1e-3, 2e-3, 0.0) for ask in job["asks"]]
         sizes = [(name, size) for name in job["optimizers"] for size in (10**5, 10**6)]
         samples += [Sample("optimizer", "fp32", 0, size, 1, 1, 1e-9 * size, name=name) for name, size in sizes]
         rows: list[dict[str, Any]] = [{"sample": asdict(sample)} for sample in samples]
@@ -62,14 +62,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_two_real_workers_measure_all_that_a_search_asks_for(tmp_path: Path) -> None:
     said: list[str] = []
     found = profile_for(units(), device="cpu", devices=2, note=said.append)
-    assert len(said) == len(crowds("cpu", 2))
-    assert {sample.workers for sample in found.samples} == set(crowds("cpu", 2))
+    assert len(said) == len(worker_counts("cpu", 2))
+    assert {sample.workers for sample in found.samples} == set(worker_counts("cpu", 2))
     assert found.overheads.task_seconds > 0
-    if 2 in crowds("cpu", 2):
+    if 2 in worker_counts("cpu", 2):
         assert found.overheads.message_seconds > 0
         assert (found.within.source, found.within.transport) == ("measured", "gloo")
         assert {reduction.workers for reduction in found.reductions} == {2}
-        [crowd] = found.crowds
+        [crowd] = found.contention
         assert crowd.workers == 2
         assert 0 <= crowd.lag < 1  # the slower of two is at most all behind
     [path] = tmp_path.glob("profiles/cpu-*.json")
@@ -83,7 +83,7 @@ def test_what_is_known_is_not_measured_again_and_what_is_new_is_added(started: l
     assert [job["workers"] for job in started] == [1, 2]
     assert [job["links"] for job in started] == [False, True]
     assert all(job["launched"] for job in started)
-    assert first.crowds == (Contention(2, lag=0.1),)
+    assert first.contention == (Contention(2, lag=0.1),)
     assert profile_for(units(), device="cpu", devices=2) == first
     assert len(started) == 2
     more = profile_for(units(16, optimizer="sgd"), device="cpu", devices=2)
@@ -132,7 +132,7 @@ def test_times_of_workers_are_averaged() -> None:
     rows[0].append({"overheads": {"message_seconds": 1.0}})
     rows[1].append({"overheads": {"message_seconds": 3.0}})
     found = merged(empty("cpu"), rows, 2)
-    assert found.samples == (replace(one, forward_seconds=2.0, backward_seconds=3.0, put_off_seconds=1.0, workers=2),)
+    assert found.samples == (replace(one, forward_seconds=2.0, backward_seconds=3.0, deferred_seconds=1.0, workers=2),)
     assert found.overheads.message_seconds == 2.0
     assert merged(found, [[{"overheads": {"message_seconds": 9.0}}]], 4).overheads.message_seconds == 2.0  # what was found first stands
     again = merged(found, [[{"sample": asdict(other)}]], 2)
@@ -187,11 +187,11 @@ def test_threads_are_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "threads" not in profiles.versions()
 
 
-def test_crowds_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_counts_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "cores", lambda: 8)
-    assert [crowds("cpu", devices) for devices in (1, 2, 3, 8, 64)] == [[1], [1, 2], [1, 2, 3], [1, 2, 8], [1, 2, 32]]
+    assert [worker_counts("cpu", devices) for devices in (1, 2, 3, 8, 64)] == [[1], [1, 2], [1, 2, 3], [1, 2, 8], [1, 2, 32]]
     monkeypatch.setattr(profiles, "gpus", lambda: ["a"] * 4)
-    assert [crowds("cuda", devices) for devices in (1, 2, 64)] == [[1], [1, 2], [1, 2, 4]]
+    assert [worker_counts("cuda", devices) for devices in (1, 2, 64)] == [[1], [1, 2], [1, 2, 4]]
 
 
 def test_shares_of_a_gpu_are_measured_as_shares_and_kept_apart(

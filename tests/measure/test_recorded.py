@@ -52,10 +52,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs that take the time of the tasks in them; how often workers met before one was timed."""
     met: list[int] = []
 
-    def seconds(
-        work: Callable[[], object], device: torch.device, together: Callable[[], None] = lambda: None, times: int | None = None
-    ) -> float:
-        clock = TaskClock(device)
+    def seconds(work: Callable[[], object], together: Callable[[], None] = lambda: None, times: int | None = None) -> float:
+        clock = TaskClock(CPU)
         before = Rig.run
 
         def run(rig: Rig, chunks: int, given: TaskClock | None, part: Part = "all") -> None:
@@ -76,7 +74,7 @@ def test_a_chunk_has_its_part_of_the_windows_weight_gradients(replayed: list[int
     sample = time_chunk(Ask("lstm", 6, 8, 3, 4, chunks=4), CPU, 1e-3, lambda: replayed.append(1))
     assert (sample.piped, sample.steps, sample.lanes) == ("recorded", 4, 3)
     assert sample.forward_seconds == pytest.approx(FORWARD - 1e-3)  # less what any task takes
-    assert sample.put_off_seconds == pytest.approx(WEIGHTS / 4)
+    assert sample.deferred_seconds == pytest.approx(WEIGHTS / 4)
     assert sample.backward_seconds == pytest.approx(BACKWARD - 1e-3 + WEIGHTS / 4)
     assert len(replayed) == 3  # all workers time each graph at the same moment
 
@@ -87,4 +85,4 @@ def test_a_task_without_a_unit_is_timed_as_a_chunk(replayed: list[int]) -> None:
 
 def test_a_window_of_one_chunk_puts_nothing_off(replayed: list[int]) -> None:
     sample = time_recorded(Ask("lstm", 6, 8, 3, 4), CPU, 0.0)
-    assert (sample.piped, sample.put_off_seconds) == ("", 0.0)
+    assert (sample.piped, sample.deferred_seconds) == ("", 0.0)

@@ -55,7 +55,7 @@ def machine(**changes: Any) -> Profile:
         "within": Link(5e-6, 200e9),
         "between": Link(20e-6, 40e9),
         "devices_per_host": 8,
-        "crowds": (Contention(8, 1.1),),
+        "contention": (Contention(8, 1.1),),
         "overheads": Overheads(20e-6, 5e-6, 200e-6, 1.0),
     }
     return Profile(**{**given, **changes})

@@ -41,7 +41,9 @@ def gpu(**changes: object) -> Profile:
     """A made-up GPU: the made-up machine's samples, in bf16 and as recorded chunks that take half as long, with a tenth of it put off."""
     whole = [replace(sample, precision="bf16") if sample.kind != "optimizer" else sample for sample in machine().samples]
     chunks = [
-        replace(s, piped="recorded", forward_seconds=s.forward_seconds / 2, backward_seconds=s.backward_seconds / 2, put_off_seconds=0.1e-3)
+        replace(
+            s, piped="recorded", forward_seconds=s.forward_seconds / 2, backward_seconds=s.backward_seconds / 2, deferred_seconds=0.1e-3
+        )
         for s in whole
         if s.kind == "lstm"
     ]
@@ -68,28 +70,28 @@ def test_what_is_not_recorded_is_launched_by_the_host() -> None:
     recorded = predict(gpu(), FOUR)
     apart = replace(gpu(), devices_per_host=2)
     over_nccl = predict(apart, FOUR)
-    assert (recorded.ways.messages, recorded.ways.recorded) == ("device memory", "steps")
-    assert (over_nccl.ways.messages, over_nccl.ways.recorded) == ("NCCL", "")
+    assert (recorded.transports.messages, recorded.transports.recorded) == ("device memory", "steps")
+    assert (over_nccl.transports.messages, over_nccl.transports.recorded) == ("NCCL", "")
     assert over_nccl.seconds > recorded.seconds + 30 * 100 * US  # at least 15 chunks, forward and backward, on some stage
     refused = predict(gpu(within=replace(gpu().within, transport="NCCL")), FOUR)
-    assert (refused.ways.messages, refused.ways.recorded) == ("NCCL", "")
+    assert (refused.transports.messages, refused.transports.recorded) == ("NCCL", "")
     wide = replace(gpu(), samples=tuple(replace(s, precision="fp64") for s in gpu().samples))
-    assert predict(wide, FOUR, units(precision="fp64")).ways.recorded == ""  # nothing is captured in fp64
+    assert predict(wide, FOUR, units(precision="fp64")).transports.recorded == ""  # nothing is captured in fp64
 
 
 def test_sums_that_cross_hosts_follow_recorded_passes() -> None:
     pipelines = predict(replace(gpu(), devices_per_host=2), Plan(2, 2, chunk_steps=16))
-    assert (pipelines.ways.messages, pipelines.ways.sums, pipelines.ways.recorded) == ("device memory", "NCCL", "passes")
-    assert str(pipelines.ways) == "messages in device memory, sums over NCCL; forward and backward are recorded as CUDA graphs"
+    assert (pipelines.transports.messages, pipelines.transports.sums, pipelines.transports.recorded) == ("device memory", "NCCL", "passes")
+    assert str(pipelines.transports) == "messages in device memory, sums over NCCL; forward and backward are recorded as CUDA graphs"
     replicas = predict(gpu(), Plan(4))
-    assert str(replicas.ways) == "sums in device memory; whole steps are recorded as CUDA graphs"
+    assert str(replicas.transports) == "sums in device memory; whole steps are recorded as CUDA graphs"
     several = predict(gpu(), Plan(4), units(accumulate=2))
-    assert several.ways.recorded == "passes"
-    assert str(predict(gpu(), Plan()).ways) == ""
+    assert several.transports.recorded == "passes"
+    assert str(predict(gpu(), Plan()).transports) == ""
     on_cpu = replace(gpu(), overheads=replace(GPU, recorded_seconds=None))
-    assert str(predict(on_cpu, FOUR).ways) == "messages and sums over gloo"
+    assert str(predict(on_cpu, FOUR).transports) == "messages and sums over gloo"
     mixed = Cluster((Host(2, gpu()), Host(2, on_cpu)))
-    assert Predictor(units(), mixed).predict(FOUR).ways.recorded == ""
+    assert Predictor(units(), mixed).predict(FOUR).transports.recorded == ""
 
 
 def test_chunks_of_a_window_have_samples_of_their_own_and_a_window_of_one_chunk_has_not() -> None:
@@ -103,7 +105,7 @@ def test_without_samples_of_chunks_those_of_a_single_device_are_taken() -> None:
     plain = replace(gpu(), samples=tuple(sample for sample in gpu().samples if not sample.piped))
     launched = tuple(replace(sample, forward_seconds=1.0, piped="launched") for sample in plain.samples if sample.kind == "lstm")
     found = predict(replace(plain, samples=(*plain.samples, *launched)), FOUR)
-    assert found.ways.recorded == "steps"
+    assert found.transports.recorded == "steps"
     assert found.seconds == predict(plain, FOUR).seconds < 1.0
 
 
@@ -194,5 +196,5 @@ def test_on_four_shares_the_planner_chooses_a_wavefront_of_twelve_to_twenty_four
     found = search(units(), Cluster.uniform(h200_share(512), 4)).best
     assert (found.plan.replicas, found.plan.stages) == (1, 4)
     assert 12 <= found.plan.chunks(256) <= 24
-    assert found.ways.recorded == "steps"
+    assert found.transports.recorded == "steps"
     assert predict(h200_share(512), Plan(), devices=1).seconds / found.seconds > 2.5

@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> tuple[Units, Cluster]:
     )
     link = Link(draw(st.sampled_from([1e-6, 1e-3])), draw(st.sampled_from([1e8, 1e11])))
     overheads = Overheads(2e-5, draw(st.sampled_from([0.0, 1e-4])), 1e-4, draw(st.sampled_from([0.0, 1.0])))
-    profile = machine(within=link, overheads=overheads, crowds=(Contention(8, 1.1, draw(st.sampled_from([0.0, 0.2]))),))
+    profile = machine(within=link, overheads=overheads, contention=(Contention(8, 1.1, draw(st.sampled_from([0.0, 0.2]))),))
     return units, Cluster.uniform(profile, draw(st.integers(1, 6)))
 
 
@@ -94,15 +94,15 @@ def wide_cases(draw: st.DrawFn) -> tuple[Units, Cluster]:
     facts = DataFacts(vocabulary=vocabulary, labels=() if language else ("a", "b"), histogram=() if language else ((8, 50), (90, 20)))
     link = Link(draw(st.sampled_from([1e-6, 1e-3])), draw(st.sampled_from([1e8, 1e11])))
     overheads = Overheads(2e-5, draw(st.sampled_from([0.0, 1e-4])), 1e-4, draw(st.sampled_from([0.0, 1.0])))
-    profile = machine(within=link, overheads=overheads, crowds=(Contention(8, 1.1, draw(st.sampled_from([0.0, 0.2]))),))
+    profile = machine(within=link, overheads=overheads, contention=(Contention(8, 1.1, draw(st.sampled_from([0.0, 0.2]))),))
     other = replace(profile, samples=tuple(_slower(sample) if sample.kind == "lstm" else sample for sample in profile.samples))
     hosts = (Host(draw(st.integers(1, 6)), profile), Host(draw(st.integers(1, 4)), draw(st.sampled_from([profile, other]))))
     return Units.of(spec, facts), Cluster(hosts)
 
 
 def _slower(sample: Sample) -> Sample:
-    forward, backward, put_off = sample.forward_seconds, sample.backward_seconds, sample.put_off_seconds
-    return replace(sample, forward_seconds=3 * forward, backward_seconds=3 * backward, put_off_seconds=3 * put_off)
+    forward, backward, put_off = sample.forward_seconds, sample.backward_seconds, sample.deferred_seconds
+    return replace(sample, forward_seconds=3 * forward, backward_seconds=3 * backward, deferred_seconds=3 * put_off)
 
 
 @settings(max_examples=60, deadline=None)
@@ -288,7 +288,7 @@ def test_a_gradient_sum_is_hidden_behind_backward_only_where_it_can_be() -> None
 
 def test_replicas_wait_for_the_slowest_of_them() -> None:
     units = units_of(batch={"lanes": 16, "steps": 32})
-    even, uneven = (Predictor(units, Cluster.uniform(machine(crowds=(Contention(4, lag=lag),)), 4)) for lag in (0.0, 0.5))
+    even, uneven = (Predictor(units, Cluster.uniform(machine(contention=(Contention(4, lag=lag),)), 4)) for lag in (0.0, 0.5))
     for plan in (Plan(), Plan(1, 2, (2,), 8)):
         assert uneven.predict(plan).seconds == even.predict(plan).seconds
     for plan in (Plan(4), Plan(2, 2, (2,), 8)):

@@ -79,8 +79,8 @@ def test_of_many_stages_the_first_and_last_are_drawn() -> None:
 
 
 def test_an_axis_has_round_moments() -> None:
-    assert ticks(0.0123) == pytest.approx([0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.2e-2])
-    assert ticks(8) == pytest.approx(range(9))
+    assert ticks(0.0, 0.0123, 8) == pytest.approx([0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.2e-2])
+    assert ticks(0.0, 8, 8) == pytest.approx(range(9))
     assert [seconds_text(each) for each in (0.0, 2e-7, 1.5e-5, 0.01234, 0.9999, 1.0, 12345.0)] == [
         "0 s", "0.2 us", "15 us", "12.3 ms", "1 s", "1 s", "12,345 s",
     ]  # fmt: skip
@@ -154,13 +154,13 @@ def test_a_window_that_is_not_cut_stays_so_in_a_spec() -> None:
 
 def test_what_would_help_is_tried() -> None:
     units = units_of(50, model={"hidden": 128, "layers": 2})
-    slow = machine(within=Link(1e-3, 1e8), crowds=(Contention(8, 1.0),))
+    slow = machine(within=Link(1e-3, 1e8), contention=(Contention(8, 1.0),))
     cluster = Cluster.uniform(slow, 4)
     choice = search(units, cluster)
     found = {each.change: each for each in remedies(units, cluster, choice)}
     links = found["links 4 times as fast"]
     fast = search(
-        units, Cluster.uniform(machine(within=Link(1e-3 / 4, 4e8), between=Link(5e-6, 160e9), crowds=(Contention(8, 1.0),)), 4)
+        units, Cluster.uniform(machine(within=Link(1e-3 / 4, 4e8), between=Link(5e-6, 160e9), contention=(Contention(8, 1.0),)), 4)
     ).best
     assert links.prediction.seconds == pytest.approx(fast.seconds, rel=0.02)  # both to within the tolerance of a search
     assert links.gain == pytest.approx(links.prediction.tokens_per_second / choice.best.tokens_per_second - 1)

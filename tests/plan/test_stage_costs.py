@@ -106,14 +106,14 @@ def test_a_stage_of_a_pipeline_is_timed_by_samples_of_one_where_there_are_any() 
 
 
 def test_crowding_is_linear_between_what_was_measured() -> None:
-    profile = machine(crowds=(Contention(3, 1.2), Contention(5, 1.6)))
+    profile = machine(contention=(Contention(3, 1.2), Contention(5, 1.6)))
     found = [Costs(units(), profile, crowd=crowd).crowding for crowd in (1, 2, 3, 4, 5, 9)]
     assert found == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.6, 1.6])
 
 
 def test_samples_timed_with_as_many_workers_come_first() -> None:
     slow = tuple(replace(sample, forward_seconds=3 * sample.forward_seconds, workers=4) for sample in samples() if sample.kind == "lstm")
-    profile = machine(samples=samples() + slow, crowds=(Contention(4, 1.5), Contention(8, 2.0)))
+    profile = machine(samples=samples() + slow, contention=(Contention(4, 1.5), Contention(8, 2.0)))
     alone, two, four, eight = (Costs(units(), profile, crowd=crowd) for crowd in (1, 2, 4, 8))
     assert four.unit(1, 32, 32).forward == pytest.approx(3 * alone.unit(1, 32, 32).forward)
     assert four.unit(0, 32, 32) == alone.unit(0, 32, 32)  # its kind was timed alone only
@@ -122,19 +122,19 @@ def test_samples_timed_with_as_many_workers_come_first() -> None:
 
 
 def test_the_lag_is_linear_between_what_was_measured() -> None:
-    profile = machine(crowds=(Contention(2, lag=0.1), Contention(6, lag=0.3)))
+    profile = machine(contention=(Contention(2, lag=0.1), Contention(6, lag=0.3)))
     assert [Costs(units(), profile, crowd=crowd).lag for crowd in (1, 2, 4, 6, 9)] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.3])
 
 
 def test_what_is_put_off_is_paid_in_one_product_or_by_chunks_where_only_short_chunks_put_off() -> None:
     layer = next(sample for sample in samples() if sample.kind == "lstm")
-    whole = replace(layer, inputs=512, outputs=512, lanes=8, steps=64, forward_seconds=8e-3, backward_seconds=16e-3, put_off_seconds=3e-3)
-    chunk = replace(whole, steps=16, forward_seconds=2e-3, backward_seconds=4e-3, put_off_seconds=1e-3)
+    whole = replace(layer, inputs=512, outputs=512, lanes=8, steps=64, forward_seconds=8e-3, backward_seconds=16e-3, deferred_seconds=3e-3)
+    chunk = replace(whole, steps=16, forward_seconds=2e-3, backward_seconds=4e-3, deferred_seconds=1e-3)
     others = tuple(sample for sample in samples() if sample.kind != "lstm")
     one = Costs(units(), machine(samples=(*others, whole, chunk)))
     assert one.deferred(1, 2, 8, 64, 16) == pytest.approx(3e-3)
     assert one.deferred(1, 3, 8, 64, 16) == pytest.approx(6e-3)
-    long = Costs(units(), machine(samples=(*others, replace(whole, put_off_seconds=1e-5), chunk)))
+    long = Costs(units(), machine(samples=(*others, replace(whole, deferred_seconds=1e-5), chunk)))
     assert long.deferred(1, 3, 8, 64, 16) == pytest.approx(8e-3)
     assert long.deferred(1, 3, 8, 64, 64) == pytest.approx(2e-5)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import carrywave
-from carrywave.benchmarks import _faults
+from carrywave.benchmarks.fault_runs import disturbed_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -135,11 +135,11 @@ def _installed(folder: Path) -> tuple[str, tuple[str, ...]]:
 
 def words(run: str, *more: str) -> list[str]:
     data = ["data.train=s3://bucket/rows.jsonl", "data.valid=s3://bucket/rows.jsonl"]
-    return ["train", *_faults.SPEC, *data, "train.max_steps=40", "train.epochs=1000000", "--run", run, *more]
+    return ["train", *disturbed_run.SPEC, *data, "train.max_steps=40", "train.epochs=1000000", "--run", run, *more]
 
 
 def test_a_run_on_a_server_survives_a_kill_and_goes_on_elsewhere(server: Server, tmp_path: Path) -> None:
-    _faults.write_data(tmp_path)
+    disturbed_run.write_data(tmp_path)
     server.put("rows.jsonl", (tmp_path / "rows.jsonl").read_bytes())
     process = server.start(0, *words(RUN))
     while server.get("runs/words/snapshots/last") is None and process.poll() is None:
@@ -158,7 +158,7 @@ def test_a_run_on_a_server_survives_a_kill_and_goes_on_elsewhere(server: Server,
     assert "resuming from step " in out
     code, out = server.carrywave(2, *words("s3://bucket/runs/calm"))
     assert code == 0, out
-    ours, theirs = (_faults.contents(server.copy(f"runs/{run}", tmp_path / run)) for run in ("words", "calm"))
+    ours, theirs = (disturbed_run.contents(server.copy(f"runs/{run}", tmp_path / run)) for run in ("words", "calm"))
     assert ours.keys() == theirs.keys()
     assert len(ours) > 4
     assert [name for name in ours if ours[name] != theirs[name]] == []

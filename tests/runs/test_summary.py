@@ -28,12 +28,12 @@ from carrywave.parallel.sums.group_sums import Summing
 from carrywave.parallel.world import World
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.transports import Transports
 from carrywave.plan.cost.units import Units
-from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.search.partition import say
 from carrywave.plan.search.predictor import Predictor
-from carrywave.runs.summary import _count, backends, summarize, ways_of_run
+from carrywave.runs.summary import _count, backends, summarize, transports_of_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
@@ -102,35 +102,37 @@ def told(network: Model | Whole, plan: Plan | None = None) -> list[str]:
 def test_the_summary_says_how_workers_reach_each_other() -> None:
     facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
 
-    def line(ways: Ways | None) -> list[str]:
+    def line(ways: Transports | None) -> list[str]:
         lines = summarize(spec(), facts, model(), Plan(stages=2, cuts=(2,)), ORDER, "cpu", None, ways).splitlines()
         return [each for each in lines if each.startswith("transport")]
 
-    assert line(None) == line(Ways()) == []
-    assert line(Ways("gloo", "gloo")) == ["transport messages and sums over gloo"]
+    assert line(None) == line(Transports()) == []
+    assert line(Transports("gloo", "gloo")) == ["transport messages and sums over gloo"]
     said = "transport messages and sums in device memory; whole steps are recorded as CUDA graphs"
-    assert line(Ways("device memory", "device memory", "steps", on_gpu=True)) == [said]
+    assert line(Transports("device memory", "device memory", "steps", on_gpu=True)) == [said]
 
 
 def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
     network = model()
-    assert ways_of_run(Mesh.alone(torch.device("cpu")), network, spec()) == Ways()
+    assert transports_of_run(Mesh.alone(torch.device("cpu")), network, spec()) == Transports()
 
-    def ways(plan: Plan, *, in_stream: bool, links: bool, backend: str = "gloo", **train: object) -> Ways:
+    def ways(plan: Plan, *, in_stream: bool, links: bool, backend: str = "gloo", **train: object) -> Transports:
         mesh = Mesh.__new__(Mesh)  # without its connections, which need processes
         mesh.plan, mesh.device, mesh.world = plan, torch.device("cuda"), World(0, 4, 0, 4, torch.device("cuda"), backend)
         mesh.links = cast(Links, SimpleNamespace(in_stream=links)) if plan.stages > 1 else None
         mesh._all = cast(Summing, SimpleNamespace(in_stream=in_stream))
-        return ways_of_run(mesh, network, spec(**train))
+        found = transports_of_run(mesh, network, spec(**train))
+        assert mesh.transport == (found.messages or found.sums)
+        return found
 
     stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
-    assert ways(stages, in_stream=True, links=True) == Ways("device memory", "device memory", "steps", on_gpu=True)
-    assert ways(stages, in_stream=False, links=False, backend="nccl") == Ways("NCCL", "NCCL", "", on_gpu=True)
-    assert ways(stages, in_stream=False, links=False) == Ways("gloo", "gloo", "", on_gpu=True)
-    assert ways(both, in_stream=False, links=True, backend="nccl") == Ways("device memory", "NCCL", "passes", on_gpu=True)
-    assert ways(replicas, in_stream=True, links=False) == Ways("", "device memory", "steps", on_gpu=True)
-    assert ways(replicas, in_stream=True, links=False, accumulate=2) == Ways("", "device memory", "passes", on_gpu=True)
+    assert ways(stages, in_stream=True, links=True) == Transports("device memory", "device memory", "steps", on_gpu=True)
+    assert ways(stages, in_stream=False, links=False, backend="nccl") == Transports("NCCL", "NCCL", "", on_gpu=True)
+    assert ways(stages, in_stream=False, links=False) == Transports("gloo", "gloo", "", on_gpu=True)
+    assert ways(both, in_stream=False, links=True, backend="nccl") == Transports("device memory", "NCCL", "passes", on_gpu=True)
+    assert ways(replicas, in_stream=True, links=False) == Transports("", "device memory", "steps", on_gpu=True)
+    assert ways(replicas, in_stream=True, links=False, accumulate=2) == Transports("", "device memory", "passes", on_gpu=True)
     assert ways(stages, in_stream=True, links=True, precision="fp64").recorded == ""
 
 

@@ -30,8 +30,8 @@ from carrywave.parallel.links.device_links import DeviceLinks
 from carrywave.parallel.memory.symmetric import SharedMemory
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.plan.cost.footprint import Footprint
+from carrywave.plan.cost.transports import Transports
 from carrywave.plan.cost.units import BatchShape, Units
-from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
@@ -367,7 +367,7 @@ def test_links_in_device_memory_take_what_the_planner_counts(micro_batches: int,
     spec = Spec.model_validate({"model": {"hidden": WIDTH, "layers": 2, "embedding": WIDTH}, "train": {"precision": "fp64"}})
     units, steps, lanes = Units.of(spec, DataFacts(vocabulary=VOCABULARY)), 30_000, 2 * micro_batches
     plan = Plan(stages=3, cuts=(2, 3), chunk_steps=steps // 4, micro_batches=micro_batches, share_head=share_head)
-    ways = Ways("device memory", "device memory", "steps", on_gpu=True)
+    ways = Transports("device memory", "device memory", "steps", on_gpu=True)
     planned = Footprint(plan, BatchShape(lanes, steps), units, ways)
     model, batch = build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False)
     program = program_for(plan, [batch], backward=True)
@@ -395,7 +395,7 @@ def test_sums_in_device_memory_take_what_the_planner_counts(vocabulary: int, rep
     width = 400
     spec = Spec.model_validate({"model": {"hidden": width, "layers": 1, "embedding": width}})
     units = Units.of(spec, DataFacts(vocabulary=vocabulary))
-    ways = Ways("", "device memory", "steps", on_gpu=True)
+    ways = Transports("", "device memory", "steps", on_gpu=True)
     planned = Footprint(Plan(replicas=replicas), BatchShape(8, 4), units, ways).memory(0, 0, len(units)).links
     model = Model(Embedding(vocabulary, width), LSTM(width, width, 1), Softmax(width, vocabulary))
     sizes: list[int] = []

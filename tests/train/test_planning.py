@@ -170,7 +170,7 @@ def test_a_transport_that_the_user_asks_for_is_planned_with(use: Any, monkeypatc
         monkeypatch.setenv("CARRYWAVE_TRANSPORT", asked)
         prediction = planned(2, {"stages": 2}).prediction
         assert prediction is not None
-        found[asked] = prediction.ways.messages, prediction.ways.recorded
+        found[asked] = prediction.transports.messages, prediction.transports.recorded
     assert found == {"": ("device memory", "steps"), "device": ("device memory", "steps"), "nccl": ("NCCL", ""), "gloo": ("gloo", "")}
 
 

@@ -11,6 +11,7 @@ Our time includes drawing the order of the epoch. torch runs with one thread, as
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -25,9 +26,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, SequenceOrder
 from carrywave.data.sequences import Ints, View
-
-title = "data: batches of variable lengths, one thread against DataLoader with two workers"
-COLUMNS = ("loader", "batches", "batches_per_second", "real_tokens_per_second", "waste", "ratio")
+from carrywave.measure.timing import take_turns
 
 BUDGET = 16_384
 
@@ -87,28 +86,28 @@ def run(*, quick: bool) -> list[dict[str, object]]:
         corpus = _Corpus(tokens, starts, lengths)
         size = round(BUDGET / float(lengths.mean()))
         theirs = DataLoader(corpus, size, sampler=RandomSampler(corpus), num_workers=2, collate_fn=_collate, persistent_workers=True)
-        times: dict[str, list[float]] = {"carrywave, 1 thread": [], "DataLoader, 2 workers": []}
-        sizes: dict[str, list[tuple[int, int]]] = {}
-        for epoch in range(rounds + 1):
-            for name, batches in zip(times, (_ours(ours, epoch), _theirs(theirs)), strict=True):
-                taken_seconds, sizes[name] = _timed(batches)
-                if epoch > 0:
-                    times[name].append(taken_seconds)
+        epochs = itertools.count()
+        loaders = {
+            "carrywave, 1 thread": lambda: _timed(_ours(ours, next(epochs))),
+            "DataLoader, 2 workers": lambda: _timed(_theirs(theirs)),
+        }
+        passes = take_turns(loaders, rounds + 1)
     finally:
         torch.set_num_threads(threads)
 
     rows: list[dict[str, object]] = []
-    slow = median(times["DataLoader, 2 workers"])
-    for name, seconds in times.items():
-        real, padded = (sum(values) for values in zip(*sizes[name], strict=True))
+    seconds = {name: median(taken for taken, _ in several[1:]) for name, several in passes.items()}  # without the warm-up
+    for name, several in passes.items():
+        sizes = several[-1][1]
+        real, padded = (sum(values) for values in zip(*sizes, strict=True))
         rows.append(
             {
                 "loader": name,
-                "batches": len(sizes[name]),
-                "batches_per_second": len(sizes[name]) / median(seconds),
-                "real_tokens_per_second": real / median(seconds),
+                "batches": len(sizes),
+                "batches_per_second": len(sizes) / seconds[name],
+                "real_tokens_per_second": real / seconds[name],
                 "waste": 1.0 - real / padded,
-                "ratio": slow / median(seconds),  # both produce the same real tokens per epoch
+                "ratio": seconds["DataLoader, 2 workers"] / seconds[name],  # both produce the same real tokens per epoch
             }
         )
     return rows

@@ -16,15 +16,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.benchmarks._faults import MOMENTS, Case, Moment, calm, contents, disturbed, each_once, write_data
+from carrywave.benchmarks.fault_runs.disturbed_run import MOMENTS, Moment, RunSetup, calm, contents, disturbed, each_once, write_data
 from carrywave.errors import RunError
 
-title = "runs whose workers are killed"
-COLUMNS = ("scenario", "workers", "faults", "in_saves", "in_restarts", "restarts", "noticed_s", "again_s", "equal", "once", "target")
-
-REPLICAS = Case("2 replicas", 2)
-STAGES = Case("2 stages", 2, ("plan.stages=2", "plan.chunk_steps=2"))
-FOUR = Case("4 replicas", 4)
+REPLICAS = RunSetup("2 replicas", 2)
+STAGES = RunSetup("2 stages", 2, ("plan.stages=2", "plan.chunk_steps=2"))
+FOUR = RunSetup("4 replicas", 4)
 KILLS = {REPLICAS: 20, STAGES: 20, FOUR: 5}
 TARGETS = {signal.SIGKILL: "noticed 1 s, again 15 s", signal.SIGSTOP: "noticed 15 s, again 45 s"}
 
@@ -33,32 +30,32 @@ def run(quick: bool = False) -> list[dict[str, object]]:
     """One row per scenario. Quick: three kills with two replicas."""
     if quick:
         return [row_of(replace(REPLICAS, steps=60), 3, signal.SIGKILL)]
-    killed = [row_of(case, kills, signal.SIGKILL) for case, kills in KILLS.items()]
+    killed = [row_of(setup, kills, signal.SIGKILL) for setup, kills in KILLS.items()]
     return [*killed, row_of(REPLICAS, 2, signal.SIGSTOP, moments=("step",))]
 
 
-def row_of(case: Case, faults: int, number: signal.Signals, *, moments: tuple[Moment, ...] = MOMENTS) -> dict[str, object]:
+def row_of(setup: RunSetup, faults: int, number: signal.Signals, *, moments: tuple[Moment, ...] = MOMENTS) -> dict[str, object]:
     """Run with and without faults, and compare."""
-    stages = 2 if case is STAGES else 1
+    stages = 2 if setup is STAGES else 1
     with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
         folder = Path(name)
         write_data(folder)
-        undisturbed = calm(folder, case)
-        told = disturbed(folder, case, faults, seed=faults + case.devices, number=number, moments=moments)
-        for each in (undisturbed, told):
+        undisturbed = calm(folder, setup)
+        outcome = disturbed(folder, setup, faults, seed=faults + setup.devices, number=number, moments=moments)
+        for each in (undisturbed, outcome):
             if each.code:
-                raise RunError(f"a run of {case.name} exited with code {each.code}: {' / '.join(each.lines[-2:])}; fix that first")
+                raise RunError(f"a run of {setup.name} exited with code {each.code}: {' / '.join(each.lines[-2:])}; fix that first")
         equal = contents(folder / "disturbed") == contents(folder / "calm")
         once = each_once(folder / "disturbed-ledger", stages) and each_once(folder / "calm-ledger", stages)
     return {
-        "scenario": f"{case.name}, {number.name}",
-        "workers": case.devices,
-        "faults": len(told.faults),
-        "in_saves": sum(fault.in_a_save for fault in told.faults),
-        "in_restarts": sum(fault.moment == "restart" for fault in told.faults),
-        "restarts": told.restarts,
-        "noticed_s": _spread([fault.noticed_seconds for fault in told.faults]),
-        "again_s": _spread([fault.again_seconds for fault in told.faults]),
+        "scenario": f"{setup.name}, {number.name}",
+        "workers": setup.devices,
+        "faults": len(outcome.faults),
+        "in_saves": sum(fault.in_a_save for fault in outcome.faults),
+        "in_restarts": sum(fault.moment == "restart" for fault in outcome.faults),
+        "restarts": outcome.restarts,
+        "noticed_s": _spread([fault.noticed_seconds for fault in outcome.faults]),
+        "again_s": _spread([fault.again_seconds for fault in outcome.faults]),
         "equal": "yes" if equal else "no",
         "once": "yes" if once else "no",
         "target": TARGETS[number],
@@ -66,5 +63,5 @@ def row_of(case: Case, faults: int, number: signal.Signals, *, moments: tuple[Mo
 
 
 def _spread(seconds: list[float | None]) -> str:
-    known = [each for each in seconds if each is not None]
-    return f"{statistics.median(known):.2f} (most {max(known):.2f})" if known else "-"
+    timed = [each for each in seconds if each is not None]
+    return f"{statistics.median(timed):.2f} (most {max(timed):.2f})" if timed else "-"

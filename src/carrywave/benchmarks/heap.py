@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from carrywave.benchmarks._workers import spread
-from carrywave.benchmarks.plan import CASES, QUICK, WARM_UP, Case, loop_of
+from carrywave.benchmarks.harness.workers import spread
+from carrywave.benchmarks.plan import CASES, QUICK, WARM_UP, PlannedShape, loop_of
 from carrywave.measure.profiles import threads
 from carrywave.parallel import worker_pool
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-
-title = "memory kept in the process or returned to the system"
 
 ROUNDS, SECONDS = 3, 3.0
 # mimalloc's default; and a glibc tunable that has no effect itself, but makes `carrywave.heap` leave glibc alone.
@@ -33,18 +31,18 @@ def run(*, quick: bool = False) -> list[Row]:
     """One row per case."""
     rows = []
     for case in QUICK if quick else CASES:
-        found: dict[str, list[Row]] = {"kept": [], "given_back": []}
+        measured: dict[str, list[Row]] = {"kept": [], "given_back": []}
         job = {"case": asdict(case), "seconds": 0.1 if quick else SECONDS}
         for _ in range(2 if quick else ROUNDS):
             for name, environment in (("given_back", AS_THEY_ARE), ("kept", KEPT)):
-                found[name] += worker_pool.start(__name__, job, 1, threads=threads(1), environment=environment, name="bench heap")[0]
-        rows.append(_row(case, found))
+                measured[name] += worker_pool.start(__name__, job, 1, threads=threads(1), environment=environment, name="bench heap")[0]
+        rows.append(_row(case, measured))
     return rows
 
 
-def _row(case: Case, found: dict[str, list[Row]]) -> Row:
-    kept, given_back = ([each["step_ms"] for each in found[name]] for name in ("kept", "given_back"))
-    faults = {name: round(statistics.median(each["faults"] for each in several)) for name, several in found.items()}
+def _row(case: PlannedShape, measured: dict[str, list[Row]]) -> Row:
+    kept, given_back = ([each["step_ms"] for each in measured[name]] for name in ("kept", "given_back"))
+    faults = {name: round(statistics.median(each["faults"] for each in several)) for name, several in measured.items()}
     return {
         "case": case.name,
         "threads": threads(1),
@@ -59,7 +57,7 @@ def _row(case: Case, found: dict[str, list[Row]]) -> Row:
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """Train for the given number of seconds, in the worker process."""
-    step = loop_of(world, Case(**job["case"]), asdict(Plan.serial()))
+    step = loop_of(world, PlannedShape(**job["case"]), asdict(Plan.serial()))
     for number in range(WARM_UP + 1):
         step(number)
     before, begin, number = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter(), 0

@@ -18,39 +18,18 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from carrywave.benchmarks import _gpu_peers as peers
-from carrywave.benchmarks._gpu_peers import Call, Case, Stack
+from carrywave.benchmarks.harness import gpu_timing
+from carrywave.benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
-
-title = "LSTM kernels against cuDNN"
-COLUMNS = (
-    "case",
-    "device",
-    "dtype",
-    "input",
-    "dropout",
-    "cudnn_eager_ms",
-    "cudnn_graph_ms",
-    "reference_ms",
-    "ours_eager_ms",
-    "ours_graph_ms",
-    "ratio",
-    "floor_ms",
-    "of_floor",
-    "target_ms",
-    "ours_error",
-    "cudnn_error",
-    "auto",
-    "note",
-)
+from carrywave.measure.timing import Call
 
 # Upper limits in milliseconds for bf16 without padding, with or without dropout.
 TARGETS_MS = {
@@ -94,35 +73,32 @@ class Measured:
 
 
 def run(*, quick: bool = False, rows: Sequence[str] = ()) -> list[dict[str, object]]:
-    """One row per case; see `each`."""
-    return list(each(quick=quick, rows=rows))
-
-
-def each(*, quick: bool = False, rows: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-    """Yield rows as they are measured. `rows` selects cases that match all words of any entry: `["1x1024 bf16 padded", "8x512 B16"]`."""
-    device = peers.cuda_device("kernels")
+    """One row per case. `rows` selects cases that match all words of any entry: `["1x1024 bf16 padded", "8x512 B16"]`."""
+    device = gpu_timing.cuda_device("kernels")
     forced = os.environ.get("CARRYWAVE_KERNEL", "")
     if forced:
         raise UserError(f"CARRYWAVE_KERNEL={forced} forces one backend, but bench kernels compares several; unset it")
-    padded_ms: dict[Case, float] = {}
+    table: list[dict[str, object]] = []
+    padded_ms: dict[StackCase, float] = {}
     for case in cases(quick=quick, rows=rows):
-        found = measure(case, device, budget_ms=BUDGET_MS / 10 if quick else BUDGET_MS)
-        if not case.lengths and "ours_graph" in found.ms:
-            padded_ms[case] = found.ms["ours_graph"]
-        yield row_of(case, torch.cuda.get_device_name(device), found, padded_ms.get(replace(case, lengths=False)))
+        measured = measure(case, device, budget_ms=BUDGET_MS / 10 if quick else BUDGET_MS)
+        if not case.lengths and "ours_graph" in measured.ms:
+            padded_ms[case] = measured.ms["ours_graph"]
+        table.append(row_of(case, torch.cuda.get_device_name(device), measured, padded_ms.get(replace(case, lengths=False))))
+    return table
 
 
-def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[Case]:
+def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[StackCase]:
     """Every shape in both dtypes, with and without lengths; stacks of several layers also with dropout between them."""
-    found = [
-        Case(*shape, dtype, lengths, dropout)
+    every = [
+        StackCase(*shape, dtype, lengths, dropout)
         for dtype in ("bf16", "fp16")
         for shape in (QUICK if quick else SHAPES)
         for dropout in ((0.0, 0.5) if shape[0] > 1 else (0.0,))
         for lengths in (False, True)
     ]
     asked = [frozenset(words.split()) for words in rows]
-    kept = [case for case in found if not asked or any(words <= case.words for words in asked)]
+    kept = [case for case in every if not asked or any(words <= case.words for words in asked)]
     if not kept:
         raise UserError(f"no case of bench kernels matches {' or '.join(rows)}; use words such as 1x1024, B64, bf16, lengths, dropout0.5")
     return kept
@@ -158,7 +134,7 @@ def _step_us(hidden: int, lanes: int, layers: int, broadcast_us: float) -> float
     return max(exchange_us, product_us, weights_us)
 
 
-def target_ms(case: Case, ms: Mapping[str, float], padded_ms: float | None) -> float | None:
+def target_ms(case: StackCase, ms: Mapping[str, float], padded_ms: float | None) -> float | None:
     """The most milliseconds ours may take in a graph; None if the measurement it depends on is missing."""
     if case.lengths:
         return None if padded_ms is None else LENGTHS_SHARE * padded_ms
@@ -174,14 +150,14 @@ def _best(ms: Mapping[str, float]) -> float | None:
     return min((ms[name] for name in PEERS if name in ms), default=None)
 
 
-def row_of(case: Case, device: str, found: Measured, padded_ms: float | None) -> dict[str, object]:
+def row_of(case: StackCase, device: str, measured: Measured, padded_ms: float | None) -> dict[str, object]:
     """The row of a case. `padded_ms` is the time of ours without lengths, when every step is real."""
-    ms, best_ms = found.ms, _best(found.ms)
+    ms, best_ms = measured.ms, _best(measured.ms)
     ours_ms = ms.get("ours_graph")
     least_ms = floor_ms(case.layers, case.hidden, case.lane_steps)
     wanted_ms = target_ms(case, ms, padded_ms)
-    notes = list(found.notes)
-    if len(found.errors) == 2 and not found.errors["ours"] <= MOST_ERROR * found.errors["cudnn"]:
+    notes = list(measured.notes)
+    if len(measured.errors) == 2 and not measured.errors["ours"] <= MOST_ERROR * measured.errors["cudnn"]:
         notes.append(f"ours: its error is more than {MOST_ERROR} times cuDNN's")
     return {
         "case": case.name,
@@ -194,33 +170,33 @@ def row_of(case: Case, device: str, found: Measured, padded_ms: float | None) ->
         "floor_ms": round(least_ms, 3),
         "of_floor": None if ours_ms is None else round(least_ms / ours_ms, 3),
         "target_ms": None if wanted_ms is None else round(wanted_ms, 3),
-        **{f"{who}_error": None if who not in found.errors else float(f"{found.errors[who]:.2e}") for who in ("ours", "cudnn")},
-        "auto": found.auto,
+        **{f"{who}_error": None if who not in measured.errors else float(f"{measured.errors[who]:.2e}") for who in ("ours", "cudnn")},
+        "auto": measured.auto,
         "note": "; ".join(notes),
     }
 
 
-def measure(case: Case, device: torch.device, *, budget_ms: float) -> Measured:
+def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measured:
     """Run a case with every implementation that supports it."""
-    stack, found = Stack(case, device), Measured()
+    stack, measured = Stack(case, device), Measured()
     # Check first: a backend that cannot run a layer falls back to another, which would then be timed instead.
     refused = persistent.refusal(stack.x_TBI, stack.layers[0])
     if refused:
-        found.notes.append(f"ours: {refused}")
-    calls = _calls(stack, refused, found)
+        measured.notes.append(f"ours: {refused}")
+    calls = _calls(stack, refused, measured)
     if case.dropout == 0.0:
-        _time_reference(case, stack, found)
-    timed = peers.take_turns(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
-    found.ms |= {name: statistics.median(values) for name, values in timed.items()}
-    found.errors = _errors(case, device, [who for who in ("ours", "cudnn") if f"{who}_eager" in calls], found)
-    found.auto = dispatch.choose("auto", stack.x_TBI, stack.layers[0])
+        _time_reference(case, stack, measured)
+    timed = gpu_timing.time_calls(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
+    measured.ms |= {name: statistics.median(values) for name, values in timed.items()}
+    measured.errors = _errors(case, device, [who for who in ("ours", "cudnn") if f"{who}_eager" in calls], measured)
+    measured.auto = dispatch.choose("auto", stack.x_TBI, stack.layers[0])
     del calls, stack
     gc.collect()
     torch.cuda.empty_cache()  # graphs hold private memory pools
-    return found
+    return measured
 
 
-def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
+def _calls(stack: Stack, refused: str, measured: Measured) -> dict[str, Call]:
     """Every implementation, warmed up. A failure is noted and does not stop the others."""
     ours = partial(stack.ours, "persistent")
     plain: dict[str, Call] = {
@@ -232,27 +208,27 @@ def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for name, call in plain.items():
         try:
-            ready = peers.graphed(call) if name.endswith("_graph") else peers.warmed_up(call)
+            ready = gpu_timing.graphed(call) if name.endswith("_graph") else gpu_timing.warmed_up(call)
             # After a failure the dispatcher warns and falls back permanently.
             if call is ours and dispatch.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
-                found.notes.append("ours: the kernel failed (see the warning)")
+                measured.notes.append("ours: the kernel failed (see the warning)")
                 break
             calls[name] = ready
         except Exception as error:
             torch.cuda.synchronize()
-            found.notes.append(f"{name}: {peers.one_line(error)}")
+            measured.notes.append(f"{name}: {gpu_timing.one_line(error)}")
     return calls
 
 
-def _time_reference(case: Case, stack: Stack, found: Measured) -> None:
+def _time_reference(case: StackCase, stack: Stack, measured: Measured) -> None:
     short = Stack(replace(case, steps=min(case.steps, REFERENCE_STEPS)), stack.x_TBI.device)
     short.ours("reference")
-    expected_ms = peers.elapsed_ms(partial(short.ours, "reference"), 1) * case.steps / short.case.steps
+    expected_ms = gpu_timing.elapsed_ms(partial(short.ours, "reference"), 1) * case.steps / short.case.steps
     if expected_ms <= 1e3 * REFERENCE_SECONDS:
-        found.ms["reference"] = peers.elapsed_ms(partial(stack.ours, "reference"), 1)
+        measured.ms["reference"] = gpu_timing.elapsed_ms(partial(stack.ours, "reference"), 1)
 
 
-def _errors(case: Case, device: torch.device, wanted: Sequence[str], found: Measured) -> dict[str, float]:
+def _errors(case: StackCase, device: torch.device, wanted: Sequence[str], measured: Measured) -> dict[str, float]:
     """Relative errors against float64, over at most `ERROR_STEPS` steps."""
     short = Stack(replace(case, steps=min(case.steps, ERROR_STEPS)), device)
     exact = short.exact()
@@ -260,7 +236,7 @@ def _errors(case: Case, device: torch.device, wanted: Sequence[str], found: Meas
     errors: dict[str, float] = {}
     for who in wanted:
         try:
-            errors[who] = peers.relative_error(short.ours(backends[who]), exact)
+            errors[who] = relative_error(short.ours(backends[who]), exact)
         except Exception as error:
-            found.notes.append(f"error of {who}: {peers.one_line(error)}")
+            measured.notes.append(f"error of {who}: {gpu_timing.one_line(error)}")
     return errors

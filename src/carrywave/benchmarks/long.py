@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks._progress import told
+from carrywave.benchmarks.harness.workers import memory_bytes, printed
 from carrywave.data.batch import Batch
+from carrywave.measure.timing import settle
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.initialization import initialize
@@ -35,7 +35,6 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.step.trainer import Trainer
 
-title = "one step over a very long sequence, with and without recomputation"
 COLUMNS = ("steps", "recompute", "chunk_steps", "peak_mb", "step_mb", "planned_mb", "seconds", "ratio", "error", "error_fp64", "bound_mb")
 
 MB = 10**6
@@ -60,7 +59,7 @@ def run(*, quick: bool = False) -> list[Row]:
             [[row]] = worker_pool.start(__name__, job, 1, name="bench long")
             plain = plain or row["seconds"]
             row |= {"seconds": round(row["seconds"], 2), "ratio": round(row["seconds"] / plain, 2), "bound_mb": BOUND_MB}
-            rows += told([{name: row[name] for name in COLUMNS}])
+            rows += printed([{name: row[name] for name in COLUMNS}])
     return rows
 
 
@@ -73,8 +72,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     before = _peak(world, reset=True)
     begin = time.perf_counter()
     trainer.update(batch)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    settle(world.device)
     seconds = time.perf_counter() - begin
     peak = _peak(world)
     spec = parse({"model": {"hidden": hidden, "layers": LAYERS}, "batch": {"lanes": 1, "steps": steps}, "train": {"precision": "fp32"}})
@@ -108,16 +106,15 @@ def _gradients(world: World, hidden: int, plan: Plan, precision: str, batch: Bat
     return {name: p.grad.double().cpu() for name, p in trainer.named if p.grad is not None}
 
 
-def _error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    return max(float((found[name] - wanted).norm() / wanted.norm().clamp(min=1e-30)) for name, wanted in exact.items())
+def _error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    return max(float((gradients[name] - wanted).norm() / wanted.norm().clamp(min=1e-30)) for name, wanted in exact.items())
 
 
 def _peak(world: World, *, reset: bool = False) -> int:
     """The most memory, in bytes, that was held at once; since the last reset on a GPU, where there is one."""
     if world.device.type == "cuda":
-        found = torch.cuda.max_memory_allocated(world.device)
+        peak = torch.cuda.max_memory_allocated(world.device)
         if reset:
             torch.cuda.reset_peak_memory_stats(world.device)
-        return found
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        return peak
+    return memory_bytes("VmHWM")

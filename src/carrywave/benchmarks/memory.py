@@ -20,10 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from carrywave.benchmarks.harness.workers import memory_bytes
 from carrywave.errors import RunError, UserError
-
-title = "memory: training from a large text file against a small one"
-COLUMNS = ("file_mb", "peak_rss_anon_mb", "more_mb", "bound_mb", "seconds")
 
 MB = 10**6
 BOUND_MB = 300
@@ -80,7 +78,7 @@ def _peak_of_training(train: Path, valid: Path, folder: Path) -> int:
         try:
             peak = 0
             while child.poll() is None:
-                peak = max(peak, _rss_anon(child.pid))
+                peak = max(peak, memory_bytes("RssAnon", child.pid))
                 time.sleep(SAMPLE_SECONDS)
         except BaseException:
             child.kill()
@@ -94,16 +92,6 @@ def _peak_of_training(train: Path, valid: Path, folder: Path) -> int:
 def _environment() -> dict[str, str]:
     """The environment of this process plus its import path, so that the child runs the same carrywave."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-def _rss_anon(pid: int) -> int:
-    """Anonymous memory of a process, in bytes; 0 if it has just exited."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")]
-    return int(found[0]) * 1024 if found else 0
 
 
 def _write_text(path: Path, num_bytes: int) -> None:

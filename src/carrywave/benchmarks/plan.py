@@ -9,28 +9,18 @@ With `shares`, the devices are shares of one GPU instead, and the plans are the 
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
-from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks import gpu_pipeline
-from carrywave.benchmarks._progress import told
-from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, take_turns
+from carrywave.benchmarks.harness.shapes import LanguageShape
+from carrywave.benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, environment, printed, spread, time_loops
 from carrywave.data.batch import Batch
 from carrywave.measure.profiles import profile_for, threads
-from carrywave.model.dropout import Dropout
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
-from carrywave.model.lstm import LSTM
-from carrywave.model.model import Model
-from carrywave.parallel import worker_pool as crews
+from carrywave.parallel import worker_pool
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
@@ -44,14 +34,10 @@ from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.step.trainer import Trainer
 
-title = "predicted and measured step times"
-
 
 @dataclass(frozen=True)
-class Case(peers.Case):
-    """A language model with dropout and the shape of its batches."""
-
-    dropout: float = 0.0
+class PlannedShape(LanguageShape):
+    """A language model that is planned."""
 
     @property
     def name(self) -> str:
@@ -60,37 +46,31 @@ class Case(peers.Case):
 
     @property
     def spec(self) -> Spec:
-        """The case as a spec."""
+        """The model as a spec."""
         model = {"hidden": self.hidden, "layers": self.layers, "dropout": self.dropout}
-        return parse(
-            {
-                "task": "language",
-                "model": model,
-                "batch": {"lanes": self.lanes, "steps": self.steps},
-                "train": {"clip": 1.0, "precision": "fp32"},
-            }
-        )
+        train = {"clip": 1.0, "precision": "fp32"}
+        return parse({"task": "language", "model": model, "batch": {"lanes": self.lanes, "steps": self.steps}, "train": train})
 
     @property
-    def cut(self) -> Units:
+    def planned_units(self) -> Units:
         """The units that plans divide into stages."""
         return Units.of(self.spec, DataFacts(vocabulary=self.vocabulary, sequences=1, steps=10**6, longest=10**6))
 
 
 CASES = (
-    Case(2, 200, 20, 35, 10000, 0.2),
-    Case(4, 512, 16, 64, 2000),
-    Case(8, 128, 32, 64, 2000, 0.2),
-    Case(8, 256, 16, 64, 20000),
-    Case(2, 650, 20, 35, 10000, 0.5),
+    PlannedShape(2, 200, 20, 35, 10000, 0.2),
+    PlannedShape(4, 512, 16, 64, 2000),
+    PlannedShape(8, 128, 32, 64, 2000, 0.2),
+    PlannedShape(8, 256, 16, 64, 20000),
+    PlannedShape(2, 650, 20, 35, 10000, 0.5),
 )
-QUICK = (Case(2, 32, 8, 16, 50),)
+QUICK = (PlannedShape(2, 32, 8, 16, 50),)
 PRICED = ("wavefront recorded", "replicas recorded")  # the rows of bench gpu-pipeline that the planner predicts, besides one share
 ROUNDS, SECONDS = 5, 0.4
 WARM_UP = 2
 
 
-def plans(case: Case, workers: int, predictor: Predictor) -> list[Plan]:
+def plans(case: PlannedShape, workers: int, predictor: Predictor) -> list[Plan]:
     """The plans to compare with the chosen one: replicas; and even cuts with various chunks, with a shared head, and balanced cuts."""
     if workers == 1:
         return [Plan.serial()]
@@ -117,9 +97,10 @@ def run(*, quick: bool = False, shares: bool = False) -> list[Row]:
     if shares:
         return gpu_pipeline.run(quick=quick, rows=PRICED, predict=True, whole_step=True)
     rows: list[Row] = []
-    with _fresh_cache():
+    # An empty cache, so that earlier profiles of this machine are ignored.
+    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder, environment(CARRYWAVE_CACHE=folder):
         for case in QUICK if quick else CASES:
-            rows += told(_of_case(case, [2] if quick else crew_sizes(), quick=quick))
+            rows += printed(_of_case(case, [2] if quick else crew_sizes(), quick=quick))
     errors = [abs(row["error"]) for row in rows]
     lost = [row["over_best"] for row in rows if row["chosen"]]
     summary = dict.fromkeys(rows[0], "") | {
@@ -132,14 +113,14 @@ def run(*, quick: bool = False, shares: bool = False) -> list[Row]:
     return [*({name: _shown(name, value) for name, value in row.items()} for row in rows), summary]
 
 
-def _of_case(case: Case, sizes: list[int], *, quick: bool) -> list[Row]:
+def _of_case(case: PlannedShape, sizes: list[int], *, quick: bool) -> list[Row]:
     alone: list[Row] = []
     rows: list[Row] = []
     for workers in (1, *sizes):
-        profile = profile_for(case.cut, device="cpu", devices=workers)
+        profile = profile_for(case.planned_units, device="cpu", devices=workers)
         cluster = Cluster.uniform(replace(profile, devices_per_host=max(workers, 1)), workers)
-        predictor = Predictor(case.cut, cluster)
-        chosen = search(case.cut, cluster).best.plan  # may use fewer workers
+        predictor = Predictor(case.planned_units, cluster)
+        chosen = search(case.planned_units, cluster).best.plan  # may use fewer workers
         wanted = plans(case, workers, predictor)
         wanted += [chosen] if chosen.workers == workers and all(_bare(chosen) != _bare(plan) for plan in wanted) else []
         found = _timed(case, wanted, workers, quick)
@@ -171,9 +152,9 @@ def _of_case(case: Case, sizes: list[int], *, quick: bool) -> list[Row]:
     return rows
 
 
-def _timed(case: Case, wanted: list[Plan], workers: int, quick: bool) -> list[Row]:
+def _timed(case: PlannedShape, wanted: list[Plan], workers: int, quick: bool) -> list[Row]:
     job = {"case": asdict(case), "plans": [asdict(plan) for plan in wanted], "rounds": 2 if quick else ROUNDS, "seconds": SECONDS}
-    return crews.start(__name__, job, workers, threads=threads(workers), name="bench plan")[0]
+    return worker_pool.start(__name__, job, workers, threads=threads(workers), name="bench plan")[0]
 
 
 def _bare(plan: Plan) -> tuple[object, ...]:
@@ -187,44 +168,21 @@ def _shown(name: str, value: object) -> object:
     return ("chosen" if value else "") if name == "chosen" else value
 
 
-@contextmanager
-def _fresh_cache() -> Iterator[None]:
-    """Use an empty cache, so that earlier profiles of this machine are ignored."""
-    before = os.environ.get("CARRYWAVE_CACHE")
-    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder:
-        os.environ["CARRYWAVE_CACHE"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("CARRYWAVE_CACHE")
-            if before is not None:
-                os.environ["CARRYWAVE_CACHE"] = before
-
-
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """Entry point of every worker: time all plans in turn."""
-    case = Case(**job["case"])
+    case = PlannedShape(**job["case"])
     loops = {str(number): loop_of(world, case, given) for number, given in enumerate(job["plans"])}
     for loop in loops.values():
         for number in range(WARM_UP):
             loop(number)
-    for timing in take_turns(TimedWorkers(world), loops, rounds=job["rounds"], seconds=job["seconds"], first=WARM_UP).values():
+    for timing in time_loops(TimedWorkers(world), loops, rounds=job["rounds"], seconds=job["seconds"], first=WARM_UP).values():
         yield {"step_ms": statistics.median(timing.step_ms), "spread": spread(timing.step_ms)}
 
 
-def loop_of(world: World, case: Case, given: Mapping[str, Any]) -> Any:
+def loop_of(world: World, case: PlannedShape, given: Mapping[str, Any]) -> Loop:
     """A function that runs step i of a case and returns its tokens; `given` holds the fields of the plan."""
-    plan = Plan(**{**given, "cuts": tuple(given["cuts"])})
-    torch.manual_seed(1)
-    dropout = case.dropout
-    model = Model(
-        Embedding(case.vocabulary, case.hidden),
-        LSTM(case.hidden, case.hidden, case.layers, dropout=dropout),
-        Softmax(case.hidden, case.vocabulary),
-        dropout_in=Dropout(dropout, name="dropout_in"),
-        dropout_out=Dropout(dropout, name="dropout_out"),
-    )
-    trainer = Trainer(model, case.spec.train, mesh=Mesh(world, plan), keep_state=True)
+    mesh = Mesh(world, Plan(**{**given, "cuts": tuple(given["cuts"])}))
+    trainer = Trainer(case.model(), case.spec.train, mesh=mesh, keep_state=True)
     batch = Batch.of(*case.batches()[0], fresh=False)
 
     def step(number: int) -> int:

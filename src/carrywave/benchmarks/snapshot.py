@@ -17,14 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from carrywave.benchmarks._workers import TimedWorkers, spread, start
+from carrywave.benchmarks.harness.shapes import BATCHES, LanguageShape
+from carrywave.benchmarks.harness.workers import TimedWorkers, spread, start
 from carrywave.data.batch import Batch
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
-from carrywave.model.lstm import LSTM
-from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World, all_gather_text
@@ -34,52 +29,39 @@ from carrywave.runs.checkpoint.trainer_parts import part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.step.trainer import Trainer
 
-title = "what a snapshot costs"
-COLUMNS = ("case", "workers", "snapshot_mb", "every", "step_ms", "stall", "spread", "held_ms", "held", "written_s", "target")
-
 WORKERS = 2
 TARGET = 0.035
-BATCHES = 4  # cycled through
 MB = 1e6
 
 
 @dataclass(frozen=True)
-class Case:
-    """A language model, its batch shape, and the number of steps between snapshots."""
+class SnapshotShape(LanguageShape):
+    """A language model, and the number of steps between snapshots."""
 
-    layers: int = 2
-    hidden: int = 650
-    words: int = 33_000
-    lanes: int = 20
-    steps: int = 35
     every: int = 50
     rounds: int = 3
 
-    @property
-    def name(self) -> str:
-        """The name shown in the table."""
-        return f"{self.layers}x{self.hidden} vocabulary {self.words} adam, {self.lanes} lanes x {self.steps} steps"
 
-
-QUICK = Case(hidden=32, words=2000, lanes=4, steps=4, every=5, rounds=2)
+FULL = SnapshotShape(2, 650, 20, 35, 33_000)
+QUICK = SnapshotShape(2, 32, 4, 4, 2000, every=5, rounds=2)
 
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
     """One row."""
-    case = QUICK if quick else Case()
+    case = QUICK if quick else FULL
     return [row_of(case, start("snapshot", asdict(case), WORKERS))]
 
 
-def row_of(case: Case, told: list[list[Row]]) -> dict[str, object]:
+def row_of(case: SnapshotShape, rows: list[list[Row]]) -> dict[str, object]:
     """Summarise the pairs of blocks of all workers, without the first, which allocates memory and fills caches."""
-    pairs = told[0][1:]
+    pairs = rows[0][1:]
     stalls = [pair["with_seconds"] / pair["without_seconds"] - 1 for pair in pairs]
     without = statistics.median(pair["without_seconds"] for pair in pairs)
-    held = statistics.median(max(each[number + 1]["held_seconds"] for each in told) for number in range(len(pairs)))
+    held = statistics.median(max(each[number + 1]["held_seconds"] for each in rows) for number in range(len(pairs)))
     return {
-        "case": case.name,
-        "workers": len(told),
-        "snapshot_mb": round(told[0][0]["num_bytes"] / MB),
+        "case": case.long_name,
+        "workers": len(rows),
+        "snapshot_mb": round(rows[0][0]["num_bytes"] / MB),
         "every": case.every,
         "step_ms": round(1e3 * without / case.every, 1),
         "stall": round(statistics.median(stalls), 4),
@@ -97,14 +79,10 @@ def row_of(case: Case, told: list[list[Row]]) -> dict[str, object]:
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """Entry point of every worker: alternate both kinds of block, with one extra pair to warm up."""
     crew = TimedWorkers(world)
-    case = Case(**job)
-    plan = Plan(replicas=crew.size)
-    model = Model(Embedding(case.words, case.hidden), LSTM(case.hidden, case.hidden, case.layers), Softmax(case.hidden, case.words))
-    trainer = Trainer(model, {"optimizer": "adam", "lr": 1e-4, "precision": "fp32"}, mesh=Mesh(crew.world, plan))
-    generator = torch.Generator().manual_seed(0)
-    shape = (BATCHES, case.steps + 1, case.lanes)
-    tokens_KTB = torch.randint(case.words, shape, generator=generator)
-    batches = [Batch.of(tokens_TB[:-1], tokens_TB[1:]) for tokens_TB in tokens_KTB]
+    case = SnapshotShape(**job)
+    mesh = Mesh(crew.world, Plan(replicas=crew.size))
+    trainer = Trainer(case.model(), {"optimizer": "adam", "lr": 1e-4, "precision": "fp32"}, mesh=mesh)
+    batches = [Batch.of(x_TB, target_TB) for x_TB, target_TB in case.batches()]
     for batch in batches:
         trainer.update(batch)
     with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:

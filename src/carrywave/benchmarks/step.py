@@ -17,50 +17,31 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 
 import torch
 from torch import Tensor
 
-from carrywave.benchmarks import _gpu_peers as peers
-from carrywave.benchmarks._gpu_peers import DTYPES, CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows
+from carrywave.benchmarks.harness import gpu_timing
+from carrywave.benchmarks.harness.workers import spread
+from carrywave.benchmarks.peers.gpu_loops import CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows, check_falls
+from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch
-from carrywave.model.dropout import Dropout
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.step.trainer import Trainer
 
-title = "a training step against plain PyTorch"
-COLUMNS = (
-    "case",
-    "device",
-    "loop",
-    "kernel",
-    "tokens_per_second",
-    "step_ms",
-    "spread",
-    "over_eager",
-    "over_graph",
-    "over_compile",
-    "first_loss",
-    "last_loss",
-    "target",
-    "note",
-)
-
 RECIPES = (
     # WikiText-2. On text its learning rate is 20; on random windows the loss is then too noisy to be seen falling. Step time is unaffected.
-    Recipe(2, 650, 20, 35, 33_278, "sgd", lr=5.0, clip=0.25, dropout=0.5, tied=True),
-    Recipe(8, 1024, 64, 128, 10_000, "adam", lr=1e-3, clip=1.0),
+    Recipe(2, 650, 20, 35, 33_278, dropout=0.5, tied=True, optimizer="sgd", lr=5.0, clip=0.25),
+    Recipe(8, 1024, 64, 128, 10_000),
 )
 QUICK = (
-    Recipe(2, 64, 8, 16, 500, "sgd", lr=5.0, clip=0.25, dropout=0.5, tied=True),
-    Recipe(4, 64, 8, 16, 500, "adam", lr=1e-2, clip=1.0),
+    Recipe(2, 64, 8, 16, 500, dropout=0.5, tied=True, optimizer="sgd", lr=5.0, clip=0.25),
+    Recipe(4, 64, 8, 16, 500, lr=1e-2),
 )
 TARGETS = {"2x650 B20 T35 V33278 sgd": "over_eager >= 4.0; over_graph >= 1.5"}
 LOOPS = ("carrywave", "eager", "graph", "compile")
@@ -72,34 +53,29 @@ Step = Callable[[], Tensor]  # runs one optimizer step and returns its loss
 
 
 def run(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] | None = None) -> list[dict[str, object]]:
-    """One row per loop and model; see `each`."""
-    return list(each(quick=quick, rows=rows, loops=loops))
-
-
-def each(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] | None = None) -> Iterator[dict[str, object]]:
-    """Yield rows as they are measured. `rows` selects models by words of their names, such as 2x650; `loops` selects loops by name."""
-    device = peers.cuda_device("step")
+    """One row per loop and model. `rows` selects models by words of their names, such as 2x650; `loops` selects loops by name."""
+    device = gpu_timing.cuda_device("step")
     recipes = chosen(QUICK if quick else RECIPES, rows)
     # Skipped in the quick form, where compiling would take longer than everything else.
     names = loops if loops is not None else LOOPS[:-1] if quick else LOOPS
     if unknown := [name for name in names if name not in LOOPS]:
         raise UserError(f"bench step has no loop {unknown[0]}; use some of {', '.join(LOOPS)}")
-    for recipe in recipes:
-        yield from compare(recipe, device, names, budget_ms=BUDGET_MS / 20 if quick else BUDGET_MS)
+    budget_ms = BUDGET_MS / 20 if quick else BUDGET_MS
+    return [row for recipe in recipes for row in compare(recipe, device, names, budget_ms=budget_ms)]
 
 
 def chosen(recipes: Sequence[Recipe], rows: Sequence[str]) -> list[Recipe]:
     """The models selected by `rows`."""
     kept = [recipe for recipe in recipes if not rows or any(set(words.split()) <= set(recipe.name.split()) for words in rows)]
     if not kept:
-        known = ", ".join(recipe.name.split()[0] for recipe in recipes)
-        raise UserError(f"no model of bench step matches {' or '.join(rows)}; use one of {known}")
+        names = ", ".join(recipe.name.split()[0] for recipe in recipes)
+        raise UserError(f"no model of bench step matches {' or '.join(rows)}; use one of {names}")
     return kept
 
 
 def compare(recipe: Recipe, device: torch.device, names: Sequence[str], *, budget_ms: float) -> list[dict[str, object]]:
     """Build the loops, check their losses, and time those that train."""
-    model, windows = model_of(recipe), recipe.windows(WINDOWS, device)
+    model, windows = recipe.model(), recipe.windows(WINDOWS, device)
     steps: dict[str, Step] = {}
     losses: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
@@ -107,12 +83,12 @@ def compare(recipe: Recipe, device: torch.device, names: Sequence[str], *, budge
         try:
             steps[name] = build(name, recipe, model, windows)
             losses[name] = [float(loss) for loss in [steps[name]() for _ in range(CHECKED)]]
-            notes[name] = peers.check_falls(losses[name], WINDOWS)
+            notes[name] = check_falls(losses[name], WINDOWS)
         except Exception as error:
             torch.cuda.synchronize()
-            notes[name] = peers.one_line(error)
+            notes[name] = gpu_timing.one_line(error)
     timed = {name: step for name, step in steps.items() if not notes[name]}
-    ms = peers.take_turns(timed, block_ms=min(BLOCK_MS, budget_ms / 20), budget_ms=budget_ms, rounds=ROUNDS)
+    ms = gpu_timing.time_calls(timed, block_ms=min(BLOCK_MS, budget_ms / 20), budget_ms=budget_ms, rounds=ROUNDS)
     rows = rows_of(recipe, torch.cuda.get_device_name(device), names, ms, losses, notes)
     del steps, timed
     gc.collect()
@@ -137,7 +113,7 @@ def rows_of(
         row["kernel"] = kernel_of(recipe) if name == "carrywave" else "cuDNN"
         row["tokens_per_second"] = None if step_ms is None else round(1e3 * recipe.lanes * recipe.steps / step_ms)
         row["step_ms"] = None if step_ms is None else round(step_ms, 3)
-        row["spread"] = None if step_ms is None else round((max(ms[name]) - min(ms[name])) / step_ms, 3)
+        row["spread"] = None if step_ms is None else round(spread(list(ms[name])), 3)
         for other in LOOPS[1:]:
             row[f"over_{other}"] = None if step_ms is None or other not in medians else round(medians[other] / step_ms, 2)
         seen = losses.get(name)
@@ -161,21 +137,8 @@ def build(name: str, recipe: Recipe, model: Model, windows: Windows) -> Step:
     if name == "carrywave":
         return ours(recipe, deepcopy(model), windows)
     kind = GraphedLoop if name == "graph" else CompiledLoop if name == "compile" else PlainLoop
-    return kind(recipe, model.state_dict(), windows).step
-
-
-def model_of(recipe: Recipe) -> Model:
-    """Our model with its initial weights, the same on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        embedding = Embedding(recipe.vocabulary, recipe.hidden)
-        return Model(
-            embedding,
-            LSTM(recipe.hidden, recipe.hidden, recipe.layers, dropout=recipe.dropout),
-            Softmax(recipe.hidden, recipe.vocabulary, tied=embedding.weight if recipe.tied else None),
-            dropout_in=Dropout(recipe.dropout, name="dropout_in"),
-            dropout_out=Dropout(recipe.dropout, name="dropout_out"),
-        )
+    loop: PlainLoop = kind(recipe, model.state_dict(), windows)
+    return loop.step
 
 
 def ours(recipe: Recipe, model: Model, windows: Windows) -> Step:

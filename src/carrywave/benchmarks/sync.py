@@ -14,11 +14,8 @@ of one GPU instead of CPU workers; what they send does not pass through the kern
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,27 +23,11 @@ from typing import Any
 
 import typer
 
-import carrywave
-from carrywave.benchmarks import _slow_links
-from carrywave.errors import RunError, UserError
-from carrywave.launch.gpu_shares.shares import shares as shares_of_gpu
+from carrywave.benchmarks.sync_runs import slow_links, worker
+from carrywave.errors import UserError
+from carrywave.launch.shares.mps import shares as shares_of_gpu
+from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.interfaces import GLOO
-from carrywave.parallel.startup.launcher_env import WorkerFile
-
-title = "replicas that do not exchange at every step"
-COLUMNS = (
-    "sync",
-    "sync_every",
-    "replicas",
-    "link_Mbit",
-    "steps",
-    "tokens_per_second",
-    "to_step",
-    "sent_MB",
-    "loss",
-    "loss_to_step",
-    "note",
-)
 
 REPLICAS = 4
 SPEC: dict[str, dict[str, Any]] = {
@@ -99,7 +80,7 @@ def run(
     modes = [mode if mode["sync"] == "step" else mode | {"sync_every": every} for mode in MODES]
     rows = _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None, shares=shares)
     if link is not None:
-        why = _slow_links.reason()
+        why = slow_links.reason()
         if why is not None:
             return [*rows, {"sync": "all", "link_Mbit": link, "note": f"skipped: {why}"}]
         timed = [_merged(base, {"train": mode}, _short(mode, every, quick=quick)) for mode in modes]
@@ -112,8 +93,8 @@ def _short(mode: Mapping[str, Any], every: int, *, quick: bool) -> dict[str, Any
     each = mode["sync"] in ("step", "async")
     many = (4 if quick else TIMED_STEPS) if each else 3 * every
     row = many // 4 if each else every
-    own = {"sync_every": row} if mode["sync"] == "async" else {}
-    return {"train": {"max_steps": many, "log_every": row, **own}}
+    every_row = {"sync_every": row} if mode["sync"] == "async" else {}
+    return {"train": {"max_steps": many, "log_every": row, **every_row}}
 
 
 def _curve(base: dict[str, Any], points: Sequence[int], *, shares: bool) -> list[dict[str, object]]:
@@ -125,10 +106,10 @@ def _curve(base: dict[str, Any], points: Sequence[int], *, shares: bool) -> list
 def _rows(
     modes: Sequence[Mapping[str, Any]], specs: Sequence[dict[str, Any]], link: int | None, *, shares: bool = False
 ) -> list[dict[str, object]]:
-    found = _trained(specs, link, shares=shares)
-    first = found[0]
+    results = _trained(specs, link, shares=shares)
+    first = results[0]
     rows: list[dict[str, object]] = []
-    for mode, spec, told in zip(modes, specs, found, strict=True):
+    for mode, spec, result in zip(modes, specs, results, strict=True):
         wire = ", bf16" if mode.get("sync_dtype") == "bf16" else ""
         row: dict[str, object] = {
             "sync": f"{mode['sync']}{wire}",
@@ -136,15 +117,15 @@ def _rows(
             "replicas": REPLICAS,
             "link_Mbit": link,
             "steps": spec["train"]["max_steps"],
-            "tokens_per_second": round(told["tokens_per_second"]),
-            "to_step": round(told["tokens_per_second"] / first["tokens_per_second"], 2),
-            "sent_MB": None if shares else round(told["sent_bytes"] / 1e6 / spec["train"]["max_steps"], 3),
+            "tokens_per_second": round(result["tokens_per_second"]),
+            "to_step": round(result["tokens_per_second"] / first["tokens_per_second"], 2),
+            "sent_MB": None if shares else round(result["sent_bytes"] / 1e6 / spec["train"]["max_steps"], 3),
             "loss": None,
             "loss_to_step": None,
-            "note": told["note"],
+            "note": result["note"],
         }
         if link is None:
-            row |= {"loss": round(told["loss"], 4), "loss_to_step": round(told["loss"] / first["loss"], 4)}
+            row |= {"loss": round(result["loss"], 4), "loss_to_step": round(result["loss"] / first["loss"], 4)}
         rows.append(row)
     return rows
 
@@ -152,19 +133,20 @@ def _rows(
 def _trained(specs: Sequence[dict[str, Any]], link: int | None, *, shares: bool) -> list[dict[str, Any]]:
     """Train all of them in one crew of workers."""
     divided: AbstractContextManager[dict[str, str]] = shares_of_gpu(REPLICAS) if shares else nullcontext({})
-    with divided as environment, tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
+    no_prefixes: list[list[str]] = [[]] * REPLICAS
+    hosts: AbstractContextManager[list[list[str]]] = nullcontext(no_prefixes) if link is None else slow_links.hosts(REPLICAS, link)
+    with divided as environment, hosts as prefixes, tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
         folder = Path(name)
         job = {"specs": [spec | {"plan": {"replicas": REPLICAS}} for spec in specs], "device": "cuda" if shares else "cpu"}
         (folder / "job.json").write_text(json.dumps(job))
-        if link is None:
-            _work(folder, [[] for _ in range(REPLICAS)], "lo0" if sys.platform == "darwin" else "lo", environment)
-        else:
-            with _slow_links.hosts(REPLICAS, link) as words:
-                _work(folder, words, _slow_links.INTERFACE)
-        return [_found(folder / f"run-{number}", one) for number, one in enumerate(_told(folder))]
+        interface = {} if link is None else {GLOO: slow_links.INTERFACE}
+        environments = [worker_pool.environment_of(folder, rank, REPLICAS, 1) | environment | interface for rank in range(REPLICAS)]
+        command = [sys.executable, "-m", worker.__name__, str(folder / "job.json")]
+        worker_pool.run_together([[*each, *command] for each in prefixes], environments, folder, "bench sync", _Progress(folder))
+        return [_result(folder / f"run-{number}", each) for number, each in enumerate(_ended(folder))]
 
 
-def _found(folder: Path, told: Mapping[str, Any]) -> dict[str, Any]:
+def _result(folder: Path, ended: Mapping[str, Any]) -> dict[str, Any]:
     rows = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
     timed = [row for row in rows if row["split"] == "train" and "tokens_per_second" in row]
     timed = timed[1:] or timed  # the first has the start of everything in it
@@ -173,56 +155,27 @@ def _found(folder: Path, told: Mapping[str, Any]) -> dict[str, Any]:
     note = f"staleness {stale[-1]['staleness']:.1f} on average, {stale[-1]['most_stale']} at most" if stale else ""
     return {
         "tokens_per_second": tokens / sum(row["seconds"] for row in timed),
-        "sent_bytes": told["sent_bytes"],
-        "loss": told["metrics"]["valid"]["loss"],
+        "sent_bytes": ended["sent_bytes"],
+        "loss": ended["metrics"]["valid"]["loss"],
         "note": note,
     }
 
 
-def _work(folder: Path, words: Sequence[Sequence[str]], interface: str, environment: Mapping[str, str] | None = None) -> None:
-    """Start the workers and wait for them; one that fails ends all."""
-    source = str(Path(carrywave.__file__).parents[1])
-    shared = {
-        "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-        GLOO: interface,
-        **WorkerFile(one_host=True, store=folder / "store").write(folder / "worker.json"),
-        "WORLD_SIZE": str(REPLICAS),
-        "LOCAL_WORLD_SIZE": str(REPLICAS),
-    }
-    crew: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, before in enumerate(words):
-            own = os.environ | shared | dict(environment or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [*before, sys.executable, "-m", "carrywave.benchmarks._sync_worker", str(folder / "job.json")]
-            with (folder / f"{rank}.log").open("wb") as log:
-                crew.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own))
-        codes = _codes(crew, folder)
-    finally:
-        for process in crew:
-            process.kill()
-            process.wait()
-    errors = [one["error"] for one in _told(folder) if "error" in one]
-    logs = [(folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank, code in enumerate(codes) if code]
-    if errors or logs:
-        raise RunError(f"a worker of bench sync failed: {(errors or logs)[0]}")
+class _Progress:
+    """Prints on stderr what came of each run when it is over: all of them can take long."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.printed = folder, 0
+
+    def __call__(self) -> None:
+        for ended in _ended(self.folder)[self.printed :]:
+            self.printed += 1
+            typer.echo(f"run {self.printed}: valid loss {ended['metrics']['valid']['loss']:.4f}", err=True)
 
 
-def _codes(crew: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[int]:
-    """Wait for the workers, and say on stderr what came of each run when it is over: all of them can take long."""
-    said = 0
-    while any(process.poll() is None for process in crew):
-        time.sleep(0.2)
-        for number, one in enumerate(_told(folder)[said:], start=said + 1):
-            loss = one["metrics"]["valid"]["loss"] if "metrics" in one else None
-            typer.echo(f"run {number}: {one['error'] if loss is None else f'valid loss {loss:.4f}'}", err=True)
-            said = number
-    return [process.wait() for process in crew]
-
-
-def _told(folder: Path) -> list[dict[str, Any]]:
+def _ended(folder: Path) -> list[dict[str, Any]]:
     """What became of the runs that are over."""
-    file = folder / "told.jsonl"
+    file = folder / worker.RESULTS
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
 
 
@@ -233,23 +186,23 @@ def _given(text: Path | None, valid: Path | None) -> dict[str, Any]:
 
 def _set(settings: Sequence[str]) -> dict[str, Any]:
     """Settings such as model.hidden=256, as sections."""
-    found: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for word in settings:
         key, equals, value = word.partition("=")
         section, dot, name = key.partition(".")
         if not equals or not dot:
             raise UserError(f"--set {word} is not a setting; write it as in model.hidden=256")
         try:
-            found.setdefault(section, {})[name] = json.loads(value)
+            sections.setdefault(section, {})[name] = json.loads(value)
         except ValueError:
-            found.setdefault(section, {})[name] = value
-    return found
+            sections.setdefault(section, {})[name] = value
+    return sections
 
 
 def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Specs on top of each other; later ones win."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for part in parts:
         for section, values in part.items():
-            found[section] = {**found.get(section, {}), **values}
-    return found
+            merged[section] = {**merged.get(section, {}), **values}
+    return merged

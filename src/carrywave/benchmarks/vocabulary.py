@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from carrywave.benchmarks._workers import TimedWorkers, memory_mib, reset_peak, start
+from carrywave.benchmarks.harness.shapes import LanguageShape
+from carrywave.benchmarks.harness.workers import TimedWorkers, memory_mib, reset_peak, start
 from carrywave.data.batch import Batch
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
 from carrywave.model.initialization import initialize
-from carrywave.model.lstm import LSTM
-from carrywave.model.model import Model
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
@@ -30,52 +25,34 @@ from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.step.trainer import Trainer
 
-title = "a vocabulary split over workers"
-COLUMNS = ("case", "workers", "peak_mib", "share", "peak_mib_each", "step_seconds", "loss_off", "target")
-
 WORKERS = 4
 TARGET = 1.3 / WORKERS
 BATCHES = 3  # one optimizer step each; the first allocates
-
-
-@dataclass(frozen=True)
-class Case:
-    """A language model and its batch shape."""
-
-    words: int = 1_000_000
-    hidden: int = 256
-    lanes: int = 8
-    steps: int = 16
-
-    @property
-    def name(self) -> str:
-        """The name shown in the table."""
-        return f"1x{self.hidden} vocabulary {self.words} adam, {self.lanes} lanes x {self.steps} steps"
-
-
-QUICK = Case(words=100_000, hidden=64, lanes=4, steps=4)
+FULL = LanguageShape(1, 256, 8, 16, 1_000_000)
+QUICK = LanguageShape(1, 64, 4, 4, 100_000)
+WARM_UP = LanguageShape(1, 8, 4, 4, 64)
 
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
     """A row for one worker, and one for those that share the vocabulary."""
-    case = QUICK if quick else Case()
+    case = QUICK if quick else FULL
     alone, split = (start("vocabulary", asdict(case), workers, exact_memory=True) for workers in (1, WORKERS))
-    return [row_of(case, told, alone) for told in (alone, split)]
+    return [row_of(case, workers, alone) for workers in (alone, split)]
 
 
-def row_of(case: Case, told: list[list[Row]], alone: list[list[Row]]) -> dict[str, object]:
+def row_of(case: LanguageShape, workers: list[list[Row]], alone: list[list[Row]]) -> dict[str, object]:
     """Compare the workers of a run with the one that ran alone."""
-    peaks = [rows[-1]["peak_mib"] for rows in told]
-    loss, wanted = told[0][-1]["loss"], alone[0][-1]["loss"]
+    peaks = [rows[-1]["peak_mib"] for rows in workers]
+    loss, wanted = workers[0][-1]["loss"], alone[0][-1]["loss"]
     return {
-        "case": case.name,
-        "workers": len(told),
+        "case": case.long_name,
+        "workers": len(workers),
         "peak_mib": round(max(peaks)),
         "share": round(max(peaks) / alone[0][-1]["peak_mib"], 3),
         "peak_mib_each": " ".join(f"{peak:.0f}" for peak in peaks),
-        "step_seconds": round(told[0][-1]["step_seconds"], 2),
+        "step_seconds": round(workers[0][-1]["step_seconds"], 2),
         "loss_off": float(f"{abs(loss - wanted) / wanted:.1e}"),
-        "target": "" if len(told) == 1 else f"share <= {TARGET:.3f}",
+        "target": "" if len(workers) == 1 else f"share <= {TARGET:.3f}",
     }
 
 
@@ -84,10 +61,10 @@ def row_of(case: Case, told: list[list[Row]], alone: list[list[Row]]) -> dict[st
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """Entry point of every worker: build the model, or its rows, and train for a few steps."""
-    crew, case = TimedWorkers(world), Case(**job)
+    crew, case = TimedWorkers(world), LanguageShape(**job)
     plan = Plan(replicas=crew.size, split_vocabulary=crew.size > 1)
     mesh = Mesh(world, plan)
-    _train(crew, Case(words=64, hidden=8, lanes=4, steps=4), mesh)
+    _train(crew, WARM_UP, mesh)
     before = memory_mib()
     reset_peak()
     loss, seconds = _train(crew, case, mesh)
@@ -95,19 +72,16 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     crew.barrier()
 
 
-def _train(crew: TimedWorkers, case: Case, mesh: Mesh) -> tuple[float, float]:
+def _train(crew: TimedWorkers, case: LanguageShape, mesh: Mesh) -> tuple[float, float]:
     """The loss and the seconds of the last of a few steps."""
-    rows = Rows.of_worker(case.words, crew.rank, crew.size) if mesh.plan.splits_vocabulary else None
-    model = Model(
-        Embedding(case.words, case.hidden, rows=rows), LSTM(case.hidden, case.hidden), Softmax(case.hidden, case.words, rows=rows)
-    )
+    rows = Rows.of_worker(case.vocabulary, crew.rank, crew.size) if mesh.plan.splits_vocabulary else None
+    model = case.model(rows)
     initialize(model, 1)
     trainer = Trainer(model, {"optimizer": "adam", "lr": 1e-3, "precision": "fp32"}, mesh=mesh)
-    tokens_KTB = torch.randint(case.words, (BATCHES, case.steps + 1, case.lanes), generator=torch.Generator().manual_seed(0))
     loss, seconds = 0.0, 0.0
-    for number, tokens_TB in enumerate(tokens_KTB):
+    for number, (x_TB, target_TB) in enumerate(case.batches(BATCHES)):
         crew.barrier()
         began = time.perf_counter()
-        loss = float(trainer.step(Batch.of(tokens_TB[:-1], tokens_TB[1:], step=number)))
+        loss = float(trainer.step(Batch.of(x_TB, target_TB, step=number)))
         seconds = crew.most(time.perf_counter() - began)
     return loss, seconds

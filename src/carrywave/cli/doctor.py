@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from carrywave.cli.exits import end_as, leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, note, plain
+from carrywave.cli.options import Device, DeviceOption, note
 from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.launch.engines import slurm, surroundings
 from carrywave.launch.engines.hosts import host_and_port
@@ -97,10 +97,10 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 def _show(report: Any, json_file: str | None) -> None:
     """Print the report, or write it."""
-    from carrywave.doctor.report import MARKS, lines, told
+    from carrywave.doctor.report import MARKS, finding_text, lines
 
     if json_file is not None:
-        text = json.dumps(_plain(report.to_json()), indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
         if json_file == "-":
             typer.echo(text, nl=False)
             return
@@ -114,20 +114,11 @@ def _show(report: Any, json_file: str | None) -> None:
     for name in ("", "what", "found", "do"):
         table.add_column(name, overflow="fold", no_wrap=name in ("", "what"))
     for row in report.rows:
-        place = told(row).removesuffix(f"; {row.remedy}") if row.remedy else told(row)
-        table.add_row(f"[{COLOURS[row.level]}]{MARKS[row.level]}[/]", row.what, _text(place), _text(row.remedy))
+        text = finding_text(row).removesuffix(f"; {row.remedy}") if row.remedy else finding_text(row)
+        table.add_row(f"[{COLOURS[row.level]}]{MARKS[row.level]}[/]", row.what, _text(text), _text(row.remedy))
     console.print(table)
     console.print(report.verdict, markup=False, highlight=False)
 
 
 def _text(text: str) -> str:
     return printable(text).replace("[", "\\[")
-
-
-def _plain(value: Any) -> Any:
-    """The value with None in place of NaN and infinity, at any depth."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return plain(value)

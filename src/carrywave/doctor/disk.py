@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from carrywave.doctor.finding import Finding, several, size
 
@@ -35,11 +34,6 @@ class Disk:
     free_bytes: int = 0
     bytes_per_second: float = 0.0  # written and synced
     error: str = ""  # why nothing can be written
-
-    @staticmethod
-    def of(known: Mapping[str, Any]) -> Disk:
-        """Build one from parsed JSON."""
-        return Disk(**known)
 
 
 def look(use: str, folder: Path, seconds: float = TRIAL_SECONDS) -> Disk:

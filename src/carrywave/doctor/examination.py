@@ -22,13 +22,14 @@ import torch
 from carrywave.doctor import agreement, disk, measurement, verdicts, worker
 from carrywave.doctor import profile as profiles
 from carrywave.doctor.finding import Finding, of_error, well
-from carrywave.doctor.links import Measured, check_links
+from carrywave.doctor.links import MeasuredLink, check_links
 from carrywave.doctor.meeting import Guard, Meeting
 from carrywave.doctor.network import MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
-from carrywave.doctor.report import Report, told
-from carrywave.doctor.speed import Speed, check_speeds
+from carrywave.doctor.report import Report, finding_text
+from carrywave.doctor.speed import check_speeds
 from carrywave.doctor.worker import Place, Worker
 from carrywave.errors import ContactLost, UserError, WorkerError
+from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.launcher_env import launched, own
 from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
@@ -80,29 +81,29 @@ def examine(asked: Asked, deliver: Deliver, say: Say) -> int:
 
 def _alone(place: Place, asked: Asked, deliver: Deliver) -> int:
     """Examine a machine with one worker."""
-    known: list[Finding] = []
-    guard = Guard(lambda what, seconds: deliver(Report((*known, verdicts.too_long(what, seconds)))))
+    findings: list[Finding] = []
+    guard = Guard(lambda what, seconds: deliver(Report((*findings, verdicts.too_long(what, seconds)))))
     guard.allow("looking at this host", LOOK_SECONDS)
-    own = worker.look(place, asked.device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
-    device = torch.device(own.device)
-    known += verdicts.of_launch([own], hosts=1 if launched() else None)
+    this_worker = worker.look(place, asked.device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
+    device = torch.device(this_worker.device)
+    findings += verdicts.of_launch([this_worker], hosts=1 if launched() else None)
     if asked.meet is not None:
-        known.append(check_meeting(*asked.meet, first=None))
+        findings.append(check_meeting(*asked.meet, first=None))
     guard.allow("device speed", MEASURE_SECONDS)
-    speeds: dict[int, Speed] = {}
+    speeds: dict[int, DeviceSpeed] = {}
     try:
-        row = measurement.measure(World.alone(device), [own.home], lambda what: None, sums=False)
-        speeds[0] = Speed(**row["speed"])
+        row = measurement.measure(World.alone(device), [this_worker.home], lambda what: None, sums=False)
+        speeds[0] = row["speed"]
         if asked.profile is not None:
             guard.allow("the profile", PROFILE_SECONDS)
-            known.append(_write_profile(asked.profile, profiles.measure(device.type, 1, lambda what: None), (), ()))
+            findings.append(_write_profile(asked.profile, profiles.measure(device.type, 1), (), ()))
     except UserError as error:
-        known.append(of_error("profile", error))
+        findings.append(of_error("profile", error))
     except RuntimeError as error:
-        known.append(verdicts.failed({0: {"error": reason(error), "lost": False}}, [], {0: own}))
+        findings.append(verdicts.failed({0: {"error": reason(error), "lost": False}}, [], {0: this_worker}))
     guard.done()
-    known += check_speeds(speeds, {0: own.called})
-    report = Report(tuple(known), (own.to_json(),), {rank: speed.to_json() for rank, speed in speeds.items()})
+    findings += check_speeds(speeds, {0: this_worker.called})
+    report = Report(tuple(findings), (this_worker,), speeds)
     deliver(report)
     return report.code
 
@@ -112,7 +113,7 @@ class _Launched:
 
     def __init__(self, place: Place, asked: Asked, deliver: Deliver, say: Say) -> None:
         self.place, self.asked, self.deliver, self.say = place, asked, deliver, say
-        self.known: list[Finding] = []  # by this worker; of rank 0, all that will be reported
+        self.findings: list[Finding] = []  # by this worker; of rank 0, all that will be reported
         self.workers: dict[int, Worker] = {}  # on rank 0
         self.meeting: Meeting | None = None
         self.guard = Guard(self._last_word)
@@ -130,9 +131,9 @@ class _Launched:
         listener = Listener(network) if self.leads and self.place.several_hosts else None
         try:
             door = ("", 0) if listener is None else (listener.address, listener.port)
-            own = worker.look(self.place, self.asked.device, network, self.asked.run, door)
-            if not self._meet(own, early):
-                return self._apart(own)
+            this_worker = worker.look(self.place, self.asked.device, network, self.asked.run, door)
+            if not self._meet(this_worker, early):
+                return self._apart(this_worker)
             if self.place.rank == 0:
                 return self._conduct()
             return self._follow()
@@ -150,36 +151,36 @@ class _Launched:
             found.append(check_meeting(address, int(port), first=False, seconds=MISLED_SECONDS))
         for finding in found:
             if finding.level == "wrong":
-                self.say(told(finding))
+                self.say(finding_text(finding))
         return [finding for finding in found if finding.what == "meeting point"]
 
-    def _meet(self, own: Worker, early: Sequence[Finding]) -> bool:
+    def _meet(self, this_worker: Worker, early: Sequence[Finding]) -> bool:
         """Go to the meeting point and tell about this worker; False if it cannot be reached."""
         if not well(early):
-            self.known += early
+            self.findings += early
             return False
         seconds = start_seconds()
         self._allow("the meeting point", 2 * seconds + LATER_SECONDS)
         try:
             self.meeting = Meeting(launch_store(self.place.rank, self.place.size, seconds), self.place)
-            self.meeting.tell("worker", own.to_json())
+            self.meeting.tell("worker", this_worker)
         except UserError as error:
-            self.known.append(of_error("meeting point", error, own.host.host))
+            self.findings.append(of_error("meeting point", error, this_worker.host.host))
             return False
         except RuntimeError as error:
             fact = f"the rendezvous store does not answer ({reason(error)})"
-            self.known.append(Finding("wrong", "meeting point", fact, "check that rank 0 runs", own.host.host))
+            self.findings.append(Finding("wrong", "meeting point", fact, "check that rank 0 runs", this_worker.host.host))
             return False
         return True
 
-    def _apart(self, own: Worker) -> int:
+    def _apart(self, this_worker: Worker) -> int:
         """The report of a host that could not meet rank 0."""
         self.guard.done()
         if self.leads:
             several_hosts = self.place.several_hosts
             hosts = 2 if several_hosts else 1
-            found = worker.check_host(own, workers=self.place.local_size or 1, gpus=0, world=self.place.size, hosts=hosts)
-            self.deliver(Report((*self.known, *found, *worker.check_device(own)), (own.to_json(),)))
+            of_host = worker.check_host(this_worker, workers=self.place.local_size or 1, gpus=0, world=self.place.size, hosts=hosts)
+            self.deliver(Report((*self.findings, *of_host, *worker.check_device(this_worker)), (this_worker,)))
         return 1
 
     # Rank 0.
@@ -188,40 +189,40 @@ class _Launched:
         meeting, place = self._meeting, self.place
         seconds = start_seconds()
         self._allow("the other workers", seconds + LATER_SECONDS)
-        self.workers = {rank: Worker.of(known) for rank, known in meeting.collect("worker", range(place.size), seconds).items()}
+        self.workers = {rank: Worker.of(values) for rank, values in meeting.collect("worker", range(place.size), seconds).items()}
         absent = [rank for rank in range(place.size) if rank not in self.workers]
         if absent:
-            self.known.append(verdicts.stayed_away(absent, self.workers, place, seconds))
-        there = list(self.workers.values())
-        homes = worker.by_home(there)
+            self.findings.append(verdicts.stayed_away(absent, self.workers, place, seconds))
+        workers = list(self.workers.values())
+        homes = worker.by_home(workers)
         # Workers that we started ourselves say nothing of how many hosts there will be.
-        self.known += verdicts.of_launch(there, hosts=None if own().one_host else len(homes))
+        self.findings += verdicts.of_launch(workers, hosts=None if own().one_host else len(homes))
         if self.asked.meet is not None:
-            self.known.append(check_meeting(*self.asked.meet, first=None))
+            self.findings.append(check_meeting(*self.asked.meet, first=None))
         if len(homes) > 1:
-            self._try_hosts(there)
+            self._try_hosts(workers)
         else:
             meeting.order("try", None)
-        stop = absent or any(finding.level == "wrong" and finding.what in verdicts.STOPS for finding in self.known)
-        meeting.order("measure", None if stop else [worker_.home for worker_ in there])
+        stop = absent or any(finding.level == "wrong" and finding.what in verdicts.STOPS for finding in self.findings)
+        meeting.order("measure", None if stop else [worker_.home for worker_ in workers])
         rows: dict[int, dict[str, Any]] = {}
         if stop:
-            self.known.append(Finding("warning", "speed", "devices and links were not measured", "correct the rest first"))
+            self.findings.append(Finding("warning", "speed", "devices and links were not measured", "correct the rest first"))
         else:
-            rows = self._measured_by_all(there)
+            rows = self._measured_by_all(workers)
         return self._end(self._report(rows))
 
-    def _try_hosts(self, there: Sequence[Worker]) -> None:
+    def _try_hosts(self, workers: Sequence[Worker]) -> None:
         """Have the hosts try to reach each other, and to see the folder of runs."""
         self._allow("the hosts to try each other", TRY_SECONDS + LATER_SECONDS)
-        doors = worker.doors(there)
+        doors = worker.doors(workers)
         remote = "://" in self.asked.run
         token = None if remote else disk.leave_token(Path(self.asked.run), uuid.uuid4().hex)
         try:
             shown = {str(rank): [target.host, target.rank, target.address, target.port] for rank, target in doors.items()}
             self._meeting.order("try", {"doors": shown, "token": None if token is None else str(token)})
             self._try(self._meeting.hear("try", BYE_SECONDS))
-            firsts = {group[0].rank: group[0] for group in worker.by_home(there).values()}
+            firsts = {group[0].rank: group[0] for group in worker.by_home(workers).values()}
             tried = self._meeting.collect("tried", firsts, TRY_SECONDS)
         finally:
             if token is not None:
@@ -229,28 +230,28 @@ class _Launched:
                     token.unlink()
         hosts = {rank: first.host.host for rank, first in firsts.items()}
         failed = {rank: {int(other): why for other, why in each["failed"].items()} for rank, each in tried.items()}
-        self.known += check_reach(hosts, doors, failed)
+        self.findings += check_reach(hosts, doors, failed)
         if silent := [rank for rank in hosts if rank not in tried]:
-            self.known.append(verdicts.fell_silent(silent, self.workers, TRY_SECONDS))
+            self.findings.append(verdicts.fell_silent(silent, self.workers, TRY_SECONDS))
         if token is not None:
-            self.known.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
+            self.findings.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
 
-    def _measured_by_all(self, there: Sequence[Worker]) -> dict[int, dict[str, Any]]:
+    def _measured_by_all(self, workers: Sequence[Worker]) -> dict[int, dict[str, Any]]:
         self._allow("the measurement", MEASURE_SECONDS)
-        self._measure([worker_.home for worker_ in there])
+        self._measure([worker_.home for worker_ in workers])
         rows: dict[int, dict[str, Any]] = self._meeting.collect("row", range(self.place.size), LATER_SECONDS)
         errors = {rank: row for rank, row in rows.items() if "error" in row}
         if errors or len(rows) < self.place.size:
-            self.known.append(verdicts.failed(errors, [rank for rank in range(self.place.size) if rank not in rows], self.workers))
+            self.findings.append(verdicts.failed(errors, [rank for rank in range(self.place.size) if rank not in rows], self.workers))
         return {rank: row for rank, row in rows.items() if "error" not in row}
 
     def _report(self, rows: dict[int, dict[str, Any]]) -> Report:
         names = {rank: each.called for rank, each in self.workers.items()}
         hosts = {rank: each.host.host for rank, each in self.workers.items()}
-        speeds = {rank: Speed(**row["speed"]) for rank, row in rows.items()}
-        links = [Measured(**link) for row in rows.values() for link in row["links"]]
+        speeds = {rank: DeviceSpeed(**row["speed"]) for rank, row in rows.items()}
+        links = [MeasuredLink(**link) for row in rows.values() for link in row["links"]]
         clocks = {hosts[int(rank)]: (ahead, doubt) for row in rows.values() for rank, (ahead, doubt) in row["clocks"].items()}
-        self.known += [*agreement.check_clocks(clocks), *check_links(links, hosts), *check_speeds(speeds, names)]
+        self.findings += [*agreement.check_clocks(clocks), *check_links(links, hosts), *check_speeds(speeds, names)]
         if self.asked.profile is not None and rows:
             self._allow("the profile", PROFILE_SECONDS)
             firsts = len(worker.by_home(list(self.workers.values())))
@@ -258,15 +259,15 @@ class _Launched:
             here = [each for each in self.workers.values() if each.home == self.workers[0].home]
             kind = self.workers[0].device.partition(":")[0]
             try:
-                self.known.append(_write_profile(self.asked.profile, profiles.measure(kind, len(here), lambda what: None), links, sums))
+                self.findings.append(_write_profile(self.asked.profile, profiles.measure(kind, len(here)), links, sums))
             except UserError as error:
-                self.known.append(of_error("profile", error))
-            self.known += verdicts.other_devices(list(self.workers.values()))
+                self.findings.append(of_error("profile", error))
+            self.findings += verdicts.other_devices(list(self.workers.values()))
         return Report(
-            tuple(self.known),
-            tuple(each.to_json() for each in self.workers.values()),
-            {rank: row["speed"] for rank, row in rows.items()},
-            tuple(link.to_json() for link in links),
+            tuple(self.findings),
+            tuple(self.workers.values()),
+            speeds,
+            tuple(links),
             clocks,
         )
 
@@ -349,12 +350,12 @@ class _Launched:
         if self.place.rank == 0:
             if self.meeting is not None and what == "the measurement":
                 late = verdicts.stuck(self.meeting.where(), self.workers, seconds)
-            self.deliver(Report((*self.known, late), tuple(each.to_json() for each in self.workers.values())))
+            self.deliver(Report((*self.findings, late), tuple(self.workers.values())))
         elif self.leads:
             time.sleep(1.0)  # launchers end everyone when one ends, so rank 0 goes first
             self.say(f"rank {self.place.rank}: {late.sentence}")
 
 
-def _write_profile(path: Path, found: Profile, links: Sequence[Measured], sums: Sequence[Reduction]) -> Finding:
-    output_file.write(path, profiles.completed(found, profiles.name_of(path), links, sums).to_json())
+def _write_profile(path: Path, profile: Profile, links: Sequence[MeasuredLink], sums: Sequence[Reduction]) -> Finding:
+    output_file.write(path, profiles.completed(profile, profiles.name_of(path), links, sums).to_json())
     return Finding("fine", "profile", f"written to {path}; carrywave plan --profile {path} and CARRYWAVE_PROFILE={path} use it")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from carrywave.errors import UserError
 
@@ -29,10 +29,6 @@ class Finding:
     def sentence(self) -> str:
         """Fact and remedy, as in an error message."""
         return f"{self.fact}; {self.remedy}" if self.remedy else self.fact
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding as a dict that JSON can represent."""
-        return asdict(self)
 
 
 def of_error(what: str, error: UserError, where: str = "") -> Finding:
@@ -78,5 +74,5 @@ def size(num_bytes: float) -> str:
 
 def given(names: Iterable[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of these environment variables that are set and not empty."""
-    known = os.environ if environment is None else environment
-    return {name: known[name] for name in names if known.get(name)}
+    variables = os.environ if environment is None else environment
+    return {name: variables[name] for name in names if variables.get(name)}

@@ -9,15 +9,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from carrywave.doctor.finding import Finding, size
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
-from carrywave.launch.gpu_shares.shares import PIPES, TOOL
 from carrywave.launch.hardware import nvidia_smi, visible
+from carrywave.launch.shares.mps import PIPES, TOOL
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.startup.environment import SHARE_GPU
 from carrywave.parallel.startup.rendezvous import reason
@@ -42,11 +41,6 @@ class Gpu:
     ecc_errors: int | None = None  # uncorrected, since the last reset
     throttle: int | None = None  # bits, see THROTTLES
     refusal: str = ""  # why our persistent kernels cannot run on it; empty: they can
-
-    @staticmethod
-    def of(known: Mapping[str, Any]) -> Gpu:
-        """Build one from parsed JSON."""
-        return Gpu(**known)
 
 
 def choose(asked: str, local_rank: int | None = None) -> tuple[torch.device, str]:

@@ -6,10 +6,8 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from carrywave.doctor.finding import Finding, size
 from carrywave.launch.hardware import cores
@@ -56,11 +54,6 @@ class Host:
             resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             os.getloadavg()[0],
         )
-
-    @staticmethod
-    def of(known: Mapping[str, Any]) -> Host:
-        """Build one from parsed JSON."""
-        return Host(**known)
 
 
 def quota(folder: Path) -> float | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from carrywave.doctor.finding import Finding, size
 from carrywave.plan.show.text import seconds_text
 
-Kind = Literal["within a host", "between hosts"]
+LinkKind = Literal["within a host", "between hosts"]
 SLOW = 2.0  # times as slow as others of its kind
 BELIEVABLE = 1e13  # bytes a second; more is noise: a large message took no longer than a small one on a busy machine
 
@@ -21,23 +21,19 @@ class Pair(NamedTuple):
 
     first: int
     second: int
-    kind: Kind
+    kind: LinkKind
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     """What a link between two ranks showed."""
 
     first: int
     second: int
-    kind: Kind
+    kind: LinkKind
     latency_seconds: float
     bytes_per_second: float
     transport: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The link as a dict that JSON can represent."""
-        return asdict(self)
 
 
 def pairs(homes: Sequence[str]) -> list[list[Pair]]:
@@ -59,10 +55,10 @@ def pairs(homes: Sequence[str]) -> list[list[Pair]]:
     return [each for each in rounds if each]
 
 
-def check_links(links: Sequence[Measured], hosts: Mapping[int, str]) -> list[Finding]:
+def check_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list[Finding]:
     """What links of each kind are like, and which of them is slow. `hosts`: names by rank. Pure."""
     found: list[Finding] = []
-    kinds: tuple[Kind, ...] = ("within a host", "between hosts")
+    kinds: tuple[LinkKind, ...] = ("within a host", "between hosts")
     for kind in kinds:
         some = [link for link in links if link.kind == kind]
         if not some:
@@ -79,7 +75,7 @@ def check_links(links: Sequence[Measured], hosts: Mapping[int, str]) -> list[Fin
     return found
 
 
-def _slow(link: Measured, others: Sequence[Measured], hosts: Mapping[int, str]) -> list[Finding]:
+def _slow(link: MeasuredLink, others: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list[Finding]:
     rate = statistics.median(other.bytes_per_second for other in others)
     factor = rate / link.bytes_per_second
     if factor < SLOW:

@@ -4,49 +4,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from carrywave.doctor import speed
-from carrywave.doctor.links import Measured, Pair, pairs
+from carrywave.doctor.links import MeasuredLink, Pair, pairs
 from carrywave.measure import device_memory
+from carrywave.measure.device_speed import time_device
 from carrywave.measure.work import time_messages, time_reductions
 from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 
-Row = dict[str, Any]
 PHASES = ("connecting", "device speed", "waiting for the others", "clocks", "links", "sums between hosts", "done")
 CLOCK_ROUNDS = 8
 
 
 @lost_contact.kept
 def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, sums: bool) -> Row:
-    """Measure all; `homes` is the host of each rank, `at` is told what comes next, `sums`: also time all-reduces between hosts.
+    """Measure all; `homes` is the host of each rank, `at` is called with what comes next, `sums`: also time all-reduces between hosts.
 
     What several workers measured together, only one of them returns.
     """
     firsts = [homes.index(home) for home in dict.fromkeys(homes)]
     at("device speed")
-    found: Row = {"speed": speed.time_device(world.device, _together(world, at)).to_json(), "links": [], "clocks": {}, "sums": []}
+    row: Row = {"speed": time_device(world.device, _together(world, at)), "links": [], "clocks": {}, "sums": []}
     if world.size > 1:
         at("clocks")
-        found["clocks"] = _clocks(world, firsts)
+        row["clocks"] = _clocks(world, firsts)
         at("links")
-        found["links"] = [link.to_json() for link in _links(world, pairs(homes))]
+        row["links"] = _links(world, pairs(homes))
         if sums and len(firsts) > 1:
             at("sums between hosts")
             group = process_groups.group(firsts, "doctor")
             if world.rank in firsts:
-                found["sums"] = [row["reduction"] for row in time_reductions(world, GroupSum(group))]
+                row["sums"] = [each["reduction"] for each in time_reductions(world, GroupSum(group))]
             dist.barrier()
     at("done")
-    return found
+    return row
 
 
 def _together(world: World, at: Callable[[str], None]) -> Callable[[], None]:
@@ -61,9 +60,9 @@ def _together(world: World, at: Callable[[str], None]) -> Callable[[], None]:
     return wait
 
 
-def _links(world: World, rounds: Sequence[Sequence[Pair]]) -> list[Measured]:
+def _links(world: World, rounds: Sequence[Sequence[Pair]]) -> list[MeasuredLink]:
     """The links whose first end is this worker."""
-    found: list[Measured] = []
+    links: list[MeasuredLink] = []
     transport = "gloo"
     if world.device.type == "cuda":
         mesh = Mesh(world, Plan(world.size))
@@ -75,35 +74,35 @@ def _links(world: World, rounds: Sequence[Sequence[Pair]]) -> list[Measured]:
         dist.barrier()
         for pair in each:
             rows = [row["link"] for row in time_messages(world, transport, (pair.first, pair.second)) if "link" in row]
-            found += [_measured(pair, row) for row in rows]
+            links += [_measured(pair, row) for row in rows]
     dist.barrier()
-    return found
+    return links
 
 
-def _measured(pair: Pair, row: Row) -> Measured:
-    return Measured(*pair, row["latency_seconds"], row["bytes_per_second"], row["transport"])
+def _measured(pair: Pair, row: Row) -> MeasuredLink:
+    return MeasuredLink(*pair, row["latency_seconds"], row["bytes_per_second"], row["transport"])
 
 
 def _clocks(world: World, firsts: Sequence[int]) -> dict[str, tuple[float, float]]:
     """On rank 0, how far the clock of each other host is ahead, in seconds, and how uncertain that is, by the rank of its first worker."""
-    found: dict[str, tuple[float, float]] = {}
+    clocks: dict[str, tuple[float, float]] = {}
     for rank in firsts:
         if rank == 0 or world.rank not in (0, rank):
             continue
-        said = torch.zeros(1, dtype=torch.float64)
+        time_there = torch.zeros(1, dtype=torch.float64)
         if world.rank == rank:
             for _ in range(CLOCK_ROUNDS):
-                dist.recv(said, 0)
+                dist.recv(time_there, 0)
                 dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
             continue
         best = (0.0, float("inf"))
         for _ in range(CLOCK_ROUNDS):
             begin = time.time()
-            dist.send(said, rank)
-            dist.recv(said, rank)
+            dist.send(time_there, rank)
+            dist.recv(time_there, rank)
             end = time.time()
             doubt = max(1e-6, (end - begin) / 2)
             if doubt < best[1]:
-                best = float(said) - (begin + end) / 2, doubt
-        found[str(rank)] = best
-    return found
+                best = float(time_there) - (begin + end) / 2, doubt
+        clocks[str(rank)] = best
+    return clocks

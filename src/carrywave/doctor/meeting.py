@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from pydantic_core import to_json
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave.doctor.worker import Place
@@ -34,8 +35,8 @@ class Meeting:
         self._aside = PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # for a thread, while the other one waits
 
     def tell(self, name: str, value: Any) -> None:
-        """Tell something about this worker."""
-        self._store.set(f"{name}/{self.place.rank}", json.dumps(value))
+        """Tell something about this worker: what JSON can represent, or dataclasses."""
+        self._store.set(f"{name}/{self.place.rank}", to_json(value).decode())
 
     def collect(self, name: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
         """What these ranks told, by rank, of those that did so in time."""

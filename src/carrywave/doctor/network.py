@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from carrywave.doctor.finding import Finding
 from carrywave.parallel.startup.addresses import addresses, is_loopback
@@ -47,12 +46,6 @@ class Network:
         way = next((name for name, addresses in interfaces.items() if toward in addresses), "")
         resolved = _resolve(socket.gethostname())
         return Network(socket.gethostname(), resolved, interfaces, named, way, bool(resolved) and not _is_own(resolved[0]))
-
-    @staticmethod
-    def of(known: Mapping[str, Any]) -> Network:
-        """Build one from parsed JSON."""
-        interfaces = {name: tuple(addresses) for name, addresses in known["interfaces"].items()}
-        return Network(known["host"], tuple(known["resolved"]), interfaces, known["named"], known["way"], known["foreign"])
 
     @property
     def address(self) -> str:
@@ -112,8 +105,8 @@ def check_meeting(address: str, port: int, *, first: bool | None, seconds: float
     if not found:
         fact = f"host {address} of the meeting point is not found from here"
         return Finding("wrong", what, fact, "correct the address of rank 0, or give it as a number", where)
-    own = {one for addresses in addresses().values() for one in addresses}
-    at_home = any(one in own or is_loopback(one) for one in found)
+    of_this_host = {one for addresses in addresses().values() for one in addresses}
+    at_home = any(one in of_this_host or is_loopback(one) for one in found)
     answer = connect(found[0], port, seconds)
     spot = f"{address}:{port}" + ("" if address in found else f" ({found[0]})")
     if first is False and at_home and answer:
@@ -174,10 +167,10 @@ class Listener:
             self._socket.close()
 
     @staticmethod
-    def _accept(own: socket.socket) -> None:
+    def _accept(listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                own.accept()[0].close()
+                listening.accept()[0].close()
 
 
 @dataclass(frozen=True)

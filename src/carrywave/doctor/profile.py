@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.doctor.links import Measured
+from carrywave.doctor.links import MeasuredLink
 from carrywave.measure.grid import OPTIMIZERS, PRECISIONS, modest_grid
 from carrywave.measure.profiles import Wanted, empty, extended
 from carrywave.plan.cost.profile import Link, Profile, Reduction, Transport
@@ -14,15 +14,13 @@ from carrywave.plan.cost.profile import Link, Profile, Reduction, Transport
 TRANSPORTS: dict[str, Transport] = {"device memory": "device memory", "NCCL": "NCCL", "gloo": "gloo"}
 
 
-def measure(kind: str, workers: int, at: Callable[[str], None]) -> Profile:
+def measure(kind: str, workers: int) -> Profile:
     """Measure this host's devices, cpu or cuda, in processes of their own: one alone, then as many as there are workers on it."""
     found = empty(kind)
     for precision in PRECISIONS if kind == "cuda" else ("fp32",):
-        at(f"profile in {precision}")
         wanted = Wanted(modest_grid(kind, precision), OPTIMIZERS if precision in ("bf16", "fp32") else (), links=False)
         found = extended(found, kind, precision, wanted, 1, launched=True, environment={})
     if workers > 1:
-        at(f"profile of {workers} workers")
         # Cores share caches and memory, so that what several take is timed too; GPUs have their own.
         asks = modest_grid(kind, "fp32") if kind == "cpu" else []
         wanted = Wanted(asks, OPTIMIZERS if kind == "cpu" else (), links=True)
@@ -30,7 +28,7 @@ def measure(kind: str, workers: int, at: Callable[[str], None]) -> Profile:
     return replace(found, devices_per_host=workers)
 
 
-def completed(profile: Profile, name: str, links: Sequence[Measured], sums: Sequence[Reduction]) -> Profile:
+def completed(profile: Profile, name: str, links: Sequence[MeasuredLink], sums: Sequence[Reduction]) -> Profile:
     """The profile with the slowest measured link of each kind, and all-reduces between hosts. Pure."""
     within, between = (
         min((link for link in links if link.kind == kind), key=lambda link: link.bytes_per_second, default=None)
@@ -50,5 +48,5 @@ def name_of(path: Path) -> str:
     return path.name.removesuffix(".json")
 
 
-def _link(link: Measured) -> Link:
+def _link(link: MeasuredLink) -> Link:
     return Link(link.latency_seconds, link.bytes_per_second, "measured", TRANSPORTS.get(link.transport, ""))

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
 
 from carrywave.doctor.finding import Finding, merged, well
+
+if TYPE_CHECKING:
+    from carrywave.doctor.links import MeasuredLink
+    from carrywave.doctor.worker import Worker
+    from carrywave.measure.device_speed import DeviceSpeed
 
 FORMAT = 1
 MARKS = {"fine": "ok", "warning": "WARNING", "wrong": "WRONG"}
@@ -17,9 +24,9 @@ class Report:
     """What the doctor found."""
 
     findings: tuple[Finding, ...]
-    workers: tuple[Mapping[str, Any], ...] = ()  # what each told of itself
-    speeds: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by rank
-    links: tuple[Mapping[str, Any], ...] = ()
+    workers: tuple[Worker, ...] = ()
+    speeds: Mapping[int, DeviceSpeed] = field(default_factory=dict)  # by rank
+    links: tuple[MeasuredLink, ...] = ()
     clocks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by host: seconds ahead of rank 0, and how uncertain that is
 
     @property
@@ -28,16 +35,18 @@ class Report:
         return 0 if well(self.findings) else 1
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a dict that JSON can represent."""
-        return {
+        """The report as a dict that JSON can represent; what is not a number is null."""
+        parts = {
             "format": FORMAT,
             "well": self.code == 0,
-            "findings": [finding.to_json() for finding in self.findings],
-            "workers": [dict(worker) for worker in self.workers],
-            "speeds": [{"rank": rank, **speed} for rank, speed in self.speeds.items()],
-            "links": [dict(link) for link in self.links],
+            "findings": self.findings,
+            "workers": self.workers,
+            "speeds": [{"rank": rank, **asdict(speed)} for rank, speed in self.speeds.items()],
+            "links": self.links,
             "clocks": [{"host": host, "ahead_seconds": each[0], "doubt_seconds": each[1]} for host, each in self.clocks.items()],
         }
+        plain: dict[str, Any] = to_jsonable_python(parts, inf_nan_mode="null")
+        return plain
 
     @property
     def rows(self) -> list[Finding]:
@@ -60,11 +69,11 @@ def lines(report: Report) -> list[str]:
     """The report as plain lines: one for each finding, and the verdict."""
     rows = report.rows
     width = max((len(row.what) for row in rows), default=0)
-    shown = [f"{MARKS[row.level]:<8}{row.what:<{width}}  {told(row)}" for row in rows]
+    shown = [f"{MARKS[row.level]:<8}{row.what:<{width}}  {finding_text(row)}" for row in rows]
     return [*shown, report.verdict]
 
 
-def told(row: Finding) -> str:
+def finding_text(row: Finding) -> str:
     """Where a finding holds, and its sentence."""
     named = row.fact.startswith(tuple(f"{row.where}{end}" for end in " ;,"))
     return f"{row.where}: {row.sentence}" if row.where and not named else row.sentence

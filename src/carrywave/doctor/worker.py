@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from carrywave import __version__
 from carrywave.data.files import cache
@@ -69,27 +70,10 @@ class Worker:
     shares: Finding | None = None  # what is to be said of shares of a GPU
     door: tuple[str, int] = ("", 0)  # where it listens for others to try, on the first worker of a host
 
-    def to_json(self) -> dict[str, Any]:
-        """The worker as a dict that JSON can represent."""
-        return asdict(self)
-
     @staticmethod
-    def of(known: Mapping[str, Any]) -> Worker:
+    def of(values: Mapping[str, Any]) -> Worker:
         """Build one from parsed JSON."""
-        parts: dict[str, Any] = dict(known)
-        near, shares = parts["neighbour"], parts["shares"]
-        return Worker(
-            **parts
-            | {
-                "host": Host.of(parts["host"]),
-                "network": Network.of(parts["network"]),
-                "neighbour": Neighbour(near["host"], near["gpu"], tuple(near["reaches"])),
-                "gpu": None if parts["gpu"] is None else Gpu.of(parts["gpu"]),
-                "disks": tuple(map(Disk.of, parts["disks"])),
-                "shares": None if shares is None else Finding(**shares),
-                "door": tuple(parts["door"]),
-            }
-        )
+        return TypeAdapter(Worker).validate_python(values)
 
     @property
     def leads(self) -> bool:
@@ -113,19 +97,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def look(place: Place, asked: str, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
+def look(place: Place, device_name: str, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
     """Look at this process's host and device. `run`: the folder of runs; one in an object store has no disk to look at."""
-    smi = gpu.ask_smi() if asked != "cpu" else {}  # before this process uses a GPU itself
+    smi = gpu.ask_smi() if device_name != "cpu" else {}  # before this process uses a GPU itself
     at = None if place.size == 1 else own().device(place.local_rank)
-    device, unusable = gpu.choose(asked, at)
+    device, unusable = gpu.choose(device_name, at)
     host = Host.here()
-    known = identity(os.getpid())
+    process = identity(os.getpid())
     folders: list[tuple[str, Path]] = [] if "://" in run else [("run folder", Path(run))]
     folders.append(("cache", cache.folder(None)))
     return Worker(
         place.rank,
         place.local_rank,
-        f"{known['boot']} {known['net']} {known['host']}",
+        f"{process['boot']} {process['net']} {process['host']}",
         versions(),
         given(SETTINGS),
         host,

@@ -26,9 +26,9 @@ from carrywave.errors import WorkerError, option
 from carrywave.launch import launch_record
 from carrywave.launch.engines.hosts import Hosts
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.gpu_shares.shares import Shares
 from carrywave.launch.hardware import visible
 from carrywave.launch.restart_policy import Place, RestartPolicy
+from carrywave.launch.shares.mps import Shares
 from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
 from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.startup.environment import SHARE_GPU

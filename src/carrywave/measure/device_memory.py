@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from carrywave.kernels.cuda import clock
-from carrywave.measure.recorded import captured, replay_seconds
+from carrywave.measure.recorded import replay_seconds
+from carrywave.measure.timing import captured
 from carrywave.parallel import process_groups
 from carrywave.parallel.memory.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.sample_requests import REDUCED_BYTES
-from carrywave.plan.cost.ways import DEVICE_MEMORY
+from carrywave.plan.cost.transports import DEVICE_MEMORY
 
-Row = dict[str, Any]
 Stamps = tuple[Tensor, Tensor, Tensor, Tensor]  # before and after the sends, before and after the waits
 
 MESSAGES = 32  # in a block
@@ -59,7 +60,7 @@ def time_sums(mesh: Mesh, replays: int) -> Iterator[Row]:
         def add(numbers: Tensor = numbers) -> Tensor:
             return mesh.sum_(numbers)
 
-        seconds = replay_seconds(add, mesh.device, dist.barrier, replays)
+        seconds = replay_seconds(add, dist.barrier, replays)
         yield {"reduction": {"workers": mesh.world.size, "num_bytes": num_bytes, "seconds": seconds}}
 
 
@@ -113,11 +114,12 @@ def _ends(memory: SharedMemory, num_bytes: int, device: torch.device) -> Ends:
     times_4 = torch.zeros(4, dtype=torch.int64, device=device)
     stamps = (times_4[0], times_4[1], times_4[2], times_4[3])
     found: list[list[int]] = []
-    graph, _ = captured(lambda: exchange(memory, message, stamps), device)
+    graph, _ = captured(lambda: exchange(memory, message, stamps))
+    graph.replay()
     for _ in range(REPLAYS):
         graph.replay()
         found.append(times_4.tolist())
     send = statistics.median(after - before for before, after, _, _ in found) / 1e9 / MESSAGES
     wait = statistics.median(after - before for _, _, before, after in found) / 1e9 / MESSAGES
-    half = replay_seconds(lambda: there_and_back(memory, message), device, times=REPLAYS) / MESSAGES / 2
+    half = replay_seconds(lambda: there_and_back(memory, message), times=REPLAYS) / MESSAGES / 2
     return Ends(send, wait, half)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.launch.gpu_shares.shares import shares
+from carrywave.launch.shares.mps import shares
 from carrywave.measure.profiles import Wanted, empty, extended, read
 from carrywave.plan.cost.profile import Overheads, Profile
 from carrywave.plan.cost.sample_requests import LARGEST, Ask, lighter_ask

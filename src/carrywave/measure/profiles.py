@@ -14,7 +14,7 @@ import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
-from carrywave.launch.gpu_shares.shares import PIPES, divided
 from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
+from carrywave.launch.shares.mps import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import threads_dealt
+from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.profile import Contention, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
 from carrywave.plan.cost.shipped_profiles import LINKS
 from carrywave.plan.cost.units import Units
 
-Row = dict[str, Any]
 Note = Callable[[str], None]
 
 MEASURED_BY = "carrywave.measure.work"
@@ -50,7 +50,7 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
     path = _path(kind)
     with _alone(path, note):
         profile = read(path, kind)
-        for workers in crowds(kind, devices):
+        for workers in worker_counts(kind, devices):
             missing = _missing(profile, units, workers, kind)
             if missing.something:
                 note(f"measuring this machine with {workers} worker{'s' * (workers > 1)} ({len(missing.asks)} calls)")
@@ -80,7 +80,7 @@ def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
     return None if _missing(profile, units, workers, device).something else profile
 
 
-def crowds(kind: str, devices: int) -> list[int]:
+def worker_counts(kind: str, devices: int) -> list[int]:
     """The numbers of concurrent workers to time."""
     most = max(1, min(devices, len(gpus()) if kind == "cuda" else CROWDED * cores()))
     return sorted({1, min(2, most), most})  # links are timed with two; counts in between use the nearest
@@ -200,7 +200,7 @@ def extended(
     job = {
         "device": kind,
         "precision": precision,
-        "asks": [ask.to_json() for ask in wanted.asks],
+        "asks": [asdict(ask) for ask in wanted.asks],
         "optimizers": list(wanted.optimizers),
         "links": wanted.links,
         "launched": launched,
@@ -215,13 +215,13 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     reductions: dict[int, list[float]] = defaultdict(list)
     overheads: dict[str, list[float]] = defaultdict(list)
     link = profile.within
-    crowded = {crowd.workers: crowd for crowd in profile.crowds}
+    contention = {each.workers: each for each in profile.contention}
     for row in (row for of_one in rows for row in of_one):
         if "sample" in row:
             sample = replace(Sample(**row["sample"]), workers=workers)
             samples[_same(sample)].append(sample)
         if "lag" in row:
-            crowded[workers] = replace(crowded.get(workers, Contention(workers)), lag=row["lag"])
+            contention[workers] = replace(contention.get(workers, Contention(workers)), lag=row["lag"])
         if "reduction" in row:
             reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
         if "link" in row:
@@ -240,7 +240,7 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
         profile,
         samples=kept + tuple(new),
         reductions=before + found,
-        crowds=tuple(crowded.values()),
+        contention=tuple(contention.values()),
         within=link,
         overheads=replace(profile.overheads, **times),
     )
@@ -255,7 +255,7 @@ def _mean(several: Sequence[Sample]) -> Sample:
         several[0],
         forward_seconds=statistics.fmean(sample.forward_seconds for sample in several),
         backward_seconds=statistics.fmean(sample.backward_seconds for sample in several),
-        put_off_seconds=statistics.fmean(sample.put_off_seconds for sample in several),
+        deferred_seconds=statistics.fmean(sample.deferred_seconds for sample in several),
     )
 
 

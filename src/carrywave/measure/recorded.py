@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from carrywave.measure.rig import Part, Rig, between, nothing, own
+from carrywave.measure.rig import Part, Rig, between, nothing, without_task
+from carrywave.measure.timing import captured, gpu_seconds
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import LARGEST, Ask
 
@@ -25,10 +26,6 @@ LEAST_CHUNKS = 4  # of a window with a unit, if it has as many
 Together = Callable[[], None]  # a barrier, so that all workers time the same call at once
 
 
-def _nothing() -> None:
-    pass
-
-
 class Chunks(NamedTuple):
     """Seconds of a chunk's forward and backward, and of the weight gradients of its window."""
 
@@ -37,7 +34,7 @@ class Chunks(NamedTuple):
     weights: float
 
 
-def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
+def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together: Together = lambda: None) -> Sample:
     """Time a request as a window of one chunk. Forward is timed alone; backward is the rest of forward plus backward, less the overhead of
     the two tasks.
     """
@@ -45,21 +42,21 @@ def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together:
         forward, backward = (max(LEAST, seconds) for seconds in _between(ask, device))
         return ask.sample(forward, backward, 0.0)
     rig = Rig(ask, device)
-    forward = replay_seconds(rig.forward, device, together)
-    both = max(replay_seconds(lambda: rig.run(1, None), device, together) - 2 * task_seconds, 1.2 * forward)
+    forward = replay_seconds(rig.forward, together)
+    both = max(replay_seconds(lambda: rig.run(1, None), together) - 2 * task_seconds, 1.2 * forward)
     return ask.sample(forward, both - forward, 0.0)
 
 
-def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
+def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: Together = lambda: None) -> Sample:
     """Time a request as one of several chunks of a window; what it defers is its part of the window's weight gradients."""
     chunks = enough_chunks(ask)
     rig = Rig(replace(ask, steps=chunks * ask.steps), device)
 
     def seconds(part: Part) -> float:
-        return replay_seconds(lambda: rig.run(chunks, None, part), device, together)
+        return replay_seconds(lambda: rig.run(chunks, None, part), together)
 
     forward, backward, weights = chunks_of(chunks, seconds)
-    forward, backward, put_off = max(LEAST, own(forward, task_seconds)), own(backward, task_seconds), weights / chunks
+    forward, backward, put_off = max(LEAST, without_task(forward, task_seconds)), without_task(backward, task_seconds), weights / chunks
     return replace(ask.sample(forward, backward + put_off, put_off), piped="recorded")
 
 
@@ -75,12 +72,12 @@ def chunks_of(chunks: int, seconds: Callable[[Part], float]) -> Chunks:
     return Chunks(max(0.0, begun - backward) / chunks, backward, max(0.0, everything - returned))
 
 
-def recorded_task(device: torch.device, precision: str, together: Together = _nothing) -> float:
+def recorded_task(device: torch.device, precision: str, together: Together = lambda: None) -> float:
     """Seconds of overhead per captured task: a task without any unit, in a window of several chunks."""
     rig = Rig(nothing(precision), device)
 
     def seconds(part: Part) -> float:
-        return replay_seconds(lambda: rig.run(EMPTY_CHUNKS, None, part), device, together)
+        return replay_seconds(lambda: rig.run(EMPTY_CHUNKS, None, part), together)
 
     found = chunks_of(EMPTY_CHUNKS, seconds)
     return (found.forward + found.backward) / 2
@@ -89,48 +86,23 @@ def recorded_task(device: torch.device, precision: str, together: Together = _no
 def _between(ask: Ask, device: torch.device) -> tuple[float, float]:
     """Forward and backward seconds of dropout or norm."""
     step = between(ask, device)
-    forward = replay_seconds(lambda: step(False), device)
-    return forward, replay_seconds(lambda: step(True), device) - forward
+    forward = replay_seconds(lambda: step(False))
+    return forward, replay_seconds(lambda: step(True)) - forward
 
 
-def replay_seconds(work: Callable[[], object], device: torch.device, together: Together = _nothing, times: int | None = None) -> float:
+def replay_seconds(work: Callable[[], object], together: Together = lambda: None, times: int | None = None) -> float:
     """Capture `work` as a CUDA graph and return the seconds per replay: the median over a few blocks of replays.
 
     `times`: the replays of a block. Work that waits for other workers needs the same number on all of them; otherwise it depends on the
     time of a replay.
     """
-    graph, kept = captured(work, device)
+    graph, kept = captured(work)
+    graph.replay()
     blocks = BLOCKS
     if times is None:
-        first = _block(graph, 1, device)
+        first = gpu_seconds(graph.replay)
         times, blocks = (1, LONG_BLOCKS) if first > LONG_SECONDS else (max(3, round(LEAST_SECONDS / max(1e-6, first))), BLOCKS)
     together()
-    found = statistics.median(_block(graph, times, device) for _ in range(blocks))
+    seconds = statistics.median(gpu_seconds(graph.replay, times) for _ in range(blocks))
     del kept
-    return found
-
-
-def captured(work: Callable[[], object], device: torch.device) -> tuple[torch.cuda.CUDAGraph, object]:
-    """`work` as a CUDA graph that has been replayed once, and its result, to be kept as long as the graph is replayed."""
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream(device).wait_stream(side)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
-    graph.replay()
-    return graph, kept
-
-
-def _block(graph: torch.cuda.CUDAGraph, times: int, device: torch.device) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(times):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) / 1e3 / times
+    return seconds

@@ -51,14 +51,14 @@ class Echo:
     closed: ClassVar[bool] = False
 
     device: torch.device
-    known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
+    messages: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
         """A random message of this shape, reused for later receives."""
         key = shape, dtype
-        if key not in self.known:
-            self.known[key] = 0.1 * torch.randn(shape, dtype=dtype, device=self.device)
-        return Arrived(self.known[key].detach())
+        if key not in self.messages:
+            self.messages[key] = 0.1 * torch.randn(shape, dtype=dtype, device=self.device)
+        return Arrived(self.messages[key].detach())
 
     def send(self, line: Channel, tensor: Tensor) -> None:
         """Discard the message."""
@@ -155,11 +155,11 @@ def time_unit(ask: Ask, device: torch.device, task_seconds: float, together: Cal
         whole = Rig(ask, device)
         put_off = whole.laps(2, together)[2] if ask.steps > 1 else 0.0
         forward, backward, _ = whole.laps(1, together)
-        forward, backward = own(forward, task_seconds), own(backward, task_seconds)
+        forward, backward = without_task(forward, task_seconds), without_task(backward, task_seconds)
     else:
         forward, backward, paid = Rig(ask.twice(), device).laps(2, together)
         put_off = paid / 2
-        forward, backward = own(forward, task_seconds), own(backward, task_seconds) + put_off
+        forward, backward = without_task(forward, task_seconds), without_task(backward, task_seconds) + put_off
     return ask.sample(forward, backward, min(put_off, backward))
 
 
@@ -174,7 +174,7 @@ def nothing(precision: str) -> Ask:
     return Ask("linear", 1, 1, 4, 8, precision=precision, nothing=True)
 
 
-def own(seconds: float, task_seconds: float) -> float:
+def without_task(seconds: float, task_seconds: float) -> float:
     """The seconds of a unit itself: those of its task less the overhead of any task."""
     return max(seconds - task_seconds, _SMALL * seconds)
 

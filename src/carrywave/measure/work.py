@@ -11,7 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,20 +23,20 @@ from carrywave.kernels.hopper import persistent
 from carrywave.measure import device_memory
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Rig, time_task, time_unit
+from carrywave.measure.timing import call_seconds, settle
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import OPTIMIZER_SIZES, REDUCED_BYTES, Ask
 from carrywave.plan.plan import Plan
 from carrywave.step.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
-
-Row = dict[str, Any]
 
 UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40
 LEAST_MESSAGES, WARM_MESSAGES = 7, 2
@@ -48,7 +49,7 @@ SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 
 def work(world: World, job: Row) -> Iterator[Row]:
     """Measure everything a job asks for; each worker yields its own times, even for what all workers run at once."""
-    together = dist.barrier if world.size > 1 else _nothing
+    together = dist.barrier if world.size > 1 else lambda: None
     precision = job["precision"]
     task_seconds = time_task(world.device, precision, together)
     yield {"overheads": {"task_seconds": task_seconds}}
@@ -56,7 +57,7 @@ def work(world: World, job: Row) -> Iterator[Row]:
     recorded = recorded_task(world.device, precision, together) if on_gpu else 0.0
     if on_gpu:
         yield {"overheads": {"recorded_seconds": recorded}}
-    asks = [Ask.of(known) for known in job["asks"]]
+    asks = [Ask(**values) for values in job["asks"]]
     if on_gpu:
         for ask in asks:
             yield {"sample": asdict(time_recorded(ask, world.device, recorded, together))}
@@ -85,10 +86,6 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
         return
     yield from time_reductions(world, cast(GroupSum, mesh.replicas_of([0])))
     yield from time_messages(world, mesh.sums)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _update(device: torch.device, name: str, parameters: int, layers: int, precision: str, together: Callable[[], None]) -> Sample:
@@ -144,23 +141,17 @@ def _lag(world: World, ask: Ask) -> Row:
     """How far the slowest worker is behind the mean after equal work about as long as a step, as a fraction of that work."""
     rig = Rig(ask, world.device)
     rig.run(1, None)
-    seconds = torch.tensor([_repeated(rig, 1)], dtype=torch.float64)
+    run = partial(rig.run, 1, None)
+    seconds = torch.tensor([call_seconds(run, 1, world.device)], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)  # so that all workers repeat it equally often
     times = max(1, round(ROUND_SECONDS / seconds.item()))
     slowest, mean = torch.zeros(ROUNDS, dtype=torch.float64), torch.zeros(ROUNDS, dtype=torch.float64)
     for number in range(ROUNDS):
         dist.barrier()
-        slowest[number] = mean[number] = _repeated(rig, times)
+        slowest[number] = mean[number] = call_seconds(run, times, world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(mean)
     return {"lag": (slowest.sum() / mean.sum() * world.size - 1).item()}
-
-
-def _repeated(rig: Rig, times: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(times):
-        rig.run(1, None)
-    return time.perf_counter() - begin
 
 
 def time_reductions(world: World, summing: GroupSum) -> Iterator[Row]:
@@ -176,8 +167,7 @@ def time_reductions(world: World, summing: GroupSum) -> Iterator[Row]:
                 busy.add_(1.0)  # after parallel work, as after backward, the threads of every worker keep their cores busy for a while
             begin = time.perf_counter()
             summing.all_reduce(tensor).wait()
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(world.device)
             found.append(time.perf_counter() - begin)
         yield {"reduction": {"workers": workers, "num_bytes": num_bytes, "seconds": statistics.median(found[2:])}}
 
@@ -201,8 +191,7 @@ def time_messages(world: World, transport: str, pair: tuple[int, int] = (0, 1)) 
             else:
                 dist.recv(tensor, peer)
                 handed.append(_send(tensor, peer))
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(world.device)
             found.append((time.perf_counter() - begin) / 2)
             if len(found) == WARM_MESSAGES + 1:
                 times = _agreed(first, peer, found[-1])

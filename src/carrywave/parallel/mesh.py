@@ -32,7 +32,7 @@ from carrywave.parallel.sums.host_sums import HostSum
 from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.cost.profile import Transport
-from carrywave.plan.cost.ways import BY_BACKEND, DEVICE_MEMORY
+from carrywave.plan.cost.transports import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Pair, lines, pairs_of

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +37,56 @@ def start(
         folder = Path(place)
         (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
         command = [sys.executable, "-m", "carrywave.parallel.worker_pool", module, place]
-        crew: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(workers):
-                own = _environment(folder, rank, workers, threads) | dict(environment or {})
-                with (folder / f"{rank}.log").open("wb") as log:
-                    crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=own))
-            failed = _wait(crew)
-        finally:
-            for process in crew:
-                process.kill()
-                process.communicate()
-        if failed:
-            # If several fail at once, one is the cause, and the others have only lost contact with it.
-            last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
-            from carrywave.parallel.liveness.lost_contact import sounds_lost
-
-            cause = min(failed, key=lambda rank: sounds_lost(last[rank]))
-            raise RunError(f"worker {cause} of {name or module} exited with code {crew[cause].returncode}: {last[cause] or 'no output'}")
+        environments = [environment_of(folder, rank, workers, threads) | dict(environment or {}) for rank in range(workers)]
+        run_together([command] * workers, environments, folder, name or module)
         texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]
         return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def _wait(crew: list[subprocess.Popen[bytes]]) -> list[int]:
+def run_together(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    name: str,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a command for each worker, with its output in `folder`, until all are done; one that fails ends all.
+
+    `meanwhile` is called again and again until then.
+    """
+    crew: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
+            with (folder / f"{rank}.log").open("wb") as log:
+                crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment))
+        failed = _wait(crew, meanwhile)
+    finally:
+        for process in crew:
+            process.kill()
+            process.communicate()
+    if failed:
+        # If several fail at once, one is the cause, and the others have only lost contact with it.
+        last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
+        from carrywave.parallel.liveness.lost_contact import sounds_lost
+
+        cause = min(failed, key=lambda rank: sounds_lost(last[rank]))
+        raise RunError(f"worker {cause} of {name} exited with code {crew[cause].returncode}: {last[cause] or 'no output'}")
+
+
+def _wait(crew: list[subprocess.Popen[bytes]], meanwhile: Callable[[], None]) -> list[int]:
     """Wait until all have exited successfully or some have failed; returns the ranks that failed."""
     while True:
         codes = [process.poll() for process in crew]
+        meanwhile()
         bad = [rank for rank, code in enumerate(codes) if code]
         if bad or all(code == 0 for code in codes):
             return bad
         time.sleep(POLL_SECONDS)
 
 
-def _environment(folder: Path, rank: int, workers: int, threads: int) -> dict[str, str]:
+def environment_of(folder: Path, rank: int, workers: int, threads: int) -> dict[str, str]:
     """This process's environment, with its import path, the worker's rank and threads, and loopback for all messages."""
-    own = {
+    of_worker = {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(threads),
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
@@ -82,11 +97,11 @@ def _environment(folder: Path, rank: int, workers: int, threads: int) -> dict[st
         "LOCAL_WORLD_SIZE": str(workers),
     }
     # A worker of a run may start a pool: its own launcher's variables must not reach the pool.
-    told = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) or name in KEPT}
-    return told | own
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) or name in KEPT}
+    return inherited | of_worker
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Exit with the parent: it holds the other end of stdin and never writes, so end-of-file means it is gone, however that happened."""
     os.read(0, 1)
     os._exit(1)
@@ -94,7 +109,7 @@ def _end_with_parent() -> None:
 
 def main(module: str, folder: Path) -> None:
     """Run one worker from start to end."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     heap.keep()
     import torch
     from torch import distributed as dist

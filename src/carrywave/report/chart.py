@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from carrywave.plan.show.drawing import inline, points_text, ticks
+
 WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 34  # pixels around the plot
 ROW, LETTER = 14, 7.4  # pixels: of a line of text above the plot, and of a letter in it
@@ -105,14 +107,16 @@ def draw(
     for band in bands:
         upper = [place(x, high) for x, _, high in band.points]
         lower = [place(x, low) for x, low, _ in reversed(band.points)]
-        parts.append(f'<polygon class="band {band.kind}" points="{_path(upper + lower)}"><title>{escape(band.name)}</title></polygon>')
+        parts.append(
+            f'<polygon class="band {band.kind}" points="{points_text(upper + lower)}"><title>{escape(band.name)}</title></polygon>'
+        )
     for line in drawn:
         parts += _line(line, place)
     for x, y in (place(*point) for point in dots):
         parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
     for mark, (x, row) in zip(marks, labels, strict=True):
         parts += _mark(mark, place(mark.x, mark.y), x, TOP + ROW * row)
-    return f'<svg class="chart" viewBox="0 0 {width} {HEIGHT}" role="img"><title>{escape(title)}</title>\n' + "\n".join(parts) + "\n</svg>"
+    return inline("chart", title, parts, width, HEIGHT)
 
 
 def legend(lines: Sequence[Line], bands: Sequence[Band] = ()) -> str:
@@ -132,14 +136,6 @@ def number(value: float) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values within a range."""
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [at * step for at in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def reduced(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -199,7 +195,7 @@ def _tick(value: float) -> str:
 def _line(line: Line, place: _Place) -> list[str]:
     points = reduced(line.points)
     dashed = ' stroke-dasharray="5 4"' if line.dashed else ""
-    way = _path([place(*point) for point in points])
+    way = points_text([place(*point) for point in points])
     parts = [f'<polyline class="line {line.kind}" points="{way}"{dashed}><title>{escape(line.name)}</title></polyline>']
     if (line.dots and len(points) <= MOST_DOTS) or len(points) == 1:
         for x, y in points:
@@ -238,7 +234,3 @@ def _mark(mark: Mark, at: tuple[float, float], text_x: float, text_y: float) -> 
         f'<circle class="ring {mark.kind}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"><title>{escape(mark.text)}</title></circle>',
         f'<text class="said mid" x="{text_x:.1f}" y="{text_y:.1f}">{escape(mark.text)}</text>',
     ]
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

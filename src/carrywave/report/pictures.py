@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from carrywave.plan.cost.simulation import TaskSpan, Timeline
 from carrywave.plan.schedule.schedule import Phase, StageTask
+from carrywave.plan.show.drawing import inline
 from carrywave.plan.show.svg import Panel, draw
 from carrywave.plan.show.text import seconds_text, unit_names
 from carrywave.report.record import RunRecord, is_number
@@ -54,9 +55,7 @@ def plan_picture(record: RunRecord) -> str:
     if replicas > 1:
         parts.append(f'<text class="soft" x="{MARGIN}" y="{top + 8}">replicas sum their gradients in every step</text>')
         top += 20
-    return f'<svg class="plan" viewBox="0 0 {width} {top}" width="{width}" height="{top}" role="img"><title>the plan</title>\n' + (
-        "\n".join(parts) + "\n</svg>"
-    )
+    return inline("plan", "the plan", parts, width, top, f' width="{width}" height="{top}"')
 
 
 def step_picture(record: RunRecord, most: int = MOST_SPANS) -> str:

@@ -18,7 +18,7 @@ from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.spec.load import parse_yaml
 from carrywave.spec.train_spec import score
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # a line of a log
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 SPEC, PLAN, FACTS, WEIGHTS = "spec.yaml", "plan.json", "facts.json", "weights.safetensors"
 LOGS = (METRICS, TIMING, HISTORY, TIMELINE)  # what a report needs besides what prediction needs

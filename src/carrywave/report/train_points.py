@@ -4,12 +4,9 @@ may be a row over two steps, whose mean says little and would stand out among ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from carrywave.report.record import is_number
-
-Row = Mapping[str, Any]
+from carrywave.report.record import Row, is_number
 
 
 def train_points(rows: Sequence[Row], name: str, weight: str) -> list[tuple[float, float]]:

@@ -17,8 +17,8 @@ from carrywave.model.vocabulary_split import count_parameters
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.cost.footprint import largest_stage
+from carrywave.plan.cost.transports import Transports
 from carrywave.plan.cost.units import Units
-from carrywave.plan.cost.ways import Ways
 from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
@@ -41,12 +41,12 @@ def summarize(
     order: Order,
     device: str,
     units: Units | None = None,
-    ways: Ways | None = None,
+    transports: Transports | None = None,
     seated: Sequence[Seat] = (),
     kept: str = "",
 ) -> str:
-    """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `ways` is how workers
-    reach each other, and `seated` where they sit; nothing if they do not exist. `kept` says where several workers keep the run.
+    """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `transports` is how
+    workers reach each other, and `seated` where they sit; nothing if they do not exist. `kept` says where several workers keep the run.
     """
     parameters = count_parameters(model)
     widest = _longest(order)
@@ -55,13 +55,13 @@ def summarize(
     lines = [
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
-        f"memory    {_memory(spec, parameters, plan, units, ways)}",
+        f"memory    {_memory(spec, parameters, plan, units, transports)}",
         f"batch     {'; '.join([_batch(spec, order), *_shares(spec, plan)])}",
         f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
         f"plan      {plan_in_words(replace(plan, chunk_steps=None) if model.reads_whole else plan)}; {device}, {spec.train.precision}",
     ]
-    if str(ways or ""):
-        lines.append(f"transport {ways}")
+    if str(transports or ""):
+        lines.append(f"transport {transports}")
     if len({seat.host for seat in seated}) > 1:
         named = describe(seated)
         lines += [f"hosts     {named[0]}", *(f"          {line}" for line in named[1:])]
@@ -81,13 +81,13 @@ def summarize(
     return "\n".join(lines)
 
 
-def ways_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Ways:
+def transports_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Transports:
     """How the workers of this run reach each other, and what of a step will be recorded."""
     on_gpu = mesh.device.type == "cuda"
     if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream) is None:
-        return Ways(mesh.messages, mesh.sums, "", on_gpu)
+        return Transports(mesh.messages, mesh.sums, "", on_gpu)
     one_piece = mesh.in_stream and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
-    return Ways(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
+    return Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
 
 
 def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def _longest(order: Order) -> int:
     return order.window(Cursor(0, 0)).steps
 
 
-def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, ways: Ways | None) -> str:
+def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, transports: Transports | None) -> str:
     """Memory of a worker by the planner's own estimate, so that both agree; for the user's own modules, the part that is known."""
     if units is None:
         size = 8 if spec.train.precision == "fp64" else 4
@@ -132,7 +132,7 @@ def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, ways: 
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
             "what your own modules keep for backward is not included"
         )
-    held = largest_stage(units, plan, ways)
+    held = largest_stage(units, plan, transports)
     parts = {name: size for name, size in asdict(held).items() if size or name != "links"}
     on = "on a worker of the largest stage" if plan.stages > 1 else "on each worker" if plan.replicas > 1 else ""
     return " ".join(filter(None, ("about", say(held.total), on))) + ": " + ", ".join(f"{say(size)} {name}" for name, size in parts.items())

@@ -39,7 +39,7 @@ from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.run import METRICS, TIMING, Run
-from carrywave.runs.summary import backends, summarize, ways_of_run
+from carrywave.runs.summary import backends, summarize, transports_of_run
 from carrywave.runs.tracking.tracker import Description
 from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
@@ -258,10 +258,10 @@ def _train(
         model.to(parameter_dtype(spec.train.precision))
     if start.init is not None:
         begin_from(start.init, model, world)
-    ways = None if mesh is None else ways_of_run(mesh, model, spec)
+    transports = None if mesh is None else transports_of_run(mesh, model, spec)
     kept = start.visibility.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, seated, kept))
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, transports, seated, kept))
     for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.said, prepared, parts)):
         watch.say(line)
     if mesh is None:
@@ -297,7 +297,7 @@ def _train(
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
                 named = backends(spec, model, plan, order, str(world.device))
-                told = {"backends": named, "transport": str(ways or ""), "workers": [asdict(seat) for seat in seated]}
+                told = {"backends": named, "transport": str(transports or ""), "workers": [asdict(seat) for seat in seated]}
                 folder.write_json("plan.json", asdict(plan) | told)
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}

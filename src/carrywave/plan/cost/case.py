@@ -17,8 +17,8 @@ from carrywave.plan.cost.profile import Link, Overheads, Piped, Profile
 from carrywave.plan.cost.programs import program_of
 from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
 from carrywave.plan.cost.stage_costs import Costs
+from carrywave.plan.cost.transports import DEVICE_MEMORY, transports_of
 from carrywave.plan.cost.units import BatchShape, Units
-from carrywave.plan.cost.ways import DEVICE_MEMORY, ways_of
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import StageTask
@@ -36,15 +36,15 @@ class PlanCase(Footprint):
     """One plan, without its cuts, on one batch shape, on the devices of a cluster."""
 
     def __init__(self, plan: Plan, shape: BatchShape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
-        super().__init__(plan, shape, units, ways_of(plan, units, cluster, placed))
+        super().__init__(plan, shape, units, transports_of(plan, units, cluster, placed))
         self.cluster, self.placed = cluster, placed
         # Chunks of a recorded window cost what their kernels do. Those that do not defer weight gradients run as if each were a window.
         chunked: Piped = "recorded" if self.put_off else ""
-        self.piped: Piped = chunked if self.ways.recorded else "launched" if plan.stages > 1 else ""
+        self.piped: Piped = chunked if self.transports.recorded else "launched" if plan.stages > 1 else ""
         self.kinds = [[costs(profile, piped=self.piped, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
         self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
         # The host has no part in recorded work, but its launches take as long as any task where nothing is recorded.
-        recorded = self.overheads.recorded_seconds if self.ways.recorded else None
+        recorded = self.overheads.recorded_seconds if self.transports.recorded else None
         self.task_seconds = self.overheads.task_seconds if recorded is None else recorded
         self.message_seconds = self.overheads.message_seconds if recorded is None else self.overheads.recorded_message_seconds
         self.crowds = [[costs.crowding for costs in kinds] for kinds in self.kinds]
@@ -209,7 +209,7 @@ class PlanCase(Footprint):
         def link(line: Channel) -> Link:
             return self.link(line.sender, line.receiver)
 
-        found = simulate(program, TaskTimes(run, num_bytes, link, self.message_seconds, self.ways.messages == DEVICE_MEMORY))
+        found = simulate(program, TaskTimes(run, num_bytes, link, self.message_seconds, self.transports.messages == DEVICE_MEMORY))
         reduced, updated = self.after(edges, found.ends)
         return found.then("reduce", reduced).then("update", updated)
 
@@ -263,12 +263,12 @@ class PlanCase(Footprint):
         if self.units.reproducible:  # pairwise exchanges between replicas, one after another, once all gradients are complete
             link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
             return (replicas.bit_length() - 1) * _message(link, num_bytes)
-        buckets = -(-num_bytes // (DEVICE_BUCKET_BYTES if self.ways.recorded else BUCKET_BYTES))
+        buckets = -(-num_bytes // (DEVICE_BUCKET_BYTES if self.transports.recorded else BUCKET_BYTES))
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))
         # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them. Recorded work and sums in device
         # memory follow each other on one stream.
-        overlap = self.overheads.overlap if self.plan.stages == 1 and not self.ways.recorded else 0.0
+        overlap = self.overheads.overlap if self.plan.stages == 1 and not self.transports.recorded else 0.0
         return overlap * hidden + (1 - overlap) * buckets * each
 
     def link_of_host(self) -> Link:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from carrywave.errors import PlanError
-from carrywave.plan.cost.profile import Link, Profile, check_keys, link_of
+from carrywave.plan.cost.profile import Link, Profile, unknown_key, validated
 from carrywave.plan.placement import arrange
 
 MOST_DEVICES = 1 << 16
@@ -72,7 +72,7 @@ class Cluster:
         return Cluster((Host(profile.devices_per_host, profile),) * full + ((Host(rest, profile),) if rest else ()))
 
     @staticmethod
-    def of(known: object, profile: Callable[[str], Profile], links: Mapping[str, Link] | None = None, where: str = "cluster") -> Cluster:
+    def of(values: object, profile: Callable[[str], Profile], links: Mapping[str, Link] | None = None, where: str = "cluster") -> Cluster:
         """Build and validate a cluster from parsed YAML.
 
         `hosts` is a number of equal hosts, each with `devices` devices of `profile`, or a list of mappings that may each give their own.
@@ -80,7 +80,7 @@ class Cluster:
         profile by name or file.
         """
         keys = ("hosts", "devices", "profile", "within", "between")
-        given = _mapping(known, keys, where)
+        given = _mapping(values, keys, where)
         found: dict[str, Profile] = {}
 
         def host(part: Mapping[str, Any], here: str) -> Host:
@@ -207,21 +207,22 @@ def _correction(profile: Profile, workers: int, num_bytes: int, *, apart: bool) 
     return math.exp(off / total)
 
 
-def _mapping(known: object, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    if not isinstance(known, Mapping):
-        raise PlanError(f"{where} must be a mapping with {', '.join(keys)}, got {known!r}; correct it")
-    check_keys(known, keys, where)
-    return known
+def _mapping(values: object, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise PlanError(f"{where} must be a mapping with {', '.join(keys)}, got {values!r}; correct it")
+    if unknown := [key for key in values if key not in keys]:
+        raise PlanError(unknown_key(str(unknown[0]), keys, where))
+    return values
 
 
-def _link(known: object, links: Mapping[str, Link], where: str) -> Link | None:
-    if known is None:
+def _link(values: object, links: Mapping[str, Link], where: str) -> Link | None:
+    if values is None:
         return None
-    if isinstance(known, str):
-        if known not in links:
+    if isinstance(values, str):
+        if values not in links:
             raise PlanError(
-                f"{where}={known!r} is not a known link; use one of {', '.join(links) or 'none'}, "
+                f"{where}={values!r} is not a known link; use one of {', '.join(links) or 'none'}, "
                 "or set its latency_seconds and bytes_per_second"
             )
-        return links[known]
-    return link_of(known, where)
+        return links[values]
+    return validated(Link, values, where)

@@ -8,17 +8,17 @@ from itertools import pairwise
 from carrywave.plan.cost.link_memory import Links
 from carrywave.plan.cost.memory import Load, Memory, Split, most_held, one_micro_batch, stage_memory
 from carrywave.plan.cost.programs import loads_of, slots_of
+from carrywave.plan.cost.transports import DEVICE_MEMORY, Transports
 from carrywave.plan.cost.units import BatchShape, Units
-from carrywave.plan.cost.ways import DEVICE_MEMORY, Ways
 from carrywave.plan.plan import Plan
 
 
 class Footprint:
     """One plan, without its cuts, on one batch shape."""
 
-    def __init__(self, plan: Plan, shape: BatchShape, units: Units, ways: Ways | None = None) -> None:
+    def __init__(self, plan: Plan, shape: BatchShape, units: Units, transports: Transports | None = None) -> None:
         units = units.split_over(plan.replicas) if plan.splits_vocabulary else units
-        self.plan, self.shape, self.units, self.ways = plan, shape, units, ways or Ways()
+        self.plan, self.shape, self.units, self.transports = plan, shape, units, transports or Transports()
         lanes = max(1, -(-shape.lanes // plan.replicas))
         self.lanes = units.micro_batches(plan, lanes) * units.accumulate
         self.chunk_steps = shape.steps if units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
@@ -67,14 +67,14 @@ class Footprint:
     @cached_property
     def shared(self) -> Links:
         """What of the plan's traffic lies in device memory."""
-        messages, sums = (way == DEVICE_MEMORY for way in (self.ways.messages, self.ways.sums))
+        messages, sums = (way == DEVICE_MEMORY for way in (self.transports.messages, self.transports.sums))
         slots = slots_of(self.plan.stages, self.counts, self.share_head, self.put_off) if messages else 1
         return Links(messages, self.plan.replicas if sums else 1, self.plan.stages, slots)
 
 
-def largest_stage(units: Units, plan: Plan, ways: Ways | None = None) -> Memory:
-    """Bytes of the stage that needs the most memory, on the batch shape that needs the most. `ways`: how workers reach each other."""
+def largest_stage(units: Units, plan: Plan, transports: Transports | None = None) -> Memory:
+    """Bytes of the stage that needs the most memory, on the batch shape that needs the most. `transports`: how workers reach each other."""
     spans = list(pairwise(plan.edges(len(units))))
-    cases = [Footprint(plan, shape, units, ways) for shape in units.shapes]
+    cases = [Footprint(plan, shape, units, transports) for shape in units.shapes]
     each = (case.memory(stage, first, last) for case in cases for stage, (first, last) in enumerate(spans))
     return max(each, key=lambda memory: memory.total)

@@ -103,8 +103,8 @@ class Fit:
         self.terms = TERMS[kind]
         self.sizes = [size_of(sample) for sample in samples]
         # Deferrable weight gradients are fitted apart from the rest of backward: the two scale differently.
-        times = [Seconds(s.forward_seconds, s.backward_seconds - s.put_off_seconds, s.put_off_seconds) for s in samples]
-        self.known = dict(zip(self.sizes, times, strict=True))  # the samples; also caches predictions
+        times = [Seconds(s.forward_seconds, s.backward_seconds - s.deferred_seconds, s.deferred_seconds) for s in samples]
+        self.times = dict(zip(self.sizes, times, strict=True))  # the samples; also caches predictions
         rows = [self.terms(size) for size in self.sizes]
         self.factors = [_solve(rows, [time[part] for time in times]) for part in range(3)]
         self.places = [_place(size) for size in self.sizes]
@@ -114,8 +114,8 @@ class Fit:
 
     def __call__(self, size: Size) -> Seconds:
         """Predicted times of a call of this size: the fit, times an inverse-distance-weighted correction."""
-        if (known := self.known.get(size)) is not None:
-            return known
+        if (timed := self.times.get(size)) is not None:
+            return timed
         place, row = _place(size), self.terms(size)
         total, sums = 0.0, [0.0, 0.0, 0.0]
         for other, off in zip(self.places, self.off, strict=True):
@@ -125,7 +125,7 @@ class Fit:
             for part in range(3):
                 sums[part] += weight * off[part]
         found = Seconds(*(_dot(self.factors[part], row) * math.exp(sums[part] / total) for part in range(3)))
-        self.known[size] = found
+        self.times[size] = found
         return found
 
 

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from carrywave.errors import PlanError
 
 FORMAT = 3
+LARGEST = 1 << 62  # of whole numbers
+FORBID_OTHERS = ConfigDict(extra="forbid")
+OLD_NAMES = {"crowds": "contention", "put_off_seconds": "deferred_seconds"}  # in files of earlier versions: what they are called now
 
-Kind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
+# What a file may hold in a field. Whole numbers are not accepted as text or as 1.5, nor truth as 0 or 1.
+Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+Size = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
+Number = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
+Truth = Annotated[bool, Strict()]
+
+CallKind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
 Precision = Literal["fp32", "tf32", "fp64", "bf16", "fp16"]
 Source = Literal["measured", "published"]
 Piped = Literal["", "launched", "recorded"]
@@ -42,22 +55,24 @@ class Sample:
     bidirectional layer counts as two calls.
     """
 
-    kind: Kind
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
+
+    kind: CallKind
     precision: Precision
-    inputs: int
-    outputs: int
-    lanes: int
-    steps: int
-    forward_seconds: float
-    backward_seconds: float = 0.0  # the whole backward, including put_off_seconds
-    put_off_seconds: float = 0.0  # the weight gradients, which are deferred to the end of the window when time is cut into chunks
-    projection: int = 0  # lstm only
-    layers: int = 1  # lstm only
+    inputs: Count
+    outputs: Size
+    lanes: Size
+    steps: Size
+    forward_seconds: Positive
+    backward_seconds: Number = 0.0  # the whole backward, including deferred_seconds
+    deferred_seconds: Number = 0.0  # the weight gradients, which are deferred to the end of the window when time is cut into chunks
+    projection: Count = 0  # lstm only
+    layers: Size = 1  # lstm only
     name: str = ""  # optimizer only
     # On a GPU, how it was timed if not alone: `recorded`, as one of several chunks of a window in a CUDA graph; `launched`, by the host and
     # without kernels that cannot run beside NCCL. Otherwise in a CUDA graph, the window as one chunk.
     piped: Piped = ""
-    workers: int = 1  # workers on the host that ran the same call at the same time, sharing its cores and memory
+    workers: Size = 1  # workers on the host that ran the same call at the same time, sharing its cores and memory
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,10 @@ class Link:
     In device memory the sender copies the message itself, and its device does nothing else meanwhile.
     """
 
-    latency_seconds: float
-    bytes_per_second: float
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
+
+    latency_seconds: Number
+    bytes_per_second: Positive
     source: str = "measured"  # or the publication the figures come from
     transport: Transport = ""  # what carries messages and sums over it; "": what the runtime would choose
 
@@ -77,93 +94,81 @@ class Link:
 class Reduction:
     """One timed all-reduce over `workers` workers, on one host or, if `apart`, each on its own host."""
 
-    workers: int
-    num_bytes: int
-    seconds: float
-    apart: bool = False
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
+
+    workers: Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
+    num_bytes: Size
+    seconds: Positive
+    apart: Truth = False
 
 
 @dataclass(frozen=True)
 class Contention:
     """The slowdown when `workers` workers of a host run at once."""
 
-    workers: int
-    factor: float = 1.0  # slowdown relative to one worker, used if no samples were timed with this many
-    lag: float = 0.0  # how far the slowest worker is behind the mean at a synchronization point, as a fraction of the work before it
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
+
+    workers: Size
+    factor: Annotated[float, Strict(), Field(ge=1, allow_inf_nan=False)] = (
+        1.0  # slowdown relative to one worker, used if no samples were timed with this many
+    )
+    lag: Number = 0.0  # how far the slowest worker is behind the mean at a synchronization point, as a fraction of the work before it
 
 
 @dataclass(frozen=True)
 class Overheads:
     """What the runtime adds to the work itself."""
 
-    task_seconds: float = 0.0  # per forward, backward or head of a chunk
-    message_seconds: float = 0.0  # of the worker's own time, per message sent or received
-    step_seconds: float = 0.0  # per optimizer step
-    overlap: float = 1.0  # fraction of an all-reduce hidden behind backward: 1 on a GPU, 0 if both compete for the same core
-    recorded_seconds: float | None = None  # per task where work is captured in CUDA graphs, as on a GPU; None: it is not
-    recorded_message_seconds: float = 0.0  # of the device's own time, per message sent or received in device memory, besides the copy
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
+
+    task_seconds: Number = 0.0  # per forward, backward or head of a chunk
+    message_seconds: Number = 0.0  # of the worker's own time, per message sent or received
+    step_seconds: Number = 0.0  # per optimizer step
+    overlap: Fraction = 1.0  # fraction of an all-reduce hidden behind backward: 1 on a GPU, 0 if both compete for the same core
+    recorded_seconds: Number | None = None  # per task where work is captured in CUDA graphs, as on a GPU; None: it is not
+    recorded_message_seconds: Number = 0.0  # of the device's own time, per message sent or received in device memory, besides the copy
 
 
 @dataclass(frozen=True)
 class Profile:
     """One kind of device, and how it is linked to others of its kind."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID_OTHERS
+
     name: str
     hardware: str
     source: Source
-    memory_bytes: int  # of one device
+    memory_bytes: Count  # of one device
     samples: tuple[Sample, ...]
     within: Link  # between devices of a host
     between: Link | None = None  # between hosts; shared by the devices of a host
-    devices_per_host: int = 1
-    reserved_bytes: int = 0  # device memory that is not available to us: the context, libraries
-    common_memory: bool = False  # the devices of a host are its cores, and share memory_bytes
+    devices_per_host: Size = 1
+    reserved_bytes: Count = 0  # device memory that is not available to us: the context, libraries
+    common_memory: Truth = False  # the devices of a host are its cores, and share memory_bytes
     reductions: tuple[Reduction, ...] = ()
-    crowds: tuple[Contention, ...] = ()
+    contention: tuple[Contention, ...] = ()
     overheads: Overheads = Overheads()
     versions: Mapping[str, str] = field(default_factory=dict)  # timed with: carrywave, torch, the thread count if the user set it
-    made_for_bf16: bool = False  # what train.precision=auto is on these devices: bf16 if so, otherwise fp32
+    made_for_bf16: Truth = False  # what train.precision=auto is on these devices: bf16 if so, otherwise fp32
 
     @staticmethod
-    def of(known: object, where: str = "profile") -> Profile:
+    def of(values: object, where: str = "profile") -> Profile:
         """Build and validate a profile from parsed JSON or YAML; `where` names it in errors."""
-        if isinstance(known, Mapping) and known.get("format") != FORMAT:
-            raise PlanError(f"{where} has format {known.get('format')!r}, but this version reads {FORMAT}; measure it again")
-        given = _keys(
-            Profile, {key: value for key, value in known.items() if key != "format"} if isinstance(known, Mapping) else known, where
-        )
-        parts: dict[str, Any] = {
-            "samples": tuple(_record(Sample, each, f"{where}: samples[{i}]") for i, each in enumerate(_list(given, "samples", where))),
-            "reductions": tuple(
-                _record(Reduction, each, f"{where}: reductions[{i}]") for i, each in enumerate(_list(given, "reductions", where))
-            ),
-            "crowds": tuple(_record(Contention, each, f"{where}: crowds[{i}]") for i, each in enumerate(_list(given, "crowds", where))),
-            "within": link_of(given["within"], f"{where}: within"),
-            "between": None if given.get("between") is None else link_of(given["between"], f"{where}: between"),
-            "overheads": _record(Overheads, given.get("overheads", {}), f"{where}: overheads"),
-            "versions": _texts(given.get("versions", {}), f"{where}: versions"),
-        }
-        simple = {key: value for key, value in given.items() if key not in parts}
-        _check(Profile, simple, where)
-        return check(Profile(**simple, **parts), where)
+        if isinstance(values, Mapping):
+            if values.get("format") != FORMAT:
+                raise PlanError(f"{where} has format {values.get('format')!r}, but this version reads {FORMAT}; measure it again")
+            values = _with_new_names({key: value for key, value in values.items() if key != "format"})
+        return check(validated(Profile, values, where), where)
 
     def to_json(self) -> str:
-        """The profile as JSON; default values in samples, reductions and crowds are omitted to keep it small."""
-        known: dict[str, Any] = {"format": FORMAT}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name in ("samples", "reductions", "crowds"):
-                known[each.name] = [_short(one) for one in value]
-            elif each.name == "versions":
-                known[each.name] = dict(value)
-            elif isinstance(value, Link | Overheads):
-                known[each.name] = asdict(value)
-            elif value is not None:
-                known[each.name] = value
+        """The profile as JSON; default values in samples, reductions and contention are omitted to keep it small."""
+        lists = {name: [_short(each) for each in getattr(self, name)] for name in ("samples", "reductions", "contention")}
+        values = {"format": FORMAT, **asdict(replace(self, samples=())), **lists}
         lines = ",\n".join(
             f" {json.dumps(key)}: "
             + ("[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if isinstance(value, list) and value else json.dumps(value))
-            for key, value in known.items()
+            for key, value in values.items()
+            if value is not None
         )
         return "{\n" + lines + "\n}\n"
 
@@ -181,12 +186,12 @@ class Profile:
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} cannot be read as a profile ({error}); use a file that carrywave measured") from None
         try:
-            known = json.loads(text)
+            values = json.loads(text)
         except RecursionError:
             raise PlanError(f"{path} is nested too deeply to be a profile; measure it again") from None
         except ValueError as error:
             raise PlanError(f"{path} is not JSON ({error}); measure it again") from None
-        return Profile.of(known, str(path))
+        return Profile.of(values, str(path))
 
     def check_fresh(self, hardware: str, versions: Mapping[str, str]) -> None:
         """Reject a profile made on other hardware or with other versions."""
@@ -194,52 +199,23 @@ class Profile:
             raise PlanError(f"profile {self.name} was measured on {self.hardware}, but this machine is {hardware}; measure it again")
         for name, version in versions.items():
             if self.versions.get(name) != version:
-                there = self.versions.get(name, "none")
-                raise PlanError(f"profile {self.name} was measured with {name} {there}, but this is {version}; measure it again")
+                before = self.versions.get(name, "none")
+                raise PlanError(f"profile {self.name} was measured with {name} {before}, but this is {version}; measure it again")
 
 
 def check(profile: Profile, where: str = "profile") -> Profile:
-    """Reject impossible figures, such as times or sizes that are not positive."""
+    """Reject figures that cannot be true together."""
     if profile.memory_bytes <= profile.reserved_bytes:
         raise PlanError(
             f"{where}: memory_bytes={profile.memory_bytes} must be more than reserved_bytes={profile.reserved_bytes}; correct them"
         )
-    if profile.devices_per_host < 1:
-        raise PlanError(f"{where}: devices_per_host={profile.devices_per_host} is not a number of devices; use 1 or more")
     for number, sample in enumerate(profile.samples):
-        here = f"{where}: samples[{number}]"
-        for name in ("outputs", "lanes", "steps", "layers", "workers"):
-            if getattr(sample, name) < 1:
-                raise PlanError(f"{here}: {name}={getattr(sample, name)} is not a size; use 1 or more")
-        if sample.forward_seconds <= 0 or sample.backward_seconds < 0:
+        if sample.deferred_seconds > sample.backward_seconds:
             raise PlanError(
-                f"{here}: {sample.kind} cannot take {sample.forward_seconds:g} s forward and {sample.backward_seconds:g} s backward; "
-                "measure it again"
+                f"{where}: samples[{number}]: deferred_seconds={sample.deferred_seconds:g} exceeds "
+                f"backward_seconds={sample.backward_seconds:g}; measure it again"
             )
-        if sample.put_off_seconds > sample.backward_seconds:
-            raise PlanError(
-                f"{here}: put_off_seconds={sample.put_off_seconds:g} exceeds backward_seconds={sample.backward_seconds:g}; measure it again"
-            )
-    for number, reduction in enumerate(profile.reductions):
-        if reduction.workers < 2 or reduction.num_bytes < 1 or reduction.seconds <= 0:
-            raise PlanError(f"{where}: reductions[{number}] must have at least 2 workers, and bytes and seconds above 0; measure it again")
-    for number, crowd in enumerate(profile.crowds):
-        if crowd.workers < 1 or crowd.factor < 1:
-            raise PlanError(
-                f"{where}: crowds[{number}] must have workers and a factor of at least 1, got {crowd.workers} and {crowd.factor:g}; "
-                "correct it"
-            )
-    if not 0 <= profile.overheads.overlap <= 1:
-        raise PlanError(f"{where}: overheads.overlap={profile.overheads.overlap:g} must be a fraction; use 0 to 1")
     return profile
-
-
-def link_of(known: object, where: str) -> Link:
-    """Build and validate a link from parsed JSON or YAML."""
-    link = _record(Link, known, where)
-    if link.bytes_per_second <= 0:
-        raise PlanError(f"{where}: bytes_per_second={link.bytes_per_second:g} must be above 0; set the link's rate")
-    return link
 
 
 def _short(part: Sample | Reduction | Contention) -> dict[str, Any]:
@@ -250,80 +226,61 @@ def _short(part: Sample | Reduction | Contention) -> dict[str, Any]:
     }
 
 
-_T = TypeVar("_T", Sample, Link, Reduction, Contention, Overheads)
-_LARGEST = 1 << 62
-_NUMBERS = {"int": int, "float": float, "str": str, "bool": bool}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "Kind": get_args(Kind),
-    "Precision": get_args(Precision),
-    "Source": get_args(Source),
-    "Piped": get_args(Piped),
-    "Transport": get_args(Transport),
+T = TypeVar("T")
+
+_EXPLAINED = {  # errors of pydantic's
+    "missing": "{here} is missing; add it",
+    "dataclass_type": "{here} must be a mapping, got {value}; correct it",
+    "tuple_type": "{here} must be a list, got {value}; correct it",
+    "dict_type": "{here} must map names to versions, got {value}; correct it",
+    "literal_error": "{here}={value} is not known; use {expected}",
+    "string_type": "{here}={value} is not a str; correct it",
+    "bool_type": "{here}={value} is not a bool; correct it",
+    "float_type": "{here}={value} is not a float; correct it",
+    **dict.fromkeys(("int_type", "int_from_float"), "{here}={value} is not an int; correct it"),
+    "finite_number": "{here}={value} must be finite; correct it",
+    "less_than_equal": "{here}={value} must be at most {le:g}; correct it",
+    "greater_than_equal": "{here}={value} must be at least {ge:g}; correct it",
+    "greater_than": "{here}={value} must be above {gt:g}; correct it, or measure it again",
 }
 
 
-def _record(cls: type[_T], known: object, where: str) -> _T:
-    given = _keys(cls, known, where)
-    return cls(**_check(cls, given, where))
+def validated(cls: type[T], values: object, where: str) -> T:
+    """Build a record from parsed JSON or YAML; a wrong one is refused in one line, with its first error."""
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise PlanError(_explained(error.errors(include_url=False)[0], where, cls)) from None
 
 
-def check_keys(known: Mapping[Any, Any], names: Sequence[str], where: str) -> None:
-    """Reject unknown keys."""
-    for key in known:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            raise PlanError(
-                f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}")
-            )
+def _explained(error: ErrorDetails, where: str, cls: type[Any]) -> str:
+    """The fact and the remedy of an error of pydantic's."""
+    path, here = error["loc"], where
+    for part in path:
+        where, here = here, here + (f"[{part}]" if isinstance(part, int) else f": {part}")
+    if error["type"] == "unexpected_keyword_argument":
+        return unknown_key(str(path[-1]), _names(cls, path[:-1]), where)
+    text = _EXPLAINED.get(error["type"], "{here}={value} is not what is expected there; correct it")
+    return text.format(here=here, value=_shown(error["input"]), **error.get("ctx", {}))
 
 
-def _keys(cls: type[Any], known: object, where: str) -> dict[str, Any]:
-    """The record as a dict, after checking that it has no unknown keys and no required key is missing."""
-    if not isinstance(known, Mapping):
-        raise PlanError(f"{where} must be a mapping, got {_shown(known)}; correct it")
-    names = [each.name for each in fields(cls)]
-    check_keys(known, names, where)
-    for each in fields(cls):
-        if each.name not in known and each.default is MISSING and each.default_factory is MISSING:
-            raise PlanError(f"{where}: {each.name} is missing; add it")
-    return dict(known)
+def _names(cls: type[Any], path: Sequence[object]) -> list[str]:
+    """The keys of the record at a path within one of a class."""
+    kinds = {"samples": Sample, "reductions": Reduction, "contention": Contention, "overheads": Overheads, "within": Link, "between": Link}
+    return [each.name for each in fields(kinds[str(path[0])] if path else cls)]
 
 
-def _check(cls: type[Any], given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check that simple fields have their declared types and that numbers are finite and non-negative."""
-    for each in fields(cls):
-        if each.name not in given:
-            continue
-        value, kind = given[each.name], str(each.type)
-        if kind in _CHOICES:
-            if value not in _CHOICES[kind]:
-                raise PlanError(f"{where}: {each.name}={value!r} is not known; use one of {', '.join(filter(None, _CHOICES[kind]))}")
-            continue
-        if kind == "float | None" and value is None:
-            continue
-        kind = kind.removesuffix(" | None")
-        if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-            value = given[each.name] = float(value)
-        if kind in _NUMBERS and (not isinstance(value, _NUMBERS[kind]) or (kind == "int" and isinstance(value, bool))):
-            raise PlanError(f"{where}: {each.name}={_shown(value)} is not a{'n' if kind == 'int' else ''} {kind}; correct it")
-        if isinstance(value, int) and value > _LARGEST:
-            raise PlanError(f"{where}: {each.name} is larger than any machine could have; correct it")
-        if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-            raise PlanError(f"{where}: {each.name}={value} must be finite and at least 0; correct it")
-    return given
+def unknown_key(key: str, names: Sequence[str], where: str) -> str:
+    """What is said of a key that does not exist."""
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}")
 
 
-def _list(given: Mapping[str, Any], key: str, where: str) -> Sequence[Any]:
-    value = given.get(key, [])
-    if not isinstance(value, list | tuple):
-        raise PlanError(f"{where}: {key} must be a list, got {_shown(value)}; correct it")
-    return value
-
-
-def _texts(known: object, where: str) -> Mapping[str, str]:
-    if not isinstance(known, Mapping) or not all(isinstance(part, str) for item in known.items() for part in item):
-        raise PlanError(f"{where} must map names to versions, got {_shown(known)}; correct it")
-    return dict(known)
+def _with_new_names(values: Any) -> Any:
+    """Parsed JSON of an earlier version with what was renamed since under its new name."""
+    if isinstance(values, Mapping):
+        return {OLD_NAMES.get(key, key): _with_new_names(value) for key, value in values.items()}
+    return [_with_new_names(each) for each in values] if isinstance(values, list) else values
 
 
 def _shown(value: object) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from carrywave.plan.cost.profile import Kind, Sample
+from carrywave.plan.cost.profile import CallKind, Sample
 from carrywave.plan.cost.units import BatchShape, Units
 
 # Numbers of chunks per window that are timed; others are interpolated. On a GPU even chunks of a few steps pay.
@@ -26,7 +25,7 @@ REDUCED_BYTES = (64, 1 << 16, 1 << 20, 8 << 20)
 class Ask:
     """A request to time one call; see `plan.cost.profile.Sample`."""
 
-    kind: Kind
+    kind: CallKind
     inputs: int
     outputs: int
     lanes: int
@@ -36,15 +35,6 @@ class Ask:
     chunks: int = 1  # equal ones in the window, of which this is one
     layers: int = 1  # lstm layers in one call, which may run concurrently
     nothing: bool = False  # a task without any unit, to time the overhead
-
-    @staticmethod
-    def of(known: dict[str, Any]) -> Ask:
-        """Build an `Ask` from parsed JSON."""
-        return Ask(**known)
-
-    def to_json(self) -> dict[str, Any]:
-        """The request as a dict that JSON can represent."""
-        return asdict(self)
 
     def twice(self) -> Ask:
         """The same request with twice the steps."""
@@ -70,7 +60,7 @@ class Ask:
             return 3.0 * tokens * self.inputs * self.outputs
         return 1.0 * tokens * self.outputs
 
-    def sample(self, forward_seconds: float, backward_seconds: float, put_off_seconds: float) -> Sample:
+    def sample(self, forward_seconds: float, backward_seconds: float, deferred_seconds: float) -> Sample:
         """The sample that answers this request."""
         return Sample(
             self.kind,
@@ -81,7 +71,7 @@ class Ask:
             self.steps,
             forward_seconds,
             backward_seconds,
-            put_off_seconds,
+            deferred_seconds,
             self.projection,
             self.layers,
         )

@@ -19,8 +19,8 @@ from carrywave.plan.cost.profile import Link, Profile, Transport
 PROFILE = "CARRYWAVE_PROFILE"  # environment variable: the file or name of the profile to plan with
 
 
-def _published(latency_microseconds: float, gigabytes_per_second: float, said: str, transport: Transport = "") -> Link:
-    source = f"published: {said}; latency {latency_microseconds:g} us assumed"
+def _published(latency_microseconds: float, gigabytes_per_second: float, publication: str, transport: Transport = "") -> Link:
+    source = f"published: {publication}; latency {latency_microseconds:g} us assumed"
     return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, source, transport)
 
 
@@ -48,7 +48,7 @@ def names() -> list[str]:
 def shipped(name: str) -> Profile:
     """A profile shipped with carrywave, by name."""
     if name not in names():
-        raise PlanError(f"profile {name} not found; {_known()}")
+        raise PlanError(f"profile {name} not found; {_remedy()}")
     with (_folder() / f"{name}.json").open(encoding="utf-8") as file:
         return Profile.of(json.load(file), name)
 
@@ -62,13 +62,13 @@ def find_profile(text: str) -> Profile:
         if "carrywave" in found.versions:  # reject another version's: its kernels may have been different
             found.check_fresh(found.hardware, {"carrywave": __version__})
         return found
-    raise PlanError(f"profile {text} not found; {_known()}")
+    raise PlanError(f"profile {text} not found; {_remedy()}")
 
 
 def _folder() -> Traversable:
     return files("carrywave.plan") / "profiles"
 
 
-def _known() -> str:
+def _remedy() -> str:
     found = names()
     return f"use {', '.join(found)}, or a file that carrywave measured" if found else "use a file that carrywave measured"

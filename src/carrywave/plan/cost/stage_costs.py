@@ -30,7 +30,7 @@ class Costs:
         timed = {sample.workers for sample in profile.samples} or {1}
         # Use the samples timed with the nearest number of workers; on a tie the larger number, which is slower.
         self.workers = min(timed, key=lambda workers: (abs(math.log2(workers / crowd)), -workers))
-        self.lag = _between([(1, 0.0), *((each.workers, each.lag) for each in profile.crowds)], crowd)
+        self.lag = _between([(1, 0.0), *((each.workers, each.lag) for each in profile.contention)], crowd)
         self.crowding = self._crowding(crowd) / self._crowding(self.workers)  # slowdown relative to these samples
         self._fits: dict[str, Fit | None] = {}
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
@@ -88,7 +88,7 @@ class Costs:
 
     def _crowding(self, workers: int) -> float:
         """Slowdown, relative to a single worker, when this many workers of a host run at once."""
-        return _between([(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.crowds)], workers)
+        return _between([(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.contention)], workers)
 
     def _unit(self, unit: Unit, lanes: int, steps: int) -> Seconds:
         found = NOTHING
@@ -163,10 +163,10 @@ def far_off(units: Units, profile: Profile) -> str | None:
     return None
 
 
-def _between(known: Sequence[tuple[int, float]], workers: int) -> float:
+def _between(points: Sequence[tuple[int, float]], workers: int) -> float:
     """The value for this number of workers: linear interpolation between known points, constant beyond the last."""
-    before = known[0]
-    for at, value in sorted(set(known)):
+    before = points[0]
+    for at, value in sorted(set(points)):
         if at >= workers:
             return value if at == before[0] else before[1] + (value - before[1]) * (workers - before[0]) / (at - before[0])
         before = at, value

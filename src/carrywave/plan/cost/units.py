@@ -13,7 +13,7 @@ from typing import Literal
 
 from carrywave.errors import PlanError
 from carrywave.plan.canonical_shards import REPLICAS, SHARDS
-from carrywave.plan.cost.profile import Kind
+from carrywave.plan.cost.profile import CallKind
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
@@ -31,7 +31,7 @@ class Unit:
     """The encoder, a layer or the head."""
 
     name: str
-    kind: Kind | Literal["numbers"]  # "numbers": numeric input passes through unchanged
+    kind: CallKind | Literal["numbers"]  # "numbers": numeric input passes through unchanged
     inputs: int  # inputs and outputs are as in a `Sample`
     outputs: int
     width_in: int  # width of the input from the previous unit; 0 for the encoder
@@ -333,7 +333,7 @@ def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: i
     )
 
 
-def _head(spec: Spec, facts: DataFacts) -> tuple[Kind, int]:
+def _head(spec: Spec, facts: DataFacts) -> tuple[CallKind, int]:
     """The kind of the head and its number of outputs."""
     match spec.task:
         case "language":

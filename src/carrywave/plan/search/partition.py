@@ -87,14 +87,16 @@ def _solve(units: int, stages: int, cost: SecondsOf) -> tuple[tuple[int, ...], f
     return _trace(units, _table(units, stages, cost))
 
 
-Row = tuple[list[float], list[int]]  # by number of units on the stages so far: the minimal largest cost, and the start of the last stage
+BestCuts = tuple[
+    list[float], list[int]
+]  # by number of units on the stages so far: the minimal largest cost, and the start of the last stage
 
 
-def _table(units: int, stages: int, cost: SecondsOf, *, all_ends: bool = False) -> list[Row]:
+def _table(units: int, stages: int, cost: SecondsOf, *, all_ends: bool = False) -> list[BestCuts]:
     """One row per number of stages, from zero. Unless `all_ends`, every row leaves at least one unit for each remaining stage."""
     least = [math.inf] * (units + 1)
     least[0] = 0.0
-    rows: list[Row] = [(least, [])]
+    rows: list[BestCuts] = [(least, [])]
     for stage in range(stages):
         after = [math.inf] * (units + 1)
         back = [stage] * (units + 1)
@@ -112,7 +114,7 @@ def _table(units: int, stages: int, cost: SecondsOf, *, all_ends: bool = False) 
     return rows
 
 
-def _trace(units: int, rows: list[Row]) -> tuple[tuple[int, ...], float]:
+def _trace(units: int, rows: list[BestCuts]) -> tuple[tuple[int, ...], float]:
     edges = [units]
     for _, back in reversed(rows[1:]):
         edges.append(back[edges[-1]])

@@ -12,8 +12,8 @@ from carrywave.plan.cost.memory import Memory, one_micro_batch
 from carrywave.plan.cost.profile import Piped, Profile
 from carrywave.plan.cost.simulation import Timeline
 from carrywave.plan.cost.stage_costs import Costs
+from carrywave.plan.cost.transports import Transports
 from carrywave.plan.cost.units import Units
-from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.search import bounds
 from carrywave.plan.search.partition import NoFit, balanced, no_fit
@@ -42,7 +42,7 @@ class Prediction:
     bubble: float
     sent_bytes: int  # between stages, by all workers, per step
     reduced_bytes: int  # gradients that a worker all-reduces with other replicas, on the largest stage
-    ways: Ways  # how workers reach each other, and what of a step is recorded
+    transports: Transports  # how workers reach each other, and what of a step is recorded
     counted: str = "tokens"  # what one step of a lane is called
 
     @property
@@ -91,8 +91,8 @@ class Predictor:
         )
         sent = plan.replicas * self._mean([float(sum(line.sent_bytes)) for line in lines])
         reduced = (max(cases[0].parameters(edges)) - cases[0].units.rows) * self.units.parameter_bytes if plan.replicas > 1 else 0
-        speed, counted, ways = self.units.tokens / seconds, self.units.counted, cases[0].ways
-        return Prediction(plan, seconds, speed, stages, lines[most], bubble, round(sent), reduced, ways, counted)
+        speed, counted, transports = self.units.tokens / seconds, self.units.counted, cases[0].transports
+        return Prediction(plan, seconds, speed, stages, lines[most], bubble, round(sent), reduced, transports, counted)
 
     def bound(self, plan: Plan) -> float:
         """Lower bound on the seconds of a step."""

@@ -50,8 +50,8 @@ def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] =
         "sent_bytes": choice.best.sent_bytes,
         "reduced_bytes": choice.best.reduced_bytes,
         "efficiency": choice.efficiency,
-        "transport": {"messages": choice.best.ways.messages, "sums": choice.best.ways.sums},
-        "recorded": choice.best.ways.recorded,
+        "transport": {"messages": choice.best.transports.messages, "sums": choice.best.transports.sums},
+        "recorded": choice.best.transports.recorded,
         "alternatives": [
             {
                 "choice": describe(rival.plan),

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from html import escape
 
 from carrywave.plan.cost.simulation import TaskSpan, Timeline
-from carrywave.plan.show.text import seconds_text, ticks
+from carrywave.plan.show import drawing
+from carrywave.plan.show.text import MOST_TICKS, seconds_text
 
 WIDTH = 1000
 ROW, GAP, MARGIN, HEAD = 22, 4, 14, 30  # pixels: height of a row, between rows, around everything, height of a title line
@@ -29,12 +30,11 @@ _NAMES = {
     "send": "message sent",
     "rest": "the rest (sums, update)",
 }
-_STYLE = """
-.ground{fill:#ffffff}.track{fill:#eceff3}.tick{stroke:#c3cad4}text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}
-.in{fill:#10151d;font-size:10px;text-anchor:middle}.mid{text-anchor:middle}
+_LIGHT = """
+.track{fill:#eceff3}.tick{stroke:#c3cad4}.in{fill:#10151d;font-size:10px;text-anchor:middle}
 .F{fill:#6ea8e5}.B{fill:#f2a65a}.H{fill:#7fc48a}.W{fill:#bd93d8}.reduce,.send{fill:#e2727b}.update,.rest{fill:#a9a196}
-@media (prefers-color-scheme:dark){.ground{fill:#161b22}.track{fill:#262d37}.tick{stroke:#4a5462}text{fill:#e6eaf0}.in{fill:#10151d}}
-""".strip().replace("\n", "")
+"""
+_DARK = ".track{fill:#262d37}.tick{stroke:#4a5462}.in{fill:#10151d}"
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,10 @@ def draw(panels: Sequence[Panel], title: str = "", *, within: str = "") -> str:
     labels = {span.label for panel in panels for row in panel.timeline.rows for span in row}
     parts += _legend([label for label in _NAMES if label in labels], top)
     height = top + HEAD
-    said = f"<title>{escape(title or panels[0].title)}</title>"
+    caption = title or panels[0].title
     if within:
-        return f'<svg class="{within}" viewBox="0 0 {WIDTH} {height}" role="img">{said}\n' + "\n".join(parts) + "\n</svg>\n"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
-        f"{said}<style>{_STYLE}</style>"
-        f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+        return drawing.inline(within, caption, parts, WIDTH, height)
+    return drawing.document(caption, parts, WIDTH, height, light=_LIGHT, dark=_DARK)
 
 
 def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: float) -> list[str]:
@@ -88,21 +84,21 @@ def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: 
     micro_batches = 1 + max((span.task.micro_batch for span in spans if span.task is not None), default=0)
     for span in spans:
         x, width = left + span.start * scale, (span.end - span.start) * scale
-        said = _said(span, micro_batches)
+        name = _task_name(span, micro_batches)
         when = f"{seconds_text(span.start)} to {seconds_text(span.end)}"
         shade = "" if span.task is None or span.label == "W" else f' fill-opacity="{_shade(span.task.chunk, chunks):.2f}"'
         # Leave a hairline gap between neighbours if there is room for one.
         width = width - 0.6 if width > 3 else width
         parts.append(
             f'<rect class="{span.label}" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"{shade}>'
-            f"<title>{escape(said)}, {when}</title></rect>"
+            f"<title>{escape(name)}, {when}</title></rect>"
         )
         if span.task is not None and width >= SHORTEST:
-            parts.append(f'<text class="in" x="{x + width / 2:.2f}" y="{top + 15}">{escape(said)}</text>')
+            parts.append(f'<text class="in" x="{x + width / 2:.2f}" y="{top + 15}">{escape(name)}</text>')
     return parts
 
 
-def _said(span: TaskSpan, micro_batches: int) -> str:
+def _task_name(span: TaskSpan, micro_batches: int) -> str:
     if span.task is None:
         return _NAMES[span.label]
     chunk = "" if span.label == "W" else span.task.chunk
@@ -115,7 +111,7 @@ def _shade(chunk: int, chunks: int) -> float:
 
 def _axis(seconds: float, top: int, scale: float) -> list[str]:
     parts = []
-    for moment in ticks(seconds) if seconds else []:
+    for moment in drawing.ticks(0.0, seconds, MOST_TICKS) if seconds else []:
         x = LABEL + MARGIN + moment * scale
         parts.append(f'<line class="tick" x1="{x:.2f}" y1="{top - 8}" x2="{x:.2f}" y2="{top}"/>')
         # The last label would be cut off by the edge if it were centred.

@@ -11,7 +11,9 @@ from carrywave.plan.search.partition import say
 from carrywave.plan.search.predictor import Prediction
 from carrywave.plan.search.scaling import Scale
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, PlanChoice, describe
+from carrywave.plan.show.drawing import ticks
 
+MOST_TICKS = 8  # on an axis of time
 COLUMNS = 100  # width of a picture, not counting the names of its rows
 MOST_ROWS = 24  # height of a picture; stages in the middle are omitted, as they are much alike
 WAITS = "."
@@ -103,16 +105,9 @@ def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
     return "".join(row)
 
 
-def ticks(seconds: float, most: int = 8) -> list[float]:
-    """Tick positions at round numbers, from 0 to the end of the axis."""
-    step = 10.0 ** math.floor(math.log10(seconds / most))
-    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= seconds * (1 - 1e-9))
-    return [number * step for number in range(int(seconds / step * (1 + 1e-9)) + 1)]
-
-
 def _ruler(seconds: float, columns: int) -> list[str]:
     marks, names = [" "] * (columns + 12), [" "] * (columns + 12)
-    for moment in ticks(seconds):
+    for moment in ticks(0.0, seconds, MOST_TICKS):
         at = round(moment / seconds * columns)
         marks[at] = "|"
         for place, letter in enumerate(seconds_text(moment)):
@@ -134,7 +129,7 @@ def figures_text(choice: PlanChoice) -> str:
         f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
         f"{say(best.reduced_bytes)} of gradients that each worker sums with other replicas",
     ]
-    lines += [f"transport   {best.ways}"] if plan.workers > 1 else []
+    lines += [f"transport   {best.transports}"] if plan.workers > 1 else []
     if choice.serial is None:
         lines.append("efficiency  unknown: one device cannot hold the model")
     elif plan.workers == 1:
@@ -161,8 +156,8 @@ def rivals_text(choice: PlanChoice) -> str:
     return table(["plan", "devices", "step", f"{choice.best.counted}/s", "why not"], rows, left=(0, 4))
 
 
-def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], said: str) -> bool:
-    return said == describe(choice.best.plan) and cuts != choice.best.plan.cuts
+def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], description: str) -> bool:
+    return description == describe(choice.best.plan) and cuts != choice.best.plan.cuts
 
 
 def scale_text(scale: Scale) -> str:

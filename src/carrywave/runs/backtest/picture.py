@@ -6,27 +6,24 @@ outermost quantiles a band. Colours follow the viewer's light or dark theme if i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
 from carrywave.data.tables.table import Table
+from carrywave.plan.show import drawing
 from carrywave.runs.backtest.rolled import Rolled, times_of
 
 WIDTH, PANEL, HEAD, MARGIN, LEFT, FOOT = 1000, 200, 30, 14, 80, 26  # pixels; FOOT holds the times below a panel
 LETTER = 6.5  # pixels, about
 MOST_PANELS = 8
 BEFORE = 1.0  # rows shown ahead of the first origin, as a share of those after it
-_STYLE = """
-.ground{fill:#ffffff}.frame{fill:none;stroke:#c3cad4}.grid{stroke:#e3e7ec}.origin{stroke:#a9b2be;stroke-dasharray:3 3}
-text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}.end{text-anchor:end}.mid{text-anchor:middle}
+_LIGHT = """
+.frame{fill:none;stroke:#c3cad4}.grid{stroke:#e3e7ec}.origin{stroke:#a9b2be;stroke-dasharray:3 3}.end{text-anchor:end}
 .truth{fill:none;stroke:#3b4656;stroke-width:1.4}.forecast{fill:none;stroke:#d1495b;stroke-width:1.6}.band{fill:#d1495b;opacity:.18}
-@media (prefers-color-scheme:dark){.ground{fill:#161b22}.frame{stroke:#4a5462}.grid{stroke:#262d37}.origin{stroke:#5d6878}text{fill:#e6eaf0}
-.truth{stroke:#cfd6e0}}
-""".strip().replace("\n", "")
+"""
+_DARK = ".frame{stroke:#4a5462}.grid{stroke:#262d37}.origin{stroke:#5d6878}.truth{stroke:#cfd6e0}"
 
 
 def draw(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], quantiles: Sequence[float] | None, title: str) -> str:
@@ -37,26 +34,24 @@ def draw(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], quan
     parts = [f'<text class="title" x="{MARGIN}" y="{MARGIN + 16}">{escape(title + left_out)}</text>']
     top = MARGIN + HEAD
     for series, place in shown:
-        own = [each for each in forecasts if each.series == series]
+        of_series = [each for each in forecasts if each.series == series]
         name = columns[place] if len(table.names) == 1 else f"{table.names[series]}: {columns[place]}"
-        parts += [f'<text x="{LEFT}" y="{top + 12}">{escape(name)}</text>', *_panel(table, own, place, columns[place], quantiles, top + 20)]
+        parts += [
+            f'<text x="{LEFT}" y="{top + 12}">{escape(name)}</text>',
+            *_panel(table, of_series, place, columns[place], quantiles, top + 20),
+        ]
         top += 20 + PANEL + FOOT + MARGIN
     parts += _legend(top, quantiles)
-    height = top + HEAD
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
-        f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    return drawing.document(title, parts, WIDTH, top + HEAD, light=_LIGHT, dark=_DARK)
 
 
-def _panel(table: Table, own: Sequence[Rolled], place: int, column: str, quantiles: Sequence[float] | None, top: int) -> list[str]:
-    first = min(each.known for each in own)
-    end = max(each.known + len(each.truth_HC) for each in own)
+def _panel(table: Table, forecasts: Sequence[Rolled], place: int, column: str, quantiles: Sequence[float] | None, top: int) -> list[str]:
+    first = min(each.known for each in forecasts)
+    end = max(each.known + len(each.truth_HC) for each in forecasts)
     begin = max(0, first - max(2, round(BEFORE * (end - first))))
-    start = int(table.starts[own[0].series])
+    start = int(table.starts[forecasts[0].series])
     truth = table.values[start + begin : start + end, table.columns.index(column)]
-    everything = np.concatenate([truth, *(each.forecast_HCQ[:, place].reshape(-1) for each in own)])
+    everything = np.concatenate([truth, *(each.forecast_HCQ[:, place].reshape(-1) for each in forecasts)])
     low, high = float(everything.min()), float(everything.max())
     room = 0.05 * (high - low) or 1.0
     low, high = low - room, high + room
@@ -68,13 +63,16 @@ def _panel(table: Table, own: Sequence[Rolled], place: int, column: str, quantil
     def y(value: float) -> float:
         return top + PANEL * (high - value) / (high - low)
 
+    def points(rows: Iterable[float], values: Iterable[float]) -> str:
+        return drawing.points_text((x(row), y(value)) for row, value in zip(rows, values, strict=True))
+
     parts = []
-    for value in _round_numbers(low, high):
+    for value in drawing.ticks(low, high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - MARGIN}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y(value) + 4:.1f}">{value:g}</text>')
     parts.append(f'<rect class="frame" x="{LEFT}" y="{top}" width="{width}" height="{PANEL}"/>')
     free = 0.0  # from where there is room for another time
-    for each in own:
+    for each in forecasts:
         # A forecast begins where its origin is, at a value that is known.
         rows = np.arange(each.known - 1, each.known + len(each.truth_HC))
         now = float(table.values[start + each.known - 1, table.columns.index(column)])
@@ -82,31 +80,20 @@ def _panel(table: Table, own: Sequence[Rolled], place: int, column: str, quantil
         at = x(each.known - 1)
         parts.append(f'<line class="origin" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + PANEL}"/>')
         if quantiles is not None and len(quantiles) > 1:
-            around = [*zip(rows, lines[:, -1], strict=True), *zip(rows[::-1], lines[::-1, 0], strict=True)]
-            parts.append(f'<polygon class="band" points="{_points(around, x, y)}"/>')
+            parts.append(f'<polygon class="band" points="{points(rows, lines[:, -1])} {points(rows[::-1], lines[::-1, 0])}"/>')
         middle = _middle(quantiles)
-        parts.append(f'<polyline class="forecast" points="{_points(zip(rows, lines[:, middle], strict=True), x, y)}"/>')
+        parts.append(f'<polyline class="forecast" points="{points(rows, lines[:, middle])}"/>')
         when = str(times_of(table, each)[0])
         if at - free > LETTER * len(when) / 2:
             parts.append(f'<text class="mid" x="{at:.1f}" y="{top + PANEL + 16}">{escape(when)}</text>')
             free = at + LETTER * (len(when) / 2 + 2)
-    parts.append(f'<polyline class="truth" points="{_points(zip(range(begin, end), truth, strict=True), x, y)}"/>')
+    parts.append(f'<polyline class="truth" points="{points(range(begin, end), truth)}"/>')
     return parts
-
-
-def _points(pairs: Iterable[tuple[Any, Any]], x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    return " ".join(f"{x(row):.1f},{y(value):.1f}" for row, value in pairs)
 
 
 def _middle(quantiles: Sequence[float] | None) -> int:
     """The quantile that is drawn as a line: the median, or the one next to it."""
     return 0 if quantiles is None else int(np.argmin(np.abs(np.array(quantiles) - 0.5)))
-
-
-def _round_numbers(low: float, high: float, most: int = 5) -> list[float]:
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _legend(top: int, quantiles: Sequence[float] | None) -> list[str]:

@@ -24,8 +24,8 @@ from carrywave.plan.cost.cluster import Cluster, Host
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile, shipped
 from carrywave.plan.cost.shipped_profiles import names as shipped_names
+from carrywave.plan.cost.transports import BY_BACKEND
 from carrywave.plan.cost.units import Units
-from carrywave.plan.cost.ways import BY_BACKEND
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search

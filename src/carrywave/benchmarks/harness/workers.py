@@ -1,4 +1,4 @@
-"""Runs multi-worker benchmarks in worker processes: interleaved timing and peak memory.
+"""Runs multi-worker benchmarks in worker processes: loops that take turns, and memory.
 
 A benchmark module defines `work(world, job)`, which every worker calls; see `parallel.worker_pool`.
 
@@ -8,23 +8,29 @@ and its time is that of the slowest worker. A worker with no part in a loop wait
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import typer
 from torch import distributed as dist
 
 from carrywave.errors import UserError
-from carrywave.launch.hardware import cores as own_cores
-from carrywave.parallel import worker_pool as crews
+from carrywave.launch.hardware import cores as cores_here
+from carrywave.measure import timing
+from carrywave.parallel import worker_pool
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 
+R = TypeVar("R", bound=Mapping[str, object])
 Loop = Callable[[int], int]  # runs step i; returns this worker's share of the real tokens
 
 # torch on Linux allocates through glibc or mimalloc. Both keep an unpredictable amount of freed memory for reuse; with these settings glibc
@@ -98,38 +104,41 @@ def spread(values: list[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
+def printed(rows: Iterable[R]) -> list[R]:
+    """The same rows, after printing each on a line of stderr, without what they leave empty: benchmarks can take minutes."""
+    kept = list(rows)
+    for row in kept:
+        typer.echo("  ".join(f"{name} {value}" for name, value in row.items() if value not in (None, "")), err=True)
+    return kept
+
+
 def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
     """Run a benchmark's `work` in `workers` single-threaded processes; returns the rows of each, by rank.
 
     `exact_memory` makes the allocator return freed tensors to the system at once, so that peak memory counts live tensors only.
     """
     extra = RETURN_AT_ONCE if exact_memory else {}
-    return crews.start(f"carrywave.benchmarks.{bench}", job, workers, environment=extra, name=f"bench {bench}")
+    return worker_pool.start(f"carrywave.benchmarks.{bench}", job, workers, environment=extra, name=f"bench {bench}")
 
 
 def crew_sizes(cores: int | None = None) -> list[int]:
     """The worker counts to time on this machine: up to one worker per two cores, and always two workers."""
-    cores = own_cores() if cores is None else cores
+    cores = cores_here() if cores is None else cores
     if cores < 2:
         raise UserError(f"this benchmark compares several workers, but there is {cores} core; run it on two or more")
     return [workers for workers in (2, 4, 8) if workers <= max(2, cores // 2)]
 
 
-def take_turns(crew: TimedWorkers, loops: Mapping[str, Loop], *, rounds: int, seconds: float, first: int = 0) -> dict[str, Timing]:
+def time_loops(crew: TimedWorkers, loops: Mapping[str, Loop], *, rounds: int, seconds: float, first: int = 0) -> dict[str, Timing]:
     """Time the loops in turn, in blocks of about `seconds` each, sized by one trial step; steps are numbered from `first`."""
-    timings = {name: Timing(_steps_in(crew, loop, seconds, first), [], []) for name, loop in loops.items()}
-    for number in range(rounds):
-        for name, loop in loops.items():
-            timing = timings[name]
-            elapsed, tokens = timed_block(crew, loop, timing.steps, first + 1 + number * timing.steps)
-            timing.seconds.append(elapsed)
-            timing.tokens.append(tokens)
-    return timings
+    steps = {name: max(1, math.ceil(seconds / timed_block(crew, loop, 1, first)[0])) for name, loop in loops.items()}
 
+    def block(name: str) -> Callable[[], tuple[float, float]]:
+        begins = itertools.count(first + 1, steps[name])
+        return lambda: timed_block(crew, loops[name], steps[name], next(begins))
 
-def _steps_in(crew: TimedWorkers, loop: Loop, seconds: float, first: int) -> int:
-    elapsed, _ = timed_block(crew, loop, 1, first)
-    return max(1, math.ceil(seconds / elapsed))
+    blocks = timing.take_turns({name: block(name) for name in loops}, rounds)
+    return {name: Timing(steps[name], *map(list, zip(*several, strict=True))) for name, several in blocks.items()}
 
 
 def timed_block(crew: TimedWorkers, loop: Loop, steps: int, first: int) -> tuple[float, float]:
@@ -142,12 +151,37 @@ def timed_block(crew: TimedWorkers, loop: Loop, steps: int, first: int) -> tuple
     return elapsed, crew.sum(tokens)
 
 
+def memory_bytes(field: str = "VmRSS", process: int | str = "self") -> int:
+    """Memory of a process: VmRSS is its current size, VmHWM the peak since `reset_peak`, RssAnon without files; 0 if it has just exited."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
 def memory_mib(field: str = "VmRSS") -> float:
-    """Memory of this process: VmRSS is the current size, VmHWM the peak since `reset_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 / MIB for line in lines if line.startswith(f"{field}:"))
+    """The memory of this process, in MiB."""
+    return memory_bytes(field) / MIB
 
 
 def reset_peak() -> None:
     """Reset the peak memory recorded by the operating system to the current size."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    """With these environment variables, or without those that are None, whatever the user has set."""
+    before = {name: os.environ.get(name) for name in variables}
+
+    def apply(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+    apply(variables)
+    try:
+        yield
+    finally:
+        apply(before)

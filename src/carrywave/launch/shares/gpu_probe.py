@@ -21,9 +21,9 @@ def main() -> int:
     except OSError:
         return 0
     count, context = ctypes.c_int(), ctypes.c_void_p()
-    found = [cuda.cuInit(0), cuda.cuDeviceGetCount(ctypes.byref(count))]
-    found += [cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) for device in range(count.value)]
-    return BUSY if any(code in NOT_NOW for code in found) else 0
+    codes = [cuda.cuInit(0), cuda.cuDeviceGetCount(ctypes.byref(count))]
+    codes += [cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) for device in range(count.value)]
+    return BUSY if any(code in NOT_NOW for code in codes) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m carrywave.benchmarks._ledger train …`: the command line, with workers that log what they train on.
+"""`python -m carrywave.benchmarks.fault_runs.ledger train …`: the command line, with workers that log what they train on.
 
 Each worker appends a line to `$CARRYWAVE_LEDGER/RANK.jsonl` for every completed step: the attempt, the optimizer step, the time, and for
 every lane the sequence and steps it held, taken from the batch itself. Each line is a single write, so a kill leaves only whole lines.

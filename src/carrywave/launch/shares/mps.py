@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from carrywave.errors import WorkerError
-from carrywave.launch.gpu_shares import gpu_probe, mps_guard
 from carrywave.launch.hardware import nvidia_smi, visible
+from carrywave.launch.shares import gpu_probe, mps_guard
 from carrywave.parallel.startup.environment import MOST_SHARES, OVERLAPPING, SHARE_GPU
 
 TOOL = "nvidia-cuda-mps-control"
@@ -75,7 +75,7 @@ class Shares:
         return False
 
     def _start(self) -> None:
-        with (self._folder / "said").open("w+b") as output:
+        with (self._folder / "output").open("w+b") as output:
             # Isolated and in a session of its own: neither the user's Python settings nor Ctrl-C should reach it.
             command = [sys.executable, "-I", mps_guard.__file__, self._tool, str(self._folder)]
             self._guard = subprocess.Popen(
@@ -104,8 +104,8 @@ class Shares:
 @contextmanager
 def shares(count: int, percent: int | None = None) -> Iterator[dict[str, str]]:
     """The environment variables of workers on shares."""
-    with Shares(count, percent) as own:
-        yield own.environment
+    with Shares(count, percent) as divided_gpu:
+        yield divided_gpu.environment
 
 
 def divided(count: int) -> AbstractContextManager[dict[str, str]]:
@@ -150,12 +150,14 @@ def _visible_by_name() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[entry] if isinstance(entry, int) else entry for entry in visible())}
 
 
-def _await(guard: subprocess.Popen[bytes], tool: str, given: Mapping[str, str], output: IO[bytes]) -> None:
+def _await(guard: subprocess.Popen[bytes], tool: str, environment: Mapping[str, str], output: IO[bytes]) -> None:
     """Return when the daemon answers."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError, subprocess.TimeoutExpired):
-            asked = subprocess.run([tool], input=b"get_server_list\n", env=given, capture_output=True, check=False, timeout=START_SECONDS)
+            asked = subprocess.run(
+                [tool], input=b"get_server_list\n", env=environment, capture_output=True, check=False, timeout=START_SECONDS
+            )
             if asked.returncode == 0:
                 return
         if guard.poll() is not None:

@@ -4,16 +4,15 @@ They are as fast as plain PyTorch gets: the fastest LSTM available (`fastest_lst
 buckets, static shapes for torch.distributed.pipelining (which would otherwise infer them in an extra step), and a single scalar
 all-reduced for gradient clipping. All of them compute what one worker would: the same loss and the same next weights.
 
-Shapes: T time, B lane, H hidden, V vocabulary.
+Shapes: T time, B lane, F features, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,54 +20,20 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
 
-from carrywave.benchmarks._stack_shape import StackShape
+from carrywave.benchmarks.harness.shapes import BATCHES, LanguageShape
+from carrywave.benchmarks.harness.workers import TimedWorkers
+from carrywave.benchmarks.peers.plain_loops import PlainClassifier, PlainSequences, descend
 from carrywave.kernels.blas import without_onednn
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
-from carrywave.model.model import Model
 
 LR, CLIP = 1e-3, 1.0
-BATCHES = 4  # cycled through
-NATIVE, ONEDNN, OURS = "nn.LSTM native", "nn.LSTM oneDNN", "cw.LSTM"
+LSTMS = NATIVE, ONEDNN, OURS = "nn.LSTM native", "nn.LSTM oneDNN", "cw.LSTM"
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Case(StackShape):
-    """A language model and the shape of its batches."""
-
-    vocabulary: int
-
-    @property
-    def name(self) -> str:
-        """As shown in tables, with the vocabulary."""
-        return f"{super().name} V{self.vocabulary}"
-
-    @property
-    def units(self) -> int:
-        """The number of units: encoder, layers and head."""
-        return self.layers + 2
-
-    def model(self) -> Model:
-        """The model with its initial weights, identical in every process and loop."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return Model(
-                Embedding(self.vocabulary, self.hidden),
-                LSTM(self.hidden, self.hidden, self.layers),
-                Softmax(self.hidden, self.vocabulary),
-            )
-
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets of every batch, both [T, B]."""
-        random = torch.Generator().manual_seed(2)
-        tokens = torch.randint(self.vocabulary, (BATCHES, self.steps + 1, self.lanes), generator=random)
-        return [(each[:-1].contiguous(), each[1:].contiguous()) for each in tokens]
-
-
-def balanced_cuts(case: Case, stages: int, *, share_head: bool = False) -> tuple[int, ...]:
+def balanced_cuts(case: LanguageShape, stages: int, *, share_head: bool = False) -> tuple[int, ...]:
     """The cuts that minimise the load of the slowest stage, used for ours and for the peers: the first unit of each stage but the first.
 
     With `share_head` the head costs every stage the same, so it has no influence on the cuts.
@@ -92,7 +57,7 @@ def ranges(cuts: Sequence[int], units: int) -> list[range]:
 class PlainStage(nn.Module):
     """A subset of the units: embedding (unit 0), layers, linear (the last unit). With all units it is the whole model."""
 
-    def __init__(self, case: Case, lstm: str, units: Sequence[int]) -> None:
+    def __init__(self, case: LanguageShape, lstm: str, units: Sequence[int]) -> None:
         super().__init__()
         layers = [unit - 1 for unit in units if 0 < unit <= case.layers]
         self.embedding = nn.Embedding(case.vocabulary, case.hidden) if 0 in units else None
@@ -102,7 +67,7 @@ class PlainStage(nn.Module):
         wanted = {"embedding.weight": "encoder.weight", "linear.weight": "head.weight", "linear.bias": "head.bias"}
         for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
             wanted |= {f"lstm.{part}_l{here}": f"lstm.{part}_l{layer}" for here, layer in enumerate(layers)}
-        self.load_state_dict({own: weights[name] for own, name in wanted.items() if own in self.state_dict()})
+        self.load_state_dict({mine: weights[ours] for mine, ours in wanted.items() if mine in self.state_dict()})
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [T, B], or the output [T, B, H] of the previous stage, to [T, B, H] or logits [T, B, V]."""
@@ -121,8 +86,13 @@ def arithmetic(lstm: str) -> AbstractContextManager[object]:
     return without_onednn() if lstm == NATIVE else nullcontext()
 
 
-def fastest_lstm(case: Case, lanes: int, candidates: Iterable[str] = (NATIVE, ONEDNN, OURS)) -> str:
-    """The LSTM that trains one layer on this many lanes fastest on this machine. Call it on one worker while the others wait."""
+def fastest_lstm(crew: TimedWorkers, case: LanguageShape, lanes: int, candidates: Sequence[str] = LSTMS) -> str:
+    """The LSTM that trains one layer on this many lanes fastest, as measured by worker 0 while the others wait. Collective."""
+    number = candidates.index(_fastest(case, lanes, candidates)) if crew.rank == 0 else 0
+    return candidates[int(crew.sum(number))]
+
+
+def _fastest(case: LanguageShape, lanes: int, candidates: Sequence[str]) -> str:
     x_TBH = torch.randn(case.steps, lanes, case.hidden)
     best: dict[str, float] = {}
     for lstm in candidates:
@@ -140,7 +110,7 @@ def fastest_lstm(case: Case, lanes: int, candidates: Iterable[str] = (NATIVE, ON
 class Serial:
     """The whole model on one worker."""
 
-    def __init__(self, case: Case, lstm: str) -> None:
+    def __init__(self, case: LanguageShape, lstm: str) -> None:
         self.lstm, self.batches = lstm, case.batches()
         self.model: nn.Module = PlainStage(case, lstm, range(case.units))
         self.optimizer = torch.optim.Adam(self.model.parameters(), LR, fused=True)
@@ -151,16 +121,14 @@ class Serial:
         with arithmetic(self.lstm):
             self.optimizer.zero_grad()
             loss = mean_loss(self.model(x_TB), target_TB)
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-            self.optimizer.step()
+            descend(loss, self.model, self.optimizer, CLIP)
         return loss.detach()
 
 
 class DataParallel(Serial):
     """DDP: every worker holds the whole model and an equal share of the lanes, so the mean of means is the true mean."""
 
-    def __init__(self, case: Case, lstm: str, rank: int, size: int, bucket_mb: int = 25) -> None:
+    def __init__(self, case: LanguageShape, lstm: str, rank: int, size: int, bucket_mb: int = 25) -> None:
         super().__init__(case, lstm)
         if case.lanes % size:
             raise ValueError(f"{case.lanes} lanes cannot be divided evenly among {size} workers")
@@ -182,7 +150,7 @@ def update_together(parameters: Sequence[nn.Parameter], optimizer: torch.optim.O
 class TorchPipeline:
     """torch.distributed.pipelining over manually split stages; a micro-batch is a subset of the lanes."""
 
-    def __init__(self, case: Case, lstm: str, rank: int, size: int, schedule: str, micro_batches: int) -> None:
+    def __init__(self, case: LanguageShape, lstm: str, rank: int, size: int, schedule: str, micro_batches: int) -> None:
         # Imported here because it takes as long to load as torch itself, and most workers do not need it.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -240,7 +208,7 @@ class _LanesFirst(nn.Module):
 class RoundRobin:
     """Naive placement: layers are assigned to workers round-robin, so the whole batch crosses workers at every layer."""
 
-    def __init__(self, case: Case, lstm: str, rank: int, size: int) -> None:
+    def __init__(self, case: LanguageShape, lstm: str, rank: int, size: int) -> None:
         self.lstm, self.batches, self.case = lstm, case.batches(), case
         # The embedding joins the first layer, the softmax the last.
         places = [range(layer, layer + 1) for layer in range(1, case.layers + 1)]
@@ -279,3 +247,49 @@ class RoundRobin:
         message_TBH = torch.empty(self.case.steps, self.case.lanes, self.case.hidden)
         dist.recv(message_TBH, self.owners[layer])
         return message_TBH
+
+
+def classifier(features: int, hidden: int, classes: int, *, packed: bool = False) -> PlainClassifier:
+    """The model with its initial weights, identical in every process and loop."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return PlainClassifier(features, hidden, 1, classes, packed=packed)
+
+
+class DataParallelSequences(PlainSequences):
+    """DDP over random batches of sequences of varying length, padded or packed.
+
+    Every worker draws its share through a DistributedSampler, which gives each worker the same number of sequences per batch, so DDP's mean
+    of means is the true mean. How long a worker's sequences are is left to chance, and every step waits for the slowest worker.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Tensor],
+        labels: Sequence[int],
+        *,
+        hidden: int,
+        classes: int,
+        batch: int,
+        lstm: str,
+        packed: bool,
+        rank: int,
+        size: int,
+    ) -> None:
+        features = sequences[0].shape[1]
+        plain = classifier(features, hidden, classes, packed=packed)
+        if lstm == OURS:
+            weights = plain.lstm.state_dict()
+            # A drop-in replacement for nn.LSTM: same weights, same call, same results.
+            plain.lstm = LSTM(features, hidden, 1)  # type: ignore[assignment]
+            plain.lstm.load_state_dict(weights)
+        self.lstm = lstm
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True, static_graph=True)
+        numbered: Any = labels  # a sampler only counts what it samples
+        sampler: DistributedSampler[Any] = DistributedSampler(numbered, size, rank, shuffle=True)
+        super().__init__(sequences, labels, model, batch=batch, lr=LR, clip=CLIP, device=CPU, sampler=sampler)
+
+    def step(self) -> tuple[Tensor, int]:
+        """One optimizer step; returns the mean loss over this worker's sequences, and its real tokens."""
+        with arithmetic(self.lstm):
+            return super().step()

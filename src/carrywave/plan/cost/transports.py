@@ -20,7 +20,7 @@ BY_BACKEND: Mapping[str, Transport] = {"nccl": "NCCL", "gloo": "gloo"}  # of tor
 
 
 @dataclass(frozen=True)
-class Ways:
+class Transports:
     """How messages and sums travel, and what is recorded as a CUDA graph."""
 
     messages: Transport = ""  # between stages; "": there is one
@@ -45,8 +45,8 @@ class Ways:
         return f"{said}; {how[self.recorded]}"
 
 
-def ways_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) -> Ways:
-    """The ways of a plan whose workers are placed on a cluster."""
+def transports_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) -> Transports:
+    """The transports of a plan whose workers are placed on a cluster."""
     on_gpu = all(profile.overheads.recorded_seconds is not None for profile in placed.kinds)
     within = cluster.link_within(placed.kinds).transport or (DEVICE_MEMORY if on_gpu else "gloo")
     between = cluster.link_between(placed.kinds).transport if placed.hosts > 1 else ""
@@ -56,9 +56,9 @@ def ways_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) -> Ways:
     messages = "" if plan.stages == 1 else between if any(placed.crossing) else within
     sums = "" if plan.workers == 1 else between if placed.hosts > 1 else within
     if not on_gpu or units.precision == "fp64" or messages not in ("", DEVICE_MEMORY) or plan.splits_vocabulary or units.picks_rows:
-        return Ways(messages, sums, "", on_gpu)
+        return Transports(messages, sums, "", on_gpu)
     one_piece = sums in ("", DEVICE_MEMORY) and (plan.stages > 1 or units.accumulate == 1) and not units.reproducible
-    return Ways(messages, sums, "steps" if one_piece else "passes", on_gpu)
+    return Transports(messages, sums, "steps" if one_piece else "passes", on_gpu)
 
 
 def _by(transport: Transport) -> str:

@@ -1,4 +1,4 @@
-"""The rows of `bench gpu-pipeline`: which stacks are split in which ways over shares of which size, and what is known of each."""
+"""The rows of `bench gpu-pipeline`: which stacks are split in which ways over shares of which size, and what was measured of each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from carrywave.benchmarks._gpu_stages import Case, Split
-from carrywave.benchmarks._pipeline_variants import SCHEDULERS
+from carrywave.benchmarks.stages.gpu_worker import Split, SummedStack
+from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.errors import UserError
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.schedule import schedule as schedules
@@ -23,7 +23,7 @@ FEWEST_PASSES = 2
 class Setting:
     """A case on shares of one size."""
 
-    case: Case
+    case: SummedStack
     percent: int
     stages: tuple[int, ...]
     replicas: tuple[tuple[int, int], ...] = ()  # (replicas, stages of each)
@@ -31,13 +31,12 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(Case(8, 512, 64, 256), 25, (2, 4), ((2, 1), (2, 2))),
-    Setting(Case(8, 1024, 64, 128), 50, (2,)),
-    Setting(
-        Case(8, 256, 64, 256), 12, (8,), only_if_fits=True
-    ),  # a layer of 512 units takes more multiprocessors than an eighth of a GPU has
+    Setting(SummedStack(8, 512, 64, 256), 25, (2, 4), ((2, 1), (2, 2))),
+    Setting(SummedStack(8, 1024, 64, 128), 50, (2,)),
+    # Not wider: a layer of 512 units takes more multiprocessors than an eighth of a GPU has.
+    Setting(SummedStack(8, 256, 64, 256), 12, (8,), only_if_fits=True),
 )
-QUICK = (Setting(Case(4, 64, 16, 32), 25, (2,), ((2, 1),)),)
+QUICK = (Setting(SummedStack(4, 64, 16, 32), 25, (2,), ((2, 1),)),)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Variant:
 
 @dataclass
 class Measured:
-    """What is known of a variant."""
+    """What was measured and predicted of a variant."""
 
     ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -107,7 +106,7 @@ class Measured:
     predicted_ms: float | None = None
     notes: list[str] = field(default_factory=list)
 
-    def say(self, note: str) -> None:
+    def add_note(self, note: str) -> None:
         """Add a note, unless it is empty or there already."""
         if note and note not in self.notes:
             self.notes.append(note)
@@ -118,8 +117,8 @@ class Measured:
         return statistics.median(self.ms) if self.ms else None
 
 
-Found = dict[Variant, Measured]
-Described = Mapping[tuple[Case, int], Row]  # a share of this size, for a case: multiprocessors and kernel
+Measurements = dict[Variant, Measured]
+Described = Mapping[tuple[SummedStack, int], Row]  # a share of this size, for a case: multiprocessors and kernel
 
 
 def variants(settings: Sequence[Setting], *, chunks: Sequence[int] = CHUNKS, rows: Sequence[str] = ()) -> list[Variant]:
@@ -127,33 +126,30 @@ def variants(settings: Sequence[Setting], *, chunks: Sequence[int] = CHUNKS, row
     if bad := [count for count in chunks if count < 2]:
         raise UserError(f"bench gpu-pipeline cuts time into {bad[0]} chunks; use 2 or more")
     words = [frozenset(each.split()) for each in rows]
-    found: list[Variant] = []
+    chosen: list[Variant] = []
     for setting in settings:
         every = [Variant(setting, split, setting.percent) for split in splits_of(setting, chunks)]
         every.append(Variant(setting, Split("wavefront"), WHOLE))
         kept = [each for each in every if not words or any(some <= each.words for some in words)]
         base = Variant(setting, Split("wavefront"), setting.percent)
-        found += [base, *(each for each in kept if each != base)] if kept else []
-    if not found:
+        chosen += [base, *(each for each in kept if each != base)] if kept else []
+    if not chosen:
         raise UserError(
             f"no row of bench gpu-pipeline matches {' or '.join(rows)}; use words such as 8x512, 4shares, wavefront, 8chunks, recorded"
         )
-    return found
+    return chosen
 
 
 def splits_of(setting: Setting, chunks: Sequence[int]) -> list[Split]:
     """All ways to split a case over the shares of a setting."""
     case = setting.case
     counts = [count for count in chunks if case.steps >= count * SHORTEST_CHUNK]
-    found = [Split("wavefront"), Split("wavefront", recorded=False)]
+    splits = [Split("wavefront"), Split("wavefront", recorded=False)]
     for stages in setting.stages:
-        found.append(Split("sequential", stages))
-        found += [Split("gpipe", stages, micro_batches=parts) for parts in (stages, 2 * stages) if case.lanes % parts == 0]
-        found += [Split("wavefront", stages, chunks=count) for count in counts]
-        found += [Split("wavefront", stages, chunks=count, recorded=False) for count in counts if count <= MOST_LAUNCHED]
+        splits.append(Split("sequential", stages))
+        splits += [Split("gpipe", stages, micro_batches=parts) for parts in (stages, 2 * stages) if case.lanes % parts == 0]
+        splits += [Split("wavefront", stages, chunks=count) for count in counts]
+        splits += [Split("wavefront", stages, chunks=count, recorded=False) for count in counts if count <= MOST_LAUNCHED]
     for replicas, stages in setting.replicas:
-        of_each = (
-            [Split("wavefront", stages, replicas, chunks=count) for count in counts] if stages > 1 else [Split("wavefront", 1, replicas)]
-        )
-        found += of_each
-    return found
+        splits += [Split("wavefront", stages, replicas, chunks=count) for count in (counts if stages > 1 else (1,))]
+    return splits

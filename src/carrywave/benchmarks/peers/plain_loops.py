@@ -1,4 +1,4 @@
-"""The peers of `bench train`: training loops as a good engineer writes them by hand in plain PyTorch.
+"""The peers of `bench train`, and what other peers are made of: training loops as a good engineer writes them by hand in plain PyTorch.
 
 They are as fast as plain PyTorch gets without tricks: one `nn.LSTM` for the whole stack, one softmax for the whole window, no needless
 synchronisation, the fused optimizer.
@@ -6,13 +6,14 @@ synchronisation, the fused optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 
 class PlainLanguageModel(nn.Module):
@@ -50,6 +51,13 @@ class PlainClassifier(nn.Module):
         return logits_BK
 
 
+def descend(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> None:
+    """Backward, clipping and the optimizer's step."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
 class PlainStreams:
     """Truncated back-propagation through a corpus cut into lanes, as in PyTorch's word-level language model example."""
 
@@ -73,50 +81,55 @@ class PlainStreams:
         logits_TBV, self.carry = self.model(x_TB, carry)
         loss = nn.functional.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
+        descend(loss, self.model, self.optimizer, self.clip)
         self.position = end
         return x_TB.numel()
 
 
 class PlainSequences:
-    """A DataLoader with random order and `pad_sequence`; one step per batch."""
+    """A DataLoader with random order and `pad_sequence`; one step per batch. `sampler`: that of one of several workers."""
 
     def __init__(
         self,
-        sequences: list[Tensor],
-        labels: list[int],
-        model: PlainClassifier,
+        sequences: Sequence[Tensor],
+        labels: Sequence[int],
+        model: nn.Module,
         *,
         batch: int,
         lr: float,
         clip: float,
         device: torch.device,
+        sampler: DistributedSampler[Any] | None = None,
     ) -> None:
-        rows: Any = list(zip(sequences, labels, strict=True))
-        self.loader: DataLoader[Any] = DataLoader(rows, batch_size=batch, shuffle=True, collate_fn=_collate)
+        examples: Any = list(zip(sequences, labels, strict=True))
+        self.sampler, self.epoch = sampler, -1
+        self.loader: DataLoader[Any] = DataLoader(examples, batch, shuffle=sampler is None, sampler=sampler, collate_fn=collate)
         self.model, self.clip, self.device = model.to(device), clip, device
         self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
-        self.batches: Iterator[tuple[Tensor, Tensor, Tensor]] = iter(self.loader)
+        self.batches: Iterator[tuple[Tensor, Tensor, Tensor]] = self._next_epoch()
         self.model.train()
 
-    def step(self) -> int:
-        """One optimizer step; returns the number of real tokens trained on."""
-        got = next(self.batches, None)
-        if got is None:
-            self.batches = iter(self.loader)
-            got = next(self.batches)
-        x_TBF, lengths_B, labels_B = got
+    def _next_epoch(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        self.epoch += 1
+        if self.sampler is not None:
+            self.sampler.set_epoch(self.epoch)
+        return iter(self.loader)
+
+    def step(self) -> tuple[Tensor, int]:
+        """One optimizer step; returns the mean loss, and the number of real tokens trained on."""
+        given = next(self.batches, None)
+        if given is None:
+            self.batches = self._next_epoch()
+            given = next(self.batches)
+        x_TBF, lengths_B, labels_B = given
+        self.optimizer.zero_grad()
         logits_BK = self.model(x_TBF.to(self.device, non_blocking=True), lengths_B)
         loss = nn.functional.cross_entropy(logits_BK, labels_B.to(self.device, non_blocking=True))
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        return int(lengths_B.sum())
+        descend(loss, self.model, self.optimizer, self.clip)
+        return loss.detach(), int(lengths_B.sum())
 
 
-def _collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = torch.tensor([len(x) for x, _ in rows])
-    return pad_sequence([x for x, _ in rows]), lengths, torch.tensor([label for _, label in rows])
+def collate(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded sequences [T, B, F], lengths and labels."""
+    lengths = torch.tensor([len(x_TF) for x_TF, _ in examples])
+    return pad_sequence([x_TF for x_TF, _ in examples]), lengths, torch.tensor([label for _, label in examples])

@@ -8,7 +8,6 @@ the workers were restarted and before they train. Needs /proc.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import carrywave
-from carrywave.benchmarks._ledger import FOLDER
+from carrywave.benchmarks.fault_runs.ledger import FOLDER
 from carrywave.errors import RunError
 from carrywave.parallel.startup.environment import SHARE_GPU
 from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
@@ -38,7 +37,7 @@ POLL_SECONDS = 0.001
 LONGEST_SECONDS = 1800
 ROWS = 24  # of the data; tokens per row:
 SHORTEST, LONGEST = 20, 90
-PROGRAM = ("-m", "carrywave.benchmarks._ledger")
+PROGRAM = ("-m", "carrywave.benchmarks.fault_runs.ledger")
 SPEC = (
     "data.train=rows.jsonl",
     "data.valid=rows.jsonl",
@@ -54,7 +53,7 @@ SPEC = (
 
 
 @dataclass(frozen=True)
-class Case:
+class RunSetup:
     """The configuration of a run."""
 
     name: str
@@ -78,7 +77,7 @@ class Fault:
 
 
 @dataclass
-class Told:
+class Outcome:
     """The outcome of a run."""
 
     code: int
@@ -104,35 +103,28 @@ def write_data(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def write_numbers(folder: Path) -> None:
-    """Write the same rows as numbers, with a label for every step: nothing in training on them is a sum whose order CUDA leaves open."""
-    rows = [json.loads(line)["tokens"] for line in (folder / "rows.jsonl").read_text().splitlines()]
-    told = [{"steps": [[math.sin(n), math.cos(0.1 * n)] for n in row], "labels": [str(n % 5) for n in row]} for row in rows]
-    (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
-
-
-def command_words(case: Case, run: str) -> list[str]:
+def command_words(setup: RunSetup, run: str) -> list[str]:
     """What follows `carrywave` on the command line."""
-    device = "cuda" if case.shares else "cpu"
-    given = [*SPEC, f"train.max_steps={case.steps}", "train.epochs=1000000", *case.words]
-    return ["train", *given, "--devices", str(case.devices), "--device", device, "--run", run]
+    device = "cuda" if setup.shares else "cpu"
+    given = [*SPEC, f"train.max_steps={setup.steps}", "train.epochs=1000000", *setup.words]
+    return ["train", *given, "--devices", str(setup.devices), "--device", device, "--run", run]
 
 
 class Running:
     """A running training command: its workers, timestamped stderr lines, and ledger."""
 
-    def __init__(self, folder: Path, run: str, case: Case, *words: str, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(self, folder: Path, run: str, setup: RunSetup, *words: str, program: Sequence[str] = PROGRAM) -> None:
         self.run = folder / run
         self.ledger = folder / f"{run}-ledger"
         self.ledger.mkdir(exist_ok=True)
         self.lines: list[tuple[float, str]] = []
         source = str(Path(carrywave.__file__).parents[1])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        shared = {SHARE_GPU: str(case.shares)} if case.shares else {}
+        shared = {SHARE_GPU: str(setup.shares)} if setup.shares else {}
         self.out = folder / f"{run}.out"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *program, *command_words(case, run), *words],
+                [sys.executable, *program, *command_words(setup, run), *words],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, FOLDER: str(self.ledger), **shared},
                 stdin=subprocess.DEVNULL,
@@ -151,7 +143,7 @@ class Running:
 
     def workers(self) -> dict[int, tuple[int, int]]:
         """(pid, attempt) of each live worker, by rank."""
-        found: dict[int, tuple[int, int]] = {}
+        workers: dict[int, tuple[int, int]] = {}
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         except OSError:
@@ -163,9 +155,9 @@ class Running:
             except (OSError, ValueError):
                 continue
             if "RANK" in words and state != "Z":
-                told = WorkerFile.model_validate_json(Path(words[WORKER]).read_bytes())
-                found[int(words["RANK"])] = (int(child), told.attempt)
-        return found
+                given = WorkerFile.model_validate_json(Path(words[WORKER]).read_bytes())
+                workers[int(words["RANK"])] = (int(child), given.attempt)
+        return workers
 
     def step(self, attempt: int) -> int:
         """The latest step completed by rank 0 in this attempt; 0 if there is none."""
@@ -185,13 +177,13 @@ class Running:
         """True while the process runs."""
         return self.process.poll() is None
 
-    def wait(self) -> Told:
+    def wait(self) -> Outcome:
         """Wait for the run to end and return its outcome."""
         try:
             code = self.process.wait(LONGEST_SECONDS)
         finally:
             self.end()
-        return Told(code, [line for _, line in self.lines], out=self.out.read_text())
+        return Outcome(code, [line for _, line in self.lines], out=self.out.read_text())
 
     def end(self) -> None:
         """Kill the command and its workers if they are still running."""
@@ -204,14 +196,14 @@ class Running:
         self._reader.join()
 
 
-def calm(folder: Path, case: Case) -> Told:
+def calm(folder: Path, setup: RunSetup) -> Outcome:
     """Run without faults."""
-    return Running(folder, "calm", case).wait()
+    return Running(folder, "calm", setup).wait()
 
 
 def disturbed(
     folder: Path,
-    case: Case,
+    setup: RunSetup,
     faults: int,
     *,
     seed: int,
@@ -219,22 +211,22 @@ def disturbed(
     number: signal.Signals = signal.SIGKILL,
     moments: Sequence[Moment] = MOMENTS,
     program: Sequence[str] = PROGRAM,
-) -> Told:
+) -> Outcome:
     """Run with this many faults, one after another. The launcher, which restarts the workers, is never a target."""
     draw = random.Random(seed)
-    running = Running(folder, run, case, "--restarts", str(faults + 1), program=program)
-    aims = sorted(draw.randrange(1, int(LATEST * case.steps)) for _ in range(faults))
+    running = Running(folder, run, setup, "--restarts", str(faults + 1), program=program)
+    aims = sorted(draw.randrange(1, int(LATEST * setup.steps)) for _ in range(faults))
     done: list[Fault] = []
     try:
         for aim in aims:
             moment = draw.choice(moments) if done else "step"  # the workers are restarted only after a first fault
-            done.append(harm(running, case.devices, len(done), draw, aim, moment, number))
-        told = running.wait()
+            done.append(harm(running, setup.devices, len(done), draw, aim, moment, number))
+        outcome = running.wait()
     finally:
         running.end()
-    _tell_times(running, done)
-    told.faults = done
-    return told
+    _add_times(running, done)
+    outcome.faults = done
+    return outcome
 
 
 def _until(running: Running, what: str) -> Iterator[None]:
@@ -244,8 +236,8 @@ def _until(running: Running, what: str) -> Iterator[None]:
             break
         yield
         time.sleep(POLL_SECONDS)
-    said = "; ".join(line for _, line in running.lines[-2:])
-    raise RunError(f"the run ended or hung before {what} ({said}); see {running.run / 'logs'}")
+    last = "; ".join(line for _, line in running.lines[-2:])
+    raise RunError(f"the run ended or hung before {what} ({last}); see {running.run / 'logs'}")
 
 
 def harm(
@@ -287,13 +279,13 @@ def harm(
     return fault
 
 
-def _tell_times(running: Running, faults: list[Fault]) -> None:
+def _add_times(running: Running, faults: list[Fault]) -> None:
     """Record when each fault was noticed and when the next step was completed, unless another fault came first."""
-    said = [seconds for seconds, line in running.lines if "restarting from" in line]
+    reported = [seconds for seconds, line in running.lines if "restarting from" in line]
     steps = [row["seconds"] for row in rows_of(running.ledger / "0.jsonl")]
     for number, fault in enumerate(faults):
         until = faults[number + 1].seconds if number + 1 < len(faults) else float("inf")
-        noticed = [seconds for seconds in said if fault.seconds < seconds < until]
+        noticed = [seconds for seconds in reported if fault.seconds < seconds < until]
         # A step already in progress may still complete after the fault, so count from when the fault was noticed.
         again = [seconds for seconds in steps if noticed and noticed[0] < seconds < until]
         fault.noticed_seconds = noticed[0] - fault.seconds if noticed else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
+from carrywave.benchmarks.harness.shapes import LanguageShape
+from carrywave.benchmarks.peers.pipeline_loops import balanced_cuts
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import schedule as schedules
 from carrywave.plan.schedule.schedule import Schedule
@@ -38,7 +39,7 @@ class Variant:
         return family + (f" {' x '.join(parts)}" if parts else "") + ending
 
 
-def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
+def variants_of(case: LanguageShape, size: int, *, quick: bool = False) -> list[Variant]:
     """All variants to try; of those that differ only in the number of micro-batches, only the best is timed in full. With more workers than
     layers, only those with replicas.
     """
@@ -59,7 +60,7 @@ def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
     return [*found, Variant("wavefront", micro_batches=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
 
 
-def plan_of(variant: Variant, case: Case, workers: int) -> Plan:
+def plan_of(variant: Variant, case: LanguageShape, workers: int) -> Plan:
     """Our plan for a variant, with the same cuts as the peers."""
     stages = workers // variant.replicas
     chunk_steps = -(-case.steps // variant.chunks) if variant.chunks > 1 else None
@@ -97,7 +98,7 @@ def bubble_of(variant: Variant, workers: int) -> float | None:
     return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.micro_batches, **options))
 
 
-def targets_of(case: Case, size: int, variant: Variant, *, best: bool) -> list[str]:
+def targets_of(case: LanguageShape, size: int, variant: Variant, *, best: bool) -> list[str]:
     """The targets of a row: speed for the fastest wavefront, memory for two stages (unless they share the head, which both then hold)."""
     wanted = []
     if best and size == 2:

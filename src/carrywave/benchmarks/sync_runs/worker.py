@@ -1,4 +1,4 @@
-"""`python -m carrywave.benchmarks._sync_worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
+"""`python -m carrywave.benchmarks.sync_runs.worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
 
 Started once for each worker with a launcher's variables. Rank 0 writes what became of each run as soon as it is over, and the
 bytes that it sent from the first step to the last, as the kernel counts them.
@@ -10,14 +10,17 @@ import json
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from carrywave.errors import UserError
+from carrywave.parallel import worker_pool
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 from carrywave.train.loop import Loop
 
+RESULTS = "results.jsonl"  # in the folder of the job, a line for each run that is over
 ACKED = slice(120, 128)  # tcpi_bytes_acked in Linux's struct tcp_info
 
 
@@ -30,8 +33,8 @@ def sent_bytes() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as each:
                 if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                    told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED.stop)
-                    total += int.from_bytes(told[ACKED], sys.byteorder)
+                    info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED.stop)
+                    total += int.from_bytes(info[ACKED], sys.byteorder)
         except OSError:  # closed meanwhile
             continue
     return total
@@ -58,7 +61,8 @@ class Counted:
 
 
 def main(path: Path) -> None:
-    """Carry out the runs of a job."""
+    """Carry out the runs of a job; a user error ends all workers with its message."""
+    threading.Thread(target=worker_pool.end_with_parent, daemon=True).start()
     job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     counted = Counted()
     counted.watch()
@@ -66,14 +70,11 @@ def main(path: Path) -> None:
         counted.first = None
         try:
             result = train(parse(spec), run=path.parent / f"run-{number}", device=job["device"])
-            told = {"metrics": result.metrics, "sent_bytes": counted.last - (counted.first or 0)}
         except UserError as error:
-            told = {"error": str(error)}
+            sys.exit(str(error))
         if os.environ["RANK"] == "0":
-            with (path.parent / "told.jsonl").open("a", encoding="utf-8") as file:
-                print(json.dumps(told), file=file)
-        if "error" in told:
-            return
+            with (path.parent / RESULTS).open("a", encoding="utf-8") as file:
+                print(json.dumps({"metrics": result.metrics, "sent_bytes": counted.last - (counted.first or 0)}), file=file)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,23 @@ Shapes: T time, B lane, F features, K steps ahead, C columns.
 from __future__ import annotations
 
 import gc
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from carrywave.benchmarks._gpu_peers import DTYPES, one_line
-from carrywave.benchmarks._pipeline_variants import SCHEDULERS
-from carrywave.benchmarks._stack_shape import StackShape
-from carrywave.benchmarks._standing_pool import requests
-from carrywave.benchmarks._workers import TimedWorkers
+from carrywave.benchmarks.harness.gpu_timing import one_line
+from carrywave.benchmarks.harness.shapes import StackShape
+from carrywave.benchmarks.harness.standing_pool import requests
+from carrywave.benchmarks.harness.workers import TimedWorkers, environment
+from carrywave.benchmarks.peers.gpu_stacks import DTYPES
+from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.kernels import dispatch, random
+from carrywave.measure.timing import call_seconds, settle
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
@@ -43,14 +43,13 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.trainer import Trainer
 
-CAPTURE = "CARRYWAVE_CAPTURE"
 CHECKED = 3  # optimizer steps whose losses are compared; they are the warm-up too
 WARM_UP = 3  # passes before any is timed: the first runs plainly, the second is captured
 TRAIN = {"optimizer": "adam", "lr": 1e-3, "clip": 1.0}
 
 
 @dataclass(frozen=True)
-class Case(StackShape):
+class SummedStack(StackShape):
     """A stack whose outputs are summed, and its batch."""
 
     @property
@@ -106,7 +105,7 @@ class Split:
         """Number of shares."""
         return self.replicas * self.stages
 
-    def plan(self, case: Case) -> Plan:
+    def plan(self, case: SummedStack) -> Plan:
         """The plan, with layers divided evenly."""
         chunk_steps = -(-case.steps // self.chunks) if self.chunks > 1 else None
         return Plan(self.replicas, self.stages, chunk_steps=chunk_steps, micro_batches=self.micro_batches)
@@ -115,7 +114,7 @@ class Split:
 class Loop:
     """A trainer with one way to split its steps."""
 
-    def __init__(self, world: World, case: Case, split: Split, precision: str, *, clock: bool = False) -> None:
+    def __init__(self, world: World, case: SummedStack, split: Split, precision: str, *, clock: bool = False) -> None:
         plan = split.plan(case)
         with _capturing(split.recorded):
             self.trainer = Trainer(case.model(), {**TRAIN, "precision": precision}, plan=plan, mesh=Mesh(world, plan), keep_state=False)
@@ -123,9 +122,9 @@ class Loop:
         self.trainer.compute.scheduler = SCHEDULERS[split.family]
         self.clock = DeviceClock(world.device) if clock else None
         self.trainer.compute.clock = self.clock
-        own = self.trainer.own_part(self.batch)
-        # As the loader hands it out: on the device, and known to be a part, so that ranks do not compare their batches at every step.
-        self.own = replace(own, part_of=own.part_of or (self.batch.real, self.batch.lanes.shape[0]))
+        part = self.trainer.own_part(self.batch)
+        # As the loader hands it out: on the device, and marked as a part, so that ranks do not compare their batches at every step.
+        self.part = replace(part, part_of=part.part_of or (self.batch.real, self.batch.lanes.shape[0]))
         self.key = random.key(self.trainer.spec.seed, self.batch.epoch, self.batch.step)
 
     def update(self) -> Tensor:
@@ -137,9 +136,9 @@ class Loop:
         trainer, engine = self.trainer, self.trainer.engine
         one_piece = trainer.mesh.in_stream and engine.gradients.in_stream
         if trainer.capture is not None and one_piece:
-            trainer.capture("forward_backward", self._forward_backward, [self.own], [self.key], None)
+            trainer.capture("forward_backward", self._forward_backward, [self.part], [self.key], None)
         else:
-            self._forward_backward([self.own], [self.key], None, trainer.capture)
+            self._forward_backward([self.part], [self.key], None, trainer.capture)
 
     def _forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None = None
@@ -170,11 +169,11 @@ class _Worker:
     def __init__(self, world: World, precision: str, *, whole_step: bool) -> None:
         self.world, self.precision, self.whole_step = world, precision, whole_step
         self.crew = TimedWorkers(world)
-        self.loops: dict[tuple[Case, Split], Loop] = {}
+        self.loops: dict[tuple[SummedStack, Split], Loop] = {}
 
     def handle(self, request: Row) -> Row:
         """Do one request; a failure on any worker is a note on all."""
-        what, case = request["what"], Case(**request["case"])
+        what, case = request["what"], SummedStack(**request["case"])
         if what == "forget":
             return self._forget()
         if what == "describe":
@@ -189,18 +188,18 @@ class _Worker:
     def _tried(self, work: Callable[[], Row]) -> Row:
         """What `work` returns, with an empty note; if it fails on any worker, the note says why. Collective."""
         try:
-            found, note = work(), ""
+            answer, note = work(), ""
         except Exception as error:
-            found, note = {}, one_line(error)
-        said = all_gather_text(self.world, note)
-        failed = [rank for rank, text in enumerate(said) if text]
+            answer, note = {}, one_line(error)
+        notes = all_gather_text(self.world, note)
+        failed = [rank for rank, text in enumerate(notes) if text]
         if not failed:
-            return {**found, "note": ""}
+            return {**answer, "note": ""}
         # If several fail at once, one is the cause, and the others have only lost contact with it.
-        cause = min(failed, key=lambda rank: sounds_lost(said[rank]))
-        return {"note": said[cause] if self.world.size == 1 else f"rank {cause}: {said[cause]}"}
+        cause = min(failed, key=lambda rank: sounds_lost(notes[rank]))
+        return {"note": notes[cause] if self.world.size == 1 else f"rank {cause}: {notes[cause]}"}
 
-    def _describe(self, case: Case) -> Row:
+    def _describe(self, case: SummedStack) -> Row:
         """This device: its multiprocessors, and the backend that runs a layer of the case on it."""
         device = self.world.device
         layer = LSTM(case.hidden, case.hidden, device=device).weights(0)
@@ -213,7 +212,7 @@ class _Worker:
             "kernel": kernel,
         }
 
-    def _prepare(self, case: Case, split: Split) -> Row:
+    def _prepare(self, case: SummedStack, split: Split) -> Row:
         """Build a loop, take the steps whose losses are compared, and time one block roughly."""
         with _capturing(split.recorded):
             loop = self.loops[case, split] = Loop(self.world, case, split, self.precision)
@@ -226,22 +225,18 @@ class _Worker:
 
     def _pass(self, loop: Loop) -> None:
         if self.whole_step:
-            loop.trainer.update(loop.own)
+            loop.trainer.update(loop.part)
         else:
             loop.forward_backward()
 
     def _timed(self, loop: Loop, steps: int) -> float:
         """Milliseconds per pass over a block of them, on this worker. Collective: all begin together."""
         with _capturing(loop.split.recorded):
-            self._settle()
+            settle(self.world.device)
             self.crew.barrier()
-            begin = time.perf_counter()
-            for _ in range(steps):
-                self._pass(loop)
-            self._settle()
-            return 1e3 * (time.perf_counter() - begin) / steps
+            return 1e3 * call_seconds(lambda: self._pass(loop), steps, self.world.device)
 
-    def _trace(self, case: Case, split: Split) -> Row:
+    def _trace(self, case: SummedStack, split: Split) -> Row:
         """The tasks of one pass, timed by the device: (label, task, start and end in seconds on the device's clock)."""
         with _capturing(split.recorded):
             loop = Loop(self.world, case, split, self.precision, clock=True)
@@ -254,10 +249,6 @@ class _Worker:
         laps = [[lap.label, list(lap.task), lap.start, lap.end] for lap in loop.clock.read()]
         return {"laps": laps, "ms": ms, "recorded": loop.replays > before}
 
-    def _settle(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-
     def _forget(self) -> Row:
         """Free the loops of a case that is done."""
         self.loops.clear()
@@ -267,20 +258,11 @@ class _Worker:
         return {"note": ""}
 
 
-@contextmanager
-def _capturing(recorded: bool) -> Iterator[None]:
-    """With CUDA graphs or without, whatever the user has set."""
-    before = os.environ.pop(CAPTURE, None)
-    if not recorded:
-        os.environ[CAPTURE] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(CAPTURE, None)
-        if before is not None:
-            os.environ[CAPTURE] = before
+def _capturing(recorded: bool) -> AbstractContextManager[None]:
+    """With CUDA graphs or without."""
+    return environment(CARRYWAVE_CAPTURE=None if recorded else "0")
 
 
-def asked(case: Case, split: Split | None = None, **more: Any) -> Row:
+def request_of(case: SummedStack, split: Split | None = None, **more: Any) -> Row:
     """A request as JSON can hold it."""
     return {"case": asdict(case), **({} if split is None else {"split": asdict(split)}), **more}

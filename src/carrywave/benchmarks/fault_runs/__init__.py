@@ -1,0 +1,1 @@
+"""Real training commands whose workers are harmed, for `bench faults` and the tests of faults."""

@@ -1,0 +1,1 @@
+"""What benchmarks share: shapes of models, loops that take turns, workers, memory."""

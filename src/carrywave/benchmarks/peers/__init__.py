@@ -1,0 +1,1 @@
+"""What carrywave is compared with: training loops in plain PyTorch."""

@@ -1,0 +1,156 @@
+"""A stack of LSTM layers that every implementation can run, for `bench kernels`. Nothing here reads a spec.
+
+Shapes: T time, B lane, I input, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.backends.cudnn.rnn import get_cudnn_mode
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from carrywave.benchmarks.harness.shapes import StackShape
+from carrywave.kernels import random
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.lstm import lstm
+from carrywave.kernels.weights import Layer, LayerWeights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Large enough that gradients which shrink through eight layers stay normal (not subnormal) in fp16, and small enough that sums stay finite.
+GRADIENT_SCALE = 8.0
+
+
+@dataclass(frozen=True)
+class StackCase(StackShape):
+    """A stack and its batch, in one precision."""
+
+    dtype: str = "bf16"
+    lengths: bool = False
+    dropout: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, units, lanes, steps."""
+        return self.layers, self.hidden, self.lanes, self.steps
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The words that select this case."""
+        return frozenset((*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}"))
+
+    @property
+    def lane_steps(self) -> list[int]:
+        """Real steps of each lane: all T, or spread evenly from T down to T/4, longest first, the order that suits packing best."""
+        if not self.lengths:
+            return [self.steps] * self.lanes
+        return [max(1, round(self.steps * (1 - 0.75 * lane / max(1, self.lanes - 1)))) for lane in range(self.lanes)]
+
+
+class Stack:
+    """Weights, inputs and output gradient for one case. Each method returns the outputs and the gradients of inputs and weights.
+
+    Ours keeps the weights in float32 and casts them in every call, as training does; `nn.LSTM` holds them in the short dtype. The values
+    are exactly representable in both, so any error comes from the arithmetic.
+    """
+
+    def __init__(self, case: StackCase, device: torch.device) -> None:
+        self.case, self.dtype = case, DTYPES[case.dtype]
+        draw = torch.Generator(device).manual_seed(1)
+        shape = (case.steps, case.lanes, case.hidden)
+        bound = case.hidden**-0.5
+
+        def normal() -> Tensor:
+            return torch.randn(shape, generator=draw, device=device).to(self.dtype)
+
+        def weight(*size: int) -> Tensor:
+            drawn = torch.empty(size, device=device).uniform_(-bound, bound, generator=draw)
+            return drawn.to(self.dtype).to(torch.float32).requires_grad_()
+
+        wide = 4 * case.hidden
+        self.x_TBI = normal().requires_grad_()
+        self.layers: list[Layer] = [
+            (LayerWeights(weight(wide, case.hidden), weight(wide, case.hidden), weight(wide), weight(wide)),) for _ in range(case.layers)
+        ]
+        start = torch.zeros(1, case.lanes, case.hidden, device=device)
+        self.carries = (Carry(start, start),) * case.layers
+        self.lengths_B = torch.tensor(case.lane_steps, device=device) if case.lengths else None
+        self.grad_TBH = normal() * GRADIENT_SCALE
+        if self.lengths_B is not None:
+            # No loss depends on outputs beyond a lane's length.
+            beyond_TB = torch.arange(case.steps, device=device)[:, None] >= self.lengths_B
+            self.grad_TBH.masked_fill_(beyond_TB[..., None], 0.0)
+        self.key = random.key(1).to(device)
+
+    def ours(self, backend: str) -> list[Tensor]:
+        """Our LSTM on a given backend."""
+        device = self.x_TBI.device.type
+        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+            y_TBH, _ = self._lstm(self.x_TBI, self.carries, self.layers, backend)
+        return _with_gradients(y_TBH, [self.x_TBI, *self._weights(self.layers)], self.grad_TBH)
+
+    def exact(self) -> list[Tensor]:
+        """The reference implementation in float64."""
+        x_TBI = self.x_TBI.detach().double().requires_grad_()
+        layers = [tuple(each.to(torch.float64) for each in layer) for layer in self.layers]
+        carries = tuple(Carry(carry.h.double(), carry.c.double()) for carry in self.carries)
+        y_TBH, _ = self._lstm(x_TBI, carries, layers, "reference")
+        return _with_gradients(y_TBH, [x_TBI, *self._weights(layers)], self.grad_TBH.double())
+
+    def nn_lstm(self) -> list[Tensor]:
+        """`nn.LSTM` on the whole stack, which is cuDNN on a GPU. With lengths it packs and unpacks."""
+        start_LBH = self._start_LBH
+        if self.lengths_B is None:
+            y_TBH = self._module(self.x_TBI, (start_LBH, start_LBH))[0]
+        else:
+            packed = pack_padded_sequence(self.x_TBI, self._lengths_on_host)
+            y_TBH, _ = pad_packed_sequence(self._module(packed, (start_LBH, start_LBH))[0], total_length=self.case.steps)
+        return _with_gradients(y_TBH, [self.x_TBI, *self._module.parameters()], self.grad_TBH)
+
+    def _lstm(self, x_TBI: Tensor, carries: tuple[Carry, ...], layers: Sequence[Layer], backend: str) -> tuple[Tensor, tuple[Carry, ...]]:
+        sites = range(self.case.layers - 1)
+        return lstm(x_TBI, carries, layers, self.lengths_B, dropout=self.case.dropout, key=self.key, sites=sites, backend=backend)
+
+    @staticmethod
+    def _weights(layers: Sequence[Layer]) -> list[Tensor]:
+        return [tensor for layer in layers for each in layer for tensor in each if tensor is not None]
+
+    @cached_property
+    def _module(self) -> nn.LSTM:
+        case = self.case
+        module = nn.LSTM(case.hidden, case.hidden, case.layers, dropout=case.dropout, device=self.x_TBI.device, dtype=self.dtype)
+        with torch.no_grad():
+            for parameter, tensor in zip(module.parameters(), self._weights(self.layers), strict=True):
+                parameter.copy_(tensor)
+            if self.x_TBI.is_cuda and self.dtype == torch.bfloat16:
+                # nn.LSTM flattens its weights itself, except in bf16, where cuDNN would copy them into one buffer on every call.
+                _gather_weights(module)
+        return module
+
+    @cached_property
+    def _start_LBH(self) -> Tensor:
+        return self.x_TBI.new_zeros(self.case.layers, *self.x_TBI.shape[1:])
+
+    @cached_property
+    def _lengths_on_host(self) -> Tensor:
+        return torch.tensor(self.case.lane_steps)
+
+
+def _gather_weights(module: nn.LSTM) -> None:
+    weights: list[Tensor] = list(module.parameters())
+    mode: int = get_cudnn_mode("LSTM")  # type: ignore[no-untyped-call]
+    torch._cudnn_rnn_flatten_weight(weights, 4, module.input_size, mode, module.hidden_size, 0, module.num_layers, False, False)
+
+
+def _with_gradients(y_TBH: Tensor, inputs: Sequence[Tensor], grad_TBH: Tensor) -> list[Tensor]:
+    return [y_TBH.detach(), *torch.autograd.grad([y_TBH], inputs, [grad_TBH])]
+
+
+def relative_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest |tensor - exact| / |exact| over all tensors, in the Euclidean norm; NaN if any of them is NaN."""
+    errors = [(ours.double() - true).norm() / true.norm().clamp(min=1e-300) for ours, true in zip(tensors, exact, strict=True)]
+    return float(torch.stack(errors).max())

@@ -1,0 +1,1 @@
+"""The workers of `bench sync`, and the slow links between them."""
