@@ -18,9 +18,9 @@ from carrywave.benchmarks._gpu_peers import Case, Stack
 from carrywave.benchmarks.kernels import Measured
 from carrywave.cli.main import app
 from carrywave.errors import UserError
-from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
 from carrywave.kernels.hopper.layout import H200
+from carrywave.kernels.lstm import dispatch
 
 CPU = torch.device("cpu")
 SMALL = Case(2, 8, 3, 12, "fp32")

@@ -26,7 +26,8 @@ from carrywave.benchmarks._stack_shape import StackShape
 from carrywave.benchmarks._standing_pool import requests
 from carrywave.benchmarks._workers import TimedWorkers
 from carrywave.data.batch import Batch
-from carrywave.kernels import dispatch, random
+from carrywave.kernels import random
+from carrywave.kernels.lstm import dispatch
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model

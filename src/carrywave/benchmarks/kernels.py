@@ -27,8 +27,8 @@ import torch
 from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks._gpu_peers import Call, Case, Stack
 from carrywave.errors import UserError
-from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
+from carrywave.kernels.lstm import dispatch
 
 title = "LSTM kernels against cuDNN"
 COLUMNS = (

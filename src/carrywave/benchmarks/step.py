@@ -27,7 +27,7 @@ from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks._gpu_peers import DTYPES, CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
-from carrywave.kernels import dispatch
+from carrywave.kernels.lstm import dispatch
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax

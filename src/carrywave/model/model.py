@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
+from carrywave.model.arguments import checked_lengths
 from carrywave.model.dropout import keyed
 from carrywave.model.heads import Pooled
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.model.wrappers import check_unwrapped
@@ -21,7 +22,7 @@ __all__ = ["Chunk", "Model", "State"]
 
 
 class Model(nn.Module):
-    """Any per-step encoder, an LSTM stack, any head.
+    """Any per-step encoder, a stack of LSTM or other recurrent layers, any head.
 
     The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
     `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
@@ -45,14 +46,20 @@ class Model(nn.Module):
     """
 
     def __init__(
-        self, encoder: nn.Module, lstm: LSTM, head: nn.Module, *, dropout_in: nn.Module | None = None, dropout_out: nn.Module | None = None
+        self,
+        encoder: nn.Module,
+        lstm: Recurrent,
+        head: nn.Module,
+        *,
+        dropout_in: nn.Module | None = None,
+        dropout_out: nn.Module | None = None,
     ) -> None:
         super().__init__()
         for part, module in (("encoder", encoder), ("head", head)):
             if not isinstance(module, nn.Module):
                 raise UserError(f"the {part} of a model must be an nn.Module, got {type(module).__name__}; wrap it in one")
             check_unwrapped(module)
-        if not isinstance(lstm, LSTM):
+        if not isinstance(lstm, Recurrent):
             raise UserError(
                 f"the LSTM of a model must be carrywave's, got {type(lstm).__name__}; build one and load the weights with load_state_dict"
             )
@@ -111,7 +118,7 @@ class Model(nn.Module):
         `lengths`, `fresh` and `lanes` are [B]. `fresh` lanes start from the initial state instead of the given one.
         """
         steps, count = x.shape[:2]
-        lengths_B = None if lengths is None else self.lstm.checked_lengths(lengths, steps, count, x.device)
+        lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         state = self.start(count, x.device) if state is None else state

@@ -8,6 +8,7 @@ Shapes: T time, B lane, W width of the last layer.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
+from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 from carrywave.model.state import Chunk, State
 from carrywave.model.vocabulary_rows import sharing
 
@@ -32,7 +34,7 @@ class ModelParts(Protocol):
 
     encoder: nn.Module
     dropout_in: nn.Module | None
-    lstm: LSTM
+    lstm: Recurrent
     dropout_out: nn.Module | None
     head: nn.Module
     pooled: bool
@@ -54,6 +56,7 @@ class Stage(nn.Module):
         self.layers = range(max(first, 1) - 1, min(last - 1, model.lstm.num_layers))
         self.has_encoder, self.has_head = first == 0, last == units
         self.scores = self.has_head or share_head
+        self.parts = [(layer, part) for layer in self.layers for part in model.lstm.cell.parts]  # of its carries, in their order
         self.encoder = model.encoder if self.has_encoder else None
         self.dropout_in = model.dropout_in if self.has_encoder else None
         self.lstm = model.lstm
@@ -73,6 +76,11 @@ class Stage(nn.Module):
         """The state before the first chunk: initial carries of this stage's layers, and a pooled head's accumulator."""
         acc = self._accumulator("start", self.head.start(lanes, dtype, device)) if self.pooled else None
         return State(self.lstm.initial(lanes, dtype, device, self.layers), acc)
+
+    def carries(self, tensors: Sequence[Tensor]) -> AnyCarries:
+        """One carry per layer, from the tensors of `parts`."""
+        cell = self.lstm.cell
+        return tuple(cell.carry(*tensors[first : first + len(cell.parts)]) for first in range(0, len(tensors), len(cell.parts)))
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
@@ -109,7 +117,8 @@ class Stage(nn.Module):
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.lstm.input_size:
             got = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise UserError(
-                f"the encoder {type(self.encoder).__name__} gives {got}, but the LSTM reads [time, lane, {self.lstm.input_size}]; "
+                f"the encoder {type(self.encoder).__name__} gives {got}, "
+                f"but the {type(self.lstm).__name__} reads [time, lane, {self.lstm.input_size}]; "
                 "let its input_size be what the encoder gives for each step"
             )
 

@@ -51,7 +51,7 @@ from carrywave.step.engine import Engine
 from carrywave.step.evaluated_weights import evaluation_weights
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
-from carrywave.step.micro_batches import flatten, lanes_of, unflatten
+from carrywave.step.micro_batches import flatten, lanes_of
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
@@ -230,7 +230,7 @@ class Trainer:
             raise
         self._audited = True
         if left is not None:
-            self.state = unflatten(left) if left else None  # of no layers, or of no lanes
+            self.state = State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
         return result
 
     @lost_contact.kept

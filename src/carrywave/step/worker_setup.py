@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
-from carrywave.kernels.dispatch import check
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import Holding, Shared, hold, shared
@@ -271,7 +270,7 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
         return
     check_head(plan, pooled=model.pooled)
     if plan.kernel != "auto":
-        check(plan.kernel)
+        model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel
 
 

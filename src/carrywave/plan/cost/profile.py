@@ -14,15 +14,17 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from carrywave.cells.cell import names
 from carrywave.errors import PlanError
 
 FORMAT = 3
 
-Kind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
+Kind = str  # one of KINDS
 Precision = Literal["fp32", "tf32", "fp64", "bf16", "fp16"]
 Source = Literal["measured", "published"]
 Piped = Literal["", "launched", "recorded"]
 Transport = Literal["", "device memory", "NCCL", "gloo"]
+KINDS = (*names(), "embedding", "softmax", "linear", "dropout", "norm", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Sample:
 
     | kind | inputs | outputs |
     |---|---|---|
-    | lstm | input width | hidden units; `layers` layers in one call, of which all but the first have this input width |
+    | a cell, such as lstm | input width | hidden units; `layers` layers in one call, of which all but the first have this input width |
     | embedding | vocabulary | width |
     | softmax | input width | classes; the time includes matrix product and cross entropy |
     | linear | input width | outputs; the time includes matrix product and loss |
@@ -51,8 +53,8 @@ class Sample:
     forward_seconds: float
     backward_seconds: float = 0.0  # the whole backward, including put_off_seconds
     put_off_seconds: float = 0.0  # the weight gradients, which are deferred to the end of the window when time is cut into chunks
-    projection: int = 0  # lstm only
-    layers: int = 1  # lstm only
+    projection: int = 0  # cells only
+    layers: int = 1  # cells only
     name: str = ""  # optimizer only
     # On a GPU, how it was timed if not alone: `recorded`, as one of several chunks of a window in a CUDA graph; `launched`, by the host and
     # without kernels that cannot run beside NCCL. Otherwise in a CUDA graph, the window as one chunk.
@@ -254,7 +256,7 @@ _T = TypeVar("_T", Sample, Link, Reduction, Crowd, Overheads)
 _LARGEST = 1 << 62
 _NUMBERS = {"int": int, "float": float, "str": str, "bool": bool}
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "Kind": get_args(Kind),
+    "Kind": KINDS,
     "Precision": get_args(Precision),
     "Source": get_args(Source),
     "Piped": get_args(Piped),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from carrywave.errors import Diverged
+from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.checks.arguments import uncounted
-from carrywave.step.micro_batches import flatten, unflatten
 from carrywave.step.nonfinite import mended
 from carrywave.step.update import StepResult
 
@@ -33,8 +33,9 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
     seen = trainer.nonfinite.look()
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
     if trainer.state is not None and trainer.state.carries:
-        left = flatten(trainer.state)
-        trainer.state = unflatten(mended(left, trainer.compute.start(left[0].shape[1])))
+        left, stage = trainer.state.carries, trainer.stage
+        start = stage.start(left[0][0].shape[1], trainer.device).detach().carries
+        trainer.state = State(stage.carries(mended(left, start)))
     raise on_every_rank(
         Diverged(
             f"{cause} is no longer finite; lower the learning rate, or set train.clip; the weights are as they were before that step "
