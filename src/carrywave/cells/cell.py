@@ -65,7 +65,12 @@ def _none(hidden: int) -> dict[str, Extra]:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """Rows of `weight_ih`, `weight_hh` and the biases are those of all gates, one gate after the other."""
+    """Rows of `weight_ih`, `weight_hh` and the biases are those of all gates, one gate after the other.
+
+    >>> import carrywave as cw
+    >>> cw.LSTM.cell.gates, cw.LSTM.cell.parts
+    (4, ('h', 'c'))
+    """
 
     name: str  # that of its file
     gates: int

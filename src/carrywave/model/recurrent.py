@@ -40,7 +40,20 @@ _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the
 class Recurrent(nn.Module):
     """Layers of one cell, with all options of torch's modules, one width or a list of widths, and several kinds of keyed dropout.
 
-    A subclass names its cell: `cw.LSTM` and `cw.RNN` are such, and `class Mine(Recurrent): cell = …` makes one of any other `Cell`.
+    A subclass names its cell: `cw.LSTM` is one. So is this, of a cell that keeps a share of its output from step to step:
+
+    >>> from typing import NamedTuple
+    >>> import torch
+    >>> import carrywave as cw
+    >>> class Kept(NamedTuple):
+    ...     h: torch.Tensor
+    >>> def step(gates, carry, weights):
+    ...     return (0.9 * carry[0] + 0.1 * (gates + weights.recurrent(carry[0])).tanh(),)
+    >>> class Leaky(cw.Recurrent):
+    ...     cell = cw.Cell("leaky", gates=1, carry=Kept, step=step)
+    >>> y, h = Leaky(input_size=3, hidden_size=8, bidirectional=True)(torch.zeros(5, 4, 3), lengths=[5, 5, 3, 2])
+    >>> tuple(y.shape), tuple(h.shape)
+    ((5, 4, 16), (2, 4, 8))
     """
 
     cell: ClassVar[Cell]
