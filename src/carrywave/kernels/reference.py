@@ -68,5 +68,7 @@ def _exported(
         after, y_BP = _step(cell, given[0], carry, weights, given[1] if len(given) > 1 else None)
         return [part.clone() for part in after], y_BP.clone()  # of which none may be the memory of another
 
-    ends, y_TBP = scan(combine, list(carry), [gates_TBG] if real_TB1 is None else [gates_TBG, real_TB1], dim=0, reverse=backwards)
+    ends, y_TBP = scan(
+        combine, [part.contiguous() for part in carry], [gates_TBG] if real_TB1 is None else [gates_TBG, real_TB1], dim=0, reverse=backwards
+    )
     return y_TBP, ends
