@@ -51,7 +51,7 @@ def _step(
     cell: Cell, gates_BG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_B1: Tensor | None
 ) -> tuple[Sequence[Tensor], Tensor]:
     """The carry after a step and the output."""
-    after = cell.step(gates_BG, tuple(carry), weights)
+    after = cell.step(gates_BG, cell.carry(*carry), weights)
     if real_B1 is None:
         return after, after[0]
     kept = [torch.where(real_B1, new, old) for new, old in zip(after, carry, strict=True)]
