@@ -39,6 +39,8 @@ from carrywave.step.optim import piece_state
 from carrywave.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cells"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+from _chain import Chain
 from _odd import Odd
 
 Case = dict[str, Any]
@@ -104,7 +106,7 @@ def model_of(case: Case) -> Model:
             if asked.get("adaptive"):
                 head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
-            head = Softmax(width, CLASSES, weights=weights)
+            head = Chain(width, CLASSES) if asked.get("chain") else Softmax(width, CLASSES, weights=weights)
         case "classification":
             head = PooledSoftmax(width, CLASSES, asked["pool"], weights)
         case "regression":

@@ -26,7 +26,9 @@ class Model(nn.Module):
 
     The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
     `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
-    accumulator, a tuple of tensors [B, …]. Every nn.Dropout in them is replaced with a keyed one.
+    accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs whole sequences at once, as a CRF or CTC does: it has
+    `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a sequence, and with `pooled = True` its targets are one
+    row per lane. Every nn.Dropout in them is replaced with a keyed one.
 
     >>> import torch
     >>> from torch import nn
@@ -68,8 +70,9 @@ class Model(nn.Module):
         if not callable(getattr(head, "loss", None)):
             raise UserError(f"the head {type(head).__name__} has no loss; define loss(y, target) -> (sum, count)")
         self.pooled = bool(getattr(head, "pooled", False))
+        self.whole_head = bool(getattr(head, "reads_whole", False))
         missing = [name for name in ("start", "pool") if not callable(getattr(head, name, None))]
-        if self.pooled and missing:
+        if self.pooled and missing and not self.whole_head:
             raise UserError(f"the pooled head {type(head).__name__} has no {missing[0]}; define start, pool and loss")
         if isinstance(head, Pooled):
             # Pooling depends on where the reverse half of the output ends, and only here are head and LSTM both known.
@@ -89,8 +92,8 @@ class Model(nn.Module):
 
     @property
     def reads_whole(self) -> bool:
-        """True if layers are bidirectional and so need the whole sequence at once."""
-        return self.lstm.bidirectional
+        """True if bidirectional layers or the head need the whole sequence at once."""
+        return self.lstm.bidirectional or self.whole_head
 
     @property
     def units(self) -> int:
@@ -125,6 +128,11 @@ class Model(nn.Module):
         y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full))
         return y, state
 
-    def output(self, y: Tensor, state: State) -> Any:
-        """The head's result: per step of y, or per lane from the accumulator if the head is pooled."""
-        return self.head(state.acc if self.pooled else y)
+    def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None) -> Any:
+        """The head's result: per step of y, or per lane from the accumulator if the head is pooled. `lengths` [B] are for one that reads
+        whole sequences.
+        """
+        if not self.whole_head:
+            return self.head(state.acc if self.pooled else y)
+        steps, count = y.shape[:2]
+        return self.head(y, checked_lengths([steps] * count if lengths is None else lengths, steps, count, y.device))

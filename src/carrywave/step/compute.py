@@ -37,7 +37,7 @@ class Compute:
         self.stage, self.mesh, self.spec, self.scale = stage, mesh, spec, scale
         self.slots = pass_slots(len(stage.parts))
         self.keep_state = keep_state  # True: lanes keep their carry from batch to batch
-        self.whole = whole  # True: time is not cut, because layers read both ways
+        self.whole = whole  # True: time is not cut, because layers read both ways, or the head whole sequences
         # Real steps for each change from one step to the next; None if changes are not penalised.
         self.per_change = torch.ones((), dtype=torch.float64, device=mesh.device) if spec.beta else None
         self.scheduler: Scheduler = wavefront

@@ -106,7 +106,8 @@ class Trainer:
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
             raise UserError(
-                "a pooling head or a bidirectional model reads whole sequences, so there is no state to keep; remove keep_state"
+                "a head that pools or has reads_whole, or a bidirectional model, reads whole sequences, so there is no state to keep; "
+                "remove keep_state"
             )
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys

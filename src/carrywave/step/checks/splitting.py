@@ -62,7 +62,7 @@ class SplitCheck:
 
     def __init__(self, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
         self.stage, self.mesh, self.precision, self.shards = stage, mesh, precision, shards
-        self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional
+        self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional or stage.whole_head
         self._seen: dict[bool, Extent] = {}  # checked so far in training and in evaluation
         self._concerned = True  # False once all workers are known to have nothing that needs a check
 
@@ -186,7 +186,7 @@ def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
     if stage.encoder is not None:
         yield "encoder", stage.encoder, encoder(stage.encoder, "encoder")
     if stage.has_head:  # other stages may share its work, with the same module
-        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled)
+        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head)
 
 
 def _is_safe(stage: Stage | Whole, module: nn.Module) -> bool:
