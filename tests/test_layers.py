@@ -20,6 +20,7 @@ print("torch" in sys.modules)
     ("name", "loads_torch"),
     [
         ("carrywave", None),
+        ("carrywave.cells", False),
         ("carrywave.spec", False),
         ("carrywave.plan", False),
         ("carrywave.data.order", False),

@@ -6,11 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from carrywave.cells.cell import Cell
     from carrywave.data.batch import Batch
     from carrywave.exporting.run_export import export_run as export
     from carrywave.kernels.carry import Carry
     from carrywave.model.lstm import LSTM
     from carrywave.model.model import Model
+    from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
     from carrywave.runs.prediction import predict
     from carrywave.runs.trained_run import evaluate_run as evaluate
@@ -28,10 +30,12 @@ __all__ = [
     "Batch",
     "Callback",
     "Carry",
+    "Cell",
     "Forecaster",
     "Model",
     "Moment",
     "Plan",
+    "Recurrent",
     "Spec",
     "Trainer",
     "__version__",
@@ -46,11 +50,13 @@ _HOMES = {
     "Batch": ("carrywave.data.batch", "Batch"),
     "Callback": ("carrywave.train.callbacks", "Callback"),
     "Carry": ("carrywave.kernels.carry", "Carry"),
+    "Cell": ("carrywave.cells.cell", "Cell"),
     "Forecaster": ("carrywave.train.forecaster", "Forecaster"),
     "LSTM": ("carrywave.model.lstm", "LSTM"),
     "Model": ("carrywave.model.model", "Model"),
     "Moment": ("carrywave.train.callbacks", "Moment"),
     "Plan": ("carrywave.plan.plan", "Plan"),
+    "Recurrent": ("carrywave.model.recurrent", "Recurrent"),
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.step.trainer", "Trainer"),
     "evaluate": ("carrywave.runs.trained_run", "evaluate_run"),
@@ -62,10 +68,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'carrywave' has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+    if name in _HOMES:
+        module, attribute = _HOMES[name]
+        return getattr(importlib.import_module(module), attribute)
+    if name.isupper() and name.lower() in importlib.import_module("carrywave.cells.cell").names():
+        return getattr(importlib.import_module("carrywave.model.lstm"), name)  # the layers of a cell
+    raise AttributeError(f"module 'carrywave' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -18,9 +18,9 @@ from carrywave.benchmarks.kernels import Measured
 from carrywave.benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.cli.main import app
 from carrywave.errors import UserError
-from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
 from carrywave.kernels.hopper.layout import H200
+from carrywave.kernels.lstm import dispatch
 from carrywave.measure.timing import Call
 
 COLUMNS = (

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from carrywave.benchmarks.pipeline import SCHEDULERS
+from carrywave.cells.cell import names
 from carrywave.data.batch import Batch
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize
-from carrywave.model.lstm import LSTM
+from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
@@ -35,9 +38,15 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state
 from carrywave.step.trainer import Trainer
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cells"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+from _chain import Chain
+from _odd import Odd
+
 Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
+CELLS = {**{name: class_of(name) for name in names()}, "odd": Odd}
 POOLED = ("classification", "regression")
 STREAMS = ("language", "forecasting")
 
@@ -76,7 +85,7 @@ def model_of(case: Case) -> Model:
         encoder = nn.Sequential(nn.Linear(FEATURES, asked["input"]), nn.Tanh(), nn.Dropout(0.2))
     else:
         encoder = Numbers(FEATURES)
-    lstm = LSTM(
+    lstm = CELLS[asked.get("cell", "lstm")](
         asked["input"] if tokens or asked["own_encoder"] else FEATURES,
         asked["widths"],
         len(asked["widths"]),
@@ -97,7 +106,7 @@ def model_of(case: Case) -> Model:
             if asked.get("adaptive"):
                 head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
-            head = Softmax(width, CLASSES, weights=weights)
+            head = Chain(width, CLASSES) if asked.get("chain") else Softmax(width, CLASSES, weights=weights)
         case "classification":
             head = PooledSoftmax(width, CLASSES, asked["pool"], weights)
         case "regression":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from _cases import CELLS
 from hypothesis import strategies as st
 
 Case = dict[str, Any]
@@ -62,13 +63,15 @@ def _models(draw: st.DrawFn, task: str, layers: int) -> dict[str, Any]:
     numbers = task == "forecasting" or (task != "language" and draw(chance))
     # Layer norm of two units puts out plus or minus one and passes no gradient: at least three.
     widths = [draw(st.integers(4, 7))] * layers if draw(chance) else draw(st.lists(st.integers(4, 7), min_size=layers, max_size=layers))
-    projection = draw(st.sampled_from((0, 3)))
+    cell = draw(st.sampled_from(("lstm", *CELLS)))  # the LSTM as often as any other, and where a case shrinks to
+    projection = draw(st.sampled_from((0, 3))) if CELLS[cell].cell.projects else 0
     tie = task == "language" and draw(chance)
     model = {
         "numbers": numbers,
         "own_encoder": numbers and draw(chance),
         "input": (projection or widths[-1]) if tie else draw(st.integers(3, 6)),
         "widths": widths,
+        "cell": cell,
         "projection": projection,
         "tie": tie,
         "bidirectional": task not in ("language", "forecasting") and draw(chance),

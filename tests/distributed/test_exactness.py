@@ -215,6 +215,15 @@ def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any]
     check(a_case(plan=plan, model__tie=False, model__adaptive=True), crew)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [a_plan(replicas=3), a_plan(stages=2, cuts=[2], micro_batches=3), a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2)],
+    ids=["replicas", "stages", "both"],
+)
+def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
+    check(sequences(task="tagging", plan=plan, model__chain=True, model__cell="rnn"), crew)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", 2.0**-6), ("fp16", 2.0**-9)])
 def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, limit: float, crew: Crew) -> None:

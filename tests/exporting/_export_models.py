@@ -45,6 +45,10 @@ MODELS: dict[str, Callable[[], Model]] = {
     "tagging, both ways, projection": lambda: Model(
         _tokens(), cw.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4, learned_carry=True), Softmax(8, 5)
     ),
+    "tagging, another cell": lambda: Model(_tokens(), cw.RNN(6, 8, num_layers=2), Softmax(8, 5)),
+    "classification, another cell, both ways": lambda: Model(
+        Numbers(4), cw.RNN(4, [8, 6], bidirectional=True, learned_carry=True), PooledSoftmax(12, 3)
+    ),
     "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
     "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
     "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),

@@ -17,7 +17,7 @@ pytest.importorskip("onnx", reason="the extra onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
 
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_file, onnx_graph, onnx_lstm
+from carrywave.exporting import onnx_file, onnx_graph, onnx_layers
 from carrywave.exporting.comparison import largest_difference
 from carrywave.exporting.portable import Portable
 
@@ -36,10 +36,10 @@ def test_onnxruntime_computes_what_the_model_computes(name: str, stateful: bool)
 @pytest.mark.parametrize("name", ["language", "classification, both ways", "tagging, both ways, projection"])
 def test_wrong_gates_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     portable = Portable(made(name))
-    monkeypatch.setattr(onnx_lstm, "_in_order", lambda weight: weight)
+    monkeypatch.setattr(onnx_layers, "_in_order", lambda weight, form: weight)
     if "projection" in name:  # a Scan has torch's order
-        scan = onnx_lstm._scan
-        monkeypatch.setattr(onnx_lstm, "_scan", lambda n, s, x, start, w, lanes: scan(n, s, x, start, w._replace(b_ih=w.b_ih * 0), lanes))
+        scan = onnx_layers._scan
+        monkeypatch.setattr(onnx_layers, "_scan", lambda n, s, x, start, w, lanes: scan(n, s, x, start, w._replace(b_ih=w.b_ih * 0), lanes))
     with pytest.raises(UserError, match=r"the model differs from the model by .* in logits, more than 0.0001 .*; nothing was written"):
         largest_difference(portable, in_runtime(portable, onnx_graph.graph(portable)), what="the model")
 

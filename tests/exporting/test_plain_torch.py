@@ -13,6 +13,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from _export_models import MODELS, made
 
+from carrywave.cells.cell import Cell
 from carrywave.exporting.portable import Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Features
@@ -25,17 +26,17 @@ def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def stack(weights: dict[str, Tensor], listed: list[dict[str, int]], x: Tensor) -> Tensor:
+def stack(weights: dict[str, Tensor], cell: Cell, listed: list[dict[str, int]], x: Tensor) -> Tensor:
     """The layers as a user of plain torch would build them."""
     for number, each in enumerate(listed):
-        lstm = nn.LSTM(**each, dtype=torch.float64)
+        lstm = getattr(nn, str(cell.torch_module))(**each, dtype=torch.float64)
         lstm.load_state_dict(below(weights, "lstm." if len(listed) == 1 else f"lstm.{number}."))
         first, depth = (0, each["num_layers"]) if len(listed) == 1 else (number, 1)
         carry = None
         if "carry.h.0" in weights:
-            rows = ([weights[f"carry.{part}.{layer}"] for layer in range(first, first + depth)] for part in "hc")
+            rows = ([weights[f"carry.{part}.{layer}"] for layer in range(first, first + depth)] for part in cell.parts)
             carry = tuple(torch.cat(row)[:, None].expand(-1, x.shape[1], -1).contiguous() for row in rows)
-        x, _ = lstm(x, carry)
+        x, _ = lstm(x, carry if carry is None or len(carry) > 1 else carry[0])
         norm = below(weights, f"norms.{number}.")
         if norm:
             x = nn.functional.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"])
@@ -60,7 +61,7 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
             codes = given[1].transpose(0, 1)
             looked_up = [weights[f"categories.{place}.weight"][codes[..., at]] for at, place in enumerate(model.encoder.inputs.places)]
             x = torch.cat([x, *looked_up], dim=-1)
-        y = stack(weights, arguments(model.lstm), x)
+        y = stack(weights, model.lstm.cell, arguments(model.lstm), x)
         if isinstance(model.head, AdaptiveSoftmax):
             head = nn.AdaptiveLogSoftmaxWithLoss(16, 23, [4, 10], dtype=torch.float64)
             head.load_state_dict(below(weights, "head."))

@@ -18,7 +18,7 @@ from carrywave.errors import UserError
 from carrywave.exporting import torch_program
 from carrywave.exporting.comparison import largest_difference
 from carrywave.exporting.portable import Portable
-from carrywave.kernels import aten
+from carrywave.kernels.lstm import aten
 
 pytestmark = pytest.mark.slow  # tracing takes seconds
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from carrywave.errors import UserError
-from carrywave.kernels import cross_entropy, dispatch, dropout, random
+from carrywave.kernels import cross_entropy, dropout, random
 from carrywave.kernels.cuda import aligned
 from carrywave.kernels.dropout import Coordinates, dropped
+from carrywave.kernels.lstm import dispatch
 from carrywave.model.lstm import LSTM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrywave.kernels import aten
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.lengths import last_real, real_steps
+from carrywave.kernels.lstm import aten
 from carrywave.kernels.weights import LayerWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -25,9 +25,9 @@ from carrywave.data.sequences import View
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
-from carrywave.kernels.dispatch import choose, run
 from carrywave.kernels.hopper.chip import chip_of
 from carrywave.kernels.hopper.layout import H200, shape_for
+from carrywave.kernels.lstm.dispatch import choose, run
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.kernels import aten, manual, reference
+from carrywave.kernels import reference
+from carrywave.kernels.backends import Backend
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.dispatch import Backend
+from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.weights import Layer, LayerWeights
 
 OTHERS = {"aten": aten.layer, "manual": manual.layer}

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from carrywave.kernels import aten, random
+from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.dispatch import choose
+from carrywave.kernels.lstm import aten
+from carrywave.kernels.lstm.dispatch import choose
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.lstm import LSTM
 

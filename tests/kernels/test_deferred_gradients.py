@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from carrywave.kernels import deferred_gradients, manual
+from carrywave.kernels import deferred_gradients
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.kernels.lstm import manual
 from carrywave.kernels.weights import LayerWeights
 
 # Sums of some dozen terms, in another order, in float64.

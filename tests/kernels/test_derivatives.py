@@ -15,12 +15,13 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional
 
 from carrywave.errors import UserError
-from carrywave.kernels import aten, cross_entropy, deferred_gradients, derivatives, dispatch, dropout, manual, random, reference
+from carrywave.kernels import cross_entropy, deferred_gradients, derivatives, dropout, random, reference
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import aligned, nvrtc
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.dropout import Coordinates
 from carrywave.kernels.lengths import real_steps
+from carrywave.kernels.lstm import aten, dispatch, manual
 from carrywave.kernels.weights import LayerWeights
 
 DOUBLE = torch.float64

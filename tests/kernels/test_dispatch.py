@@ -11,13 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from carrywave.errors import PlanError
-from carrywave.kernels import aten, dispatch
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
-from carrywave.kernels.dispatch import BACKENDS, check, choose, in_use, run
 from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
-from carrywave.kernels.lstm import lstm
+from carrywave.kernels.layers import run_layers
+from carrywave.kernels.lstm import aten, dispatch
+from carrywave.kernels.lstm.dispatch import BACKENDS, check, choose, in_use, run
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 
@@ -222,9 +222,9 @@ def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(wave, "run", fails)
     second: Layer = (LAYER[0]._replace(w_ih=torch.full((16, 4), 0.1)),)
     x = torch.randn(5, 2, 3)
-    expected, _ = lstm(x, (carry(), carry()), [LAYER, second], backend="aten")
+    expected, _ = run_layers(x, (carry(), carry()), [LAYER, second], backend="aten")
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES") as said:
-        y, _ = lstm(x, (carry(), carry()), [LAYER, second], backend="persistent")
+        y, _ = run_layers(x, (carry(), carry()), [LAYER, second], backend="persistent")
     assert len(said) == 1
     assert torch.equal(y, expected)
 
@@ -250,7 +250,7 @@ def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", layer)
     with torch.autocast("cpu", torch.bfloat16):
-        y, (end,) = lstm(torch.randn(5, 2, 3), (carry(),), [LAYER], backend="persistent")
+        y, (end,) = run_layers(torch.randn(5, 2, 3), (carry(),), [LAYER], backend="persistent")
     assert given == [torch.bfloat16, *[torch.float32] * 4]
     assert y.dtype == torch.bfloat16
     assert end.c.dtype == torch.float32

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
-from carrywave.kernels.lstm import lstm
+from carrywave.kernels.layers import run_layers
 from carrywave.kernels.weights import Layer, LayerWeights
 
 SITES = [random.site("a"), random.site("b")]
@@ -46,14 +46,14 @@ def test_cutting_time_and_lanes_changes_nothing(locked: bool, cut: int, lane: in
     lengths = torch.tensor([9, 4, 0, 7, 9])
     options: dict[str, Any] = {"dropout": 0.4, "locked": locked, "key": random.key(seed), "sites": SITES}
     numbers = torch.tensor([3, 0, 11, 8, 4])
-    whole, end = lstm(x, zeros(widths, lanes), layers, lengths, lanes=numbers, **options)
+    whole, end = run_layers(x, zeros(widths, lanes), layers, lengths, lanes=numbers, **options)
     part = slice(lane - 1, None)
     carries = zeros(widths, lanes - lane + 1)
     pieces = []
     for first in range(0, steps, cut):
         chunk = x[first : first + cut, part]
         real = (lengths[part] - first).clamp(0, chunk.shape[0])
-        y, carries = lstm(chunk, carries, layers, real, lanes=numbers[part], start=first, **options)
+        y, carries = run_layers(chunk, carries, layers, real, lanes=numbers[part], start=first, **options)
         pieces.append(y)
     torch.testing.assert_close(torch.cat(pieces), whole[:, part], rtol=0, atol=1e-12)  # float64; other shapes may sum in another order
     for mine, theirs in zip(carries, end, strict=True):
@@ -64,15 +64,15 @@ def test_cutting_time_and_lanes_changes_nothing(locked: bool, cut: int, lane: in
 def test_dropout_stands_between_layers_only(locked: bool) -> None:
     widths, key = [4, 5], random.key(1)
     layers, x = stack(3, widths), torch.randn(6, 2, 3, dtype=torch.float64)
-    y, _ = lstm(x, zeros(widths, 2), layers, dropout=0.5, locked=locked, key=key, sites=SITES[:1])
-    first, _ = lstm(x, zeros(widths[:1], 2), layers[:1])
+    y, _ = run_layers(x, zeros(widths, 2), layers, dropout=0.5, locked=locked, key=key, sites=SITES[:1])
+    first, _ = run_layers(x, zeros(widths[:1], 2), layers[:1])
     time, lane, unit = torch.arange(6)[:, None, None], torch.arange(2)[:, None], torch.arange(4)
     folded = random.fold(key, SITES[0])
     coords = (lane, unit) if locked else (time, lane, unit)
-    expected, _ = lstm(first * random.keep(folded, 0.5, *coords, dtype=torch.float64), zeros(widths[1:], 2), layers[1:])
+    expected, _ = run_layers(first * random.keep(folded, 0.5, *coords, dtype=torch.float64), zeros(widths[1:], 2), layers[1:])
     assert torch.equal(y, expected)
     # A site after the last layer: what a stage that is not the last one asks for.
-    dropped, _ = lstm(x, zeros(widths, 2), layers, dropout=0.5, locked=locked, key=key, sites=SITES)
+    dropped, _ = run_layers(x, zeros(widths, 2), layers, dropout=0.5, locked=locked, key=key, sites=SITES)
     assert (dropped == 0).any()
     assert torch.equal(dropped[dropped != 0], (y * 2.0)[dropped != 0])
 
@@ -82,8 +82,8 @@ def test_norms_apply_to_outputs_and_not_to_carry_or_padding() -> None:
     layers, x = stack(3, widths), torch.randn(3, 2, 3, dtype=torch.float64)
     norm = nn.LayerNorm(4, dtype=torch.float64)
     nn.init.constant_(norm.bias, 7.0)
-    plain, end = lstm(x, zeros(widths, 2), layers, lengths)
-    normed, same = lstm(x, zeros(widths, 2), layers, lengths, norms=[norm])
+    plain, end = run_layers(x, zeros(widths, 2), layers, lengths)
+    normed, same = run_layers(x, zeros(widths, 2), layers, lengths, norms=[norm])
     assert torch.equal(normed[:, 0], norm(plain)[:, 0])
     assert not normed[1:, 1].any()
     assert torch.equal(end[0].h, same[0].h)
@@ -91,9 +91,9 @@ def test_norms_apply_to_outputs_and_not_to_carry_or_padding() -> None:
 
 def test_full_skips_lengths() -> None:
     layers, x = stack(3, [4]), torch.randn(3, 2, 3, dtype=torch.float64)
-    expected = lstm(x, zeros([4], 2), layers)
-    got = lstm(x, zeros([4], 2), layers, torch.tensor([3, 3]), full=True)
-    masked = lstm(x, zeros([4], 2), layers, torch.tensor([3, 3]))
+    expected = run_layers(x, zeros([4], 2), layers)
+    got = run_layers(x, zeros([4], 2), layers, torch.tensor([3, 3]), full=True)
+    masked = run_layers(x, zeros([4], 2), layers, torch.tensor([3, 3]))
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(masked, expected, rtol=1e-13, atol=1e-14)  # masks may change the order of summation
 
@@ -101,9 +101,9 @@ def test_full_skips_lengths() -> None:
 @pytest.mark.parametrize("name", ["reference", "aten", "manual"])
 def test_autocast_computes_short_and_keeps_the_carry_long(name: str) -> None:
     layers, x = stack(3, [8, 8], dtype=torch.float32), torch.randn(4, 2, 3)
-    exact, end = lstm(x, zeros([8, 8], 2, torch.float32), layers, torch.tensor([4, 2]), backend=name)
+    exact, end = run_layers(x, zeros([8, 8], 2, torch.float32), layers, torch.tensor([4, 2]), backend=name)
     with torch.autocast("cpu", torch.bfloat16):
-        y, carries = lstm(x, zeros([8, 8], 2, torch.float32), layers, torch.tensor([4, 2]), backend=name)
+        y, carries = run_layers(x, zeros([8, 8], 2, torch.float32), layers, torch.tensor([4, 2]), backend=name)
     assert y.dtype == torch.bfloat16
     assert {part.dtype for carry in carries for part in carry} == {torch.float32}
     # bf16 has 8 bits; eight products of size one and two layers lose two or three more.
@@ -112,5 +112,5 @@ def test_autocast_computes_short_and_keeps_the_carry_long(name: str) -> None:
 
 
 def test_input_is_cast_to_the_weights() -> None:
-    y, _ = lstm(torch.ones(2, 1, 3, dtype=torch.float32), zeros([4], 1), stack(3, [4]))
+    y, _ = run_layers(torch.ones(2, 1, 3, dtype=torch.float32), zeros([4], 1), stack(3, [4]))
     assert y.dtype == torch.float64

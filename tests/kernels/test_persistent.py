@@ -28,8 +28,8 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone
 from carrywave.kernels.hopper.recurrence import Dealt
+from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lengths import last_real
-from carrywave.kernels.lstm import lstm
 from carrywave.kernels.weights import LayerWeights
 
 
@@ -182,7 +182,7 @@ def test_layers_at_the_same_time_are_layers_one_after_the_other(locked: bool, mo
     case = problem(7, 9, 5, 70, (7, 0, 3, 7, 5, 2, 6, 1, 4), layers=3)
     options: dict[str, Any] = {"dropout": 0.4, "locked": locked, "key": random.key(1), "sites": [random.site(name) for name in "abc"]}
     layers = [(layer,) for layer in case.layers]
-    expected, ends = lstm(case.x, case.carries, layers, case.lengths, backend="reference", **options)
+    expected, ends = run_layers(case.x, case.carries, layers, case.lengths, backend="reference", **options)
     monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
     asked = []
 
@@ -191,7 +191,7 @@ def test_layers_at_the_same_time_are_layers_one_after_the_other(locked: bool, mo
         return Wave(LayerShape(128, 2, 8, 1), 1, 3)
 
     monkeypatch.setattr(persistent, "wave_of", wave_of)
-    y, after = lstm(case.x, case.carries, layers, case.lengths, backend="persistent", **options)
+    y, after = run_layers(case.x, case.carries, layers, case.lengths, backend="persistent", **options)
     assert asked == [(7, 9, 5)]
     assert_same([y, *(part for end in after for part in end)], [expected, *(part for end in ends for part in end)], 1e-5)  # float32 of c
 

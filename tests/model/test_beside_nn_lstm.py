@@ -197,10 +197,21 @@ DONE = [
 ]  # fmt: skip
 
 
+# What is not about an LSTM's two parts or its projection, and so is the same with layers of another cell.
+WITH_ANY_CELL = [
+    of_functional, of_func, in_forward_mode, called_with_other_weights, pruned, parametrized, weights_put_in_by_hand, copies,
+    float64_under_autocast, traced, recomputed,
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings(JIT, "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("doing", DONE, ids=lambda each: each.__name__)
-def test_it_does_as_nn_lstm(doing: Callable[[Kind], Any]) -> None:
-    mine, theirs = flat(doing(cw.LSTM)), flat(doing(nn.LSTM))
+@pytest.mark.parametrize(
+    ("name", "doing"),
+    [*(("LSTM", each) for each in DONE), *(("RNN", each) for each in WITH_ANY_CELL)],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_it_does_as_torch_does(name: str, doing: Callable[[Kind], Any]) -> None:
+    mine, theirs = flat(doing(getattr(cw, name))), flat(doing(getattr(nn, name)))
     assert len(mine) == len(theirs)
     for own, expected in zip(mine, theirs, strict=True):
         if isinstance(expected, Tensor):

@@ -247,7 +247,7 @@ def test_widths_of_their_own() -> None:
             lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), (torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))),
             r"h of layer 0 has shape \[1, 3, 4\], expected \[1, 2, 4\]",
         ),
-        (lambda: LSTM(3, 4, 2)(torch.zeros(2, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))), "first dimension of both must be 2"),
+        (lambda: LSTM(3, 4, 2)(torch.zeros(2, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))), "first dimension must be 2"),
         (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))), "one .h, c. each"),
         (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), [(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))]), "expected 2 carries, got 1"),
         (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1, 3]), "lengths range from 1 to 3"),

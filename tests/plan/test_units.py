@@ -8,7 +8,7 @@ import pytest
 from carrywave.errors import PlanError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
-from carrywave.model.lstm import LSTM
+from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, hold, shared
 from carrywave.plan.cost.memory import Load, Split, one_micro_batch, stage_memory
@@ -23,7 +23,7 @@ def build(**model: Any) -> tuple[Units, Model]:
     units = Units.of(spec, DataFacts(vocabulary=37))
     asked = spec.model
     encoder = Embedding(37, asked.embedding or asked.widths[0])
-    lstm = LSTM(
+    lstm = class_of(asked.cell)(
         encoder.width,
         asked.widths,
         asked.layers,
@@ -39,6 +39,7 @@ MODELS: list[dict[str, Any]] = [
     {"hidden": [8, 12, 6], "layers": 3, "embedding": 5},
     {"hidden": 8, "layers": 2, "projection": 3, "layer_norm": True, "learned_carry": True},
     {"hidden": 8, "layers": 2, "tie": True},
+    {"hidden": [8, 12], "layers": 2, "cell": "rnn", "learned_carry": True},
 ]
 
 

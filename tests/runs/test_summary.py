@@ -15,8 +15,8 @@ from torch import nn
 
 from carrywave.data.codec import Codec
 from carrywave.data.order import StreamOrder
-from carrywave.kernels import aten, dispatch
 from carrywave.kernels.hopper import persistent
+from carrywave.kernels.lstm import aten, dispatch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM

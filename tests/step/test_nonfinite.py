@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from _whole_snapshots import load
-from carrywave import LSTM, Model
+from carrywave import LSTM, Carry, Model
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged
 from carrywave.model.encoders import Embedding
@@ -199,10 +199,14 @@ def test_bad_lanes_are_mended_layer_by_layer(data: st.DataObject) -> None:
     bad = data.draw(st.sets(st.tuples(st.integers(0, 1), st.sampled_from("hc"), st.integers(0, 2), st.integers(0, 3))))
     value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     left = [torch.full((1, 3, 4), 1.0 + place) for place in range(4)]
+
+    def pairs(tensors: list[Tensor]) -> tuple[Carry, ...]:
+        return tuple(Carry(*tensors[first : first + 2]) for first in (0, 2))
+
     for layer, part, lane, unit in bad:
         left[2 * layer + "hc".index(part)][0, lane, unit] = value
     start = [torch.full((1, 3, 4), -1.0 - place) for place in range(4)]
-    for place, tensor in enumerate(reset_nonfinite_lanes(left, start)):
+    for place, tensor in enumerate(reset_nonfinite_lanes(pairs(left), pairs(start))):
         for lane in range(3):
             renewed = any((layer, lane) == (place // 2, lane) for layer, _, lane_, _ in bad if lane_ == lane)
             assert tensor[0, lane].tolist() == [-1.0 - place if renewed else 1.0 + place] * 4

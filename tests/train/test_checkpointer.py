@@ -92,7 +92,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 def held(trainer: Trainer, lanes: int) -> Groups:
     """All that a worker holds, by the names of a whole model; its lanes of the carry."""
     low, high = trainer.mesh.share().bounds(lanes)
-    carry = carry_tensors(trainer.state, trainer.stage.layers)
+    carry = carry_tensors(trainer.state, trainer.stage)
     return {
         "parameters": trainer.parameters(),
         "optimizer": state(trainer),

@@ -27,8 +27,8 @@ import torch
 from carrywave.benchmarks.harness import gpu_timing
 from carrywave.benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.errors import UserError
-from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
+from carrywave.kernels.lstm import dispatch
 from carrywave.measure.timing import Call
 
 # Upper limits in milliseconds for bf16 without padding, with or without dropout.

@@ -29,7 +29,7 @@ from carrywave.benchmarks.peers.gpu_loops import CompiledLoop, GraphedLoop, Plai
 from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
-from carrywave.kernels import dispatch
+from carrywave.kernels.lstm import dispatch
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.step.trainer import Trainer

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_lstm
-from carrywave.exporting.onnx_lstm import Ends, Lanes
+from carrywave.exporting import onnx_layers
+from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
@@ -52,9 +52,9 @@ class _Graph:
         elif isinstance(self.model.encoder, Features):
             y_TBO = nodes.add("Concat", x_TB, *self._categories(self.model.encoder), axis=-1)
         for layer in range(lstm.num_layers):
-            y_TBO, ends = onnx_lstm.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
+            y_TBO, ends = onnx_layers.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
             if portable.stateful:
-                for part, end in zip("hc", ends, strict=True):
+                for part, end in zip(lstm.cell.parts, ends, strict=True):
                     nodes.add("Squeeze", end, nodes.constant([0]), name=f"{part}_l{layer}{NEXT}")
         self._head(y_TBO, lanes)
         return nodes.model("carrywave", portable.inputs, portable.outputs, about)
@@ -87,9 +87,9 @@ class _Graph:
         if not self.portable.stateful:
             return None
         nodes = self.nodes
-        begin = onnx_lstm.initial(nodes, self.model.lstm, layer, lanes)
-        given = (nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in "hc")
-        return Ends(*(nodes.add("Where", "fresh", new, old) for new, old in zip(begin, given, strict=True)))
+        begin = onnx_layers.initial(nodes, self.model.lstm, layer, lanes)
+        given = (nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in self.model.lstm.cell.parts)
+        return [nodes.add("Where", "fresh", new, old) for new, old in zip(begin, given, strict=True)]
 
     def _head(self, y_TBW: str, lanes: Lanes) -> None:
         nodes, head, result = self.nodes, self.model.head, self.portable.outputs[0]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import UserError
-from carrywave.kernels.carry import Carry
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
@@ -85,11 +84,8 @@ class Portable(nn.Module):
 
     def _state(self, dtype: torch.dtype) -> tuple[Port, ...]:
         lstm, ports = self.model.lstm, []
-        for layer, width in enumerate(lstm.widths):
-            ports += [
-                Port(f"h_l{layer}", dtype, (BATCH, lstm.proj_size or width)),
-                Port(f"c_l{layer}", dtype, (BATCH, width)),
-            ]
+        for layer in range(lstm.num_layers):
+            ports += [Port(f"{part}_l{layer}", dtype, (BATCH, width)) for part, width in lstm.carry_widths(layer).items()]
         if self.model.pooled:
             ports += [Port("pooled", dtype, (BATCH, lstm.output_size)), Port("count", torch.int64, (BATCH, 1))]
         return tuple(ports)
@@ -116,8 +112,8 @@ class Portable(nn.Module):
             assert lengths_B is not None
             lengths_B = torch.where(named["ready"][:, 0], lengths_B, 0)
             fresh_B = named["fresh"][:, 0]
-            layers = range(self.model.lstm.num_layers)
-            carries = tuple(Carry(named[f"h_l{layer}"][None], named[f"c_l{layer}"][None]) for layer in layers)
+            cell, layers = self.model.lstm.cell, range(self.model.lstm.num_layers)
+            carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
             state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         y, state = self.model(x, state, lengths_B, fresh=fresh_B)
         out = self.model.output(y, state)

@@ -1,1 +1,1 @@
-"""LSTM backends for each device, keyed randomness, and the kernels around the LSTM."""
+"""Layers of cells and their backends for each device, keyed randomness, and the kernels around them."""

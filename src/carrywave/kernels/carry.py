@@ -1,28 +1,29 @@
-"""The carry (h, c) of a stack of LSTM layers: passed in and out, never hidden in a module.
+"""The carry of a stack of layers: passed in and out, never hidden in a module. `Carry` (h, c) is the LSTM's.
 
-Shapes: L layers, D directions, B lanes, H hidden, P output width (the projection, or H).
+The carry of a layer is a NamedTuple of tensors, whose fields its cell names: [D, B, P] for the first, which is the output, [D, B, H] for
+the others.
+
+Shapes: D directions, B lanes, H hidden, P output width (the projection, or H).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+from carrywave.cells.lstm import Carry
 
-class Carry(NamedTuple):
-    """State of one layer ([D, B, P] and [D, B, H]), or of a stack in nn.LSTM's shapes ([L·D, B, P] and [L·D, B, H]).
+__all__ = ["AnyCarries", "AnyCarry", "Carries", "Carry", "changed"]
 
-    >>> import torch
-    >>> import carrywave as cw
-    >>> y, carry = cw.LSTM(3, 8, num_layers=2)(torch.zeros(5, 4, 3))
-    >>> h, c = carry
-    >>> isinstance(carry, cw.Carry), tuple(h.shape), torch.equal(carry.c, c)
-    (True, (2, 4, 8), True)
-    """
-
-    h: Tensor
-    c: Tensor
+AnyCarry = tuple[Tensor, ...]  # of one layer, whatever its cell
+AnyCarries = tuple[AnyCarry, ...]  # one per layer of a stack, so that widths may differ
+Carries = tuple[Carry, ...]  # those of LSTM layers
 
 
-Carries = tuple[Carry, ...]  # one per layer of a stack, so that widths may differ
+def changed(carry: AnyCarry, change: Callable[..., Tensor], *others: AnyCarry) -> AnyCarry:
+    """Apply a function to every part of a carry, and to the same parts of the others."""
+    of_parts: Any = type(carry)
+    made: AnyCarry = of_parts(*map(change, carry, *others))
+    return made

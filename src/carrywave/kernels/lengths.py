@@ -1,5 +1,5 @@
-"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes. Also torch's packed
-sequences, to padded ones and back, and the check of what a user gives for each lane, which would otherwise be broadcast.
+"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes. Also padded
+outputs in the form of torch's packed sequences, and the check of what a user gives for each lane, which would otherwise be broadcast.
 
 Shapes: T time, B lane. Lengths never leave the device.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from carrywave.errors import UserError
 
@@ -53,14 +53,6 @@ def reversed_steps(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
     step_T1 = torch.arange(x_TBI.shape[0], device=x_TBI.device)[:, None]
     index_TB = torch.where(step_T1 < lengths_B, lengths_B - 1 - step_T1, step_T1)
     return x_TBI.gather(0, index_TB[..., None].expand(x_TBI.shape))
-
-
-def padded(packed: PackedSequence, given: object = None) -> tuple[Tensor, Tensor]:
-    """[T, B, …] and lengths, in the order in which the lanes were before they were packed. `given`: lengths from elsewhere, refused."""
-    if given is not None:
-        raise UserError("LSTM got a PackedSequence, which has its own lengths; remove lengths")
-    x_TBI, lengths_B = pad_packed_sequence(packed)
-    return x_TBI, lengths_B
 
 
 def packed_like(y_TBP: Tensor, lengths_B: Tensor, packed: PackedSequence) -> PackedSequence:

@@ -1,52 +1,74 @@
-"""The LSTM layer in plain PyTorch, step by step: the definition that every other backend is tested against.
+"""A layer of any cell in plain PyTorch, step by step: the definition that every other backend is tested against.
 
-A padded step outputs 0 and leaves h and c unchanged; the reverse direction starts at each lane's last real step.
+A padded step outputs 0 and leaves the carry unchanged; the reverse direction starts at each lane's last real step.
 
-Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
+Shapes: T time, B lane, I input, H hidden, G = gates · H, P output width (the projection, or H), D directions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from carrywave.kernels.carry import Carry
+from carrywave.cells import lstm
+from carrywave.cells.cell import Cell
+from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import Layer, LayerWeights
 
 
-def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
+def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, cell: Cell = lstm.CELL) -> tuple[Tensor, AnyCarry]:
     """One layer: outputs [T, B, P·D] and the carry at each lane's last real step."""
     real_TB1 = None if lengths_B is None else real_steps(lengths_B, x_TBI.shape[0])
     if real_TB1 is not None:
         # torch.where, not a product: padding may hold NaN.
         x_TBI = torch.where(real_TB1, x_TBI, 0.0)
-    ys, hs, cs = [], [], []
-    for direction, direction_weights in enumerate(weights):
-        y_TBP, h_BP, c_BH = _direction(x_TBI, carry.h[direction], carry.c[direction], direction_weights, real_TB1, backwards=direction == 1)
+    ys, ends = [], []
+    for direction, of_direction in enumerate(weights):
+        gates_TBG = linear(x_TBI, of_direction.w_ih, of_direction.b_ih)
+        run = _exported if torch.compiler.is_exporting() else _direction
+        y_TBP, end = run(cell, gates_TBG, [part[direction] for part in carry], of_direction, real_TB1, direction == 1)
         ys.append(y_TBP)
-        hs.append(h_BP)
-        cs.append(c_BH)
-    return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
+        ends.append(end)
+    stacked: AnyCarry = cell.carry(*(torch.stack(parts) for parts in zip(*ends, strict=True)))
+    return torch.cat(ys, dim=-1), stacked
 
 
 def _direction(
-    x_TBI: Tensor, h_BP: Tensor, c_BH: Tensor, weights: LayerWeights, real_TB1: Tensor | None, *, backwards: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    steps = range(x_TBI.shape[0])
-    outputs: list[Tensor] = [h_BP] * len(steps)
+    cell: Cell, gates_TBG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_TB1: Tensor | None, backwards: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    steps = range(gates_TBG.shape[0])
+    outputs: list[Tensor] = [carry[0]] * len(steps)
     for t in reversed(steps) if backwards else steps:
-        gates_BG = linear(x_TBI[t], weights.w_ih, weights.b_ih) + linear(h_BP, weights.w_hh, weights.b_hh)
-        input_BH, forget_BH, cell_BH, output_BH = gates_BG.chunk(4, dim=-1)
-        next_c_BH = forget_BH.sigmoid() * c_BH + input_BH.sigmoid() * cell_BH.tanh()
-        next_h_BP = output_BH.sigmoid() * next_c_BH.tanh()
-        if weights.w_hr is not None:
-            next_h_BP = linear(next_h_BP, weights.w_hr)
-        if real_TB1 is None:
-            outputs[t], h_BP, c_BH = next_h_BP, next_h_BP, next_c_BH
-        else:
-            outputs[t] = torch.where(real_TB1[t], next_h_BP, 0.0)
-            h_BP = torch.where(real_TB1[t], next_h_BP, h_BP)
-            c_BH = torch.where(real_TB1[t], next_c_BH, c_BH)
-    return torch.stack(outputs), h_BP, c_BH
+        carry, outputs[t] = _step(cell, gates_TBG[t], carry, weights, None if real_TB1 is None else real_TB1[t])
+    return torch.stack(outputs), carry
+
+
+def _step(
+    cell: Cell, gates_BG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_B1: Tensor | None
+) -> tuple[Sequence[Tensor], Tensor]:
+    """The carry after a step and the output."""
+    after = cell.step(gates_BG, cell.carry(*carry), weights)
+    if real_B1 is None:
+        return after, after[0]
+    kept = [torch.where(real_B1, new, old) for new, old in zip(after, carry, strict=True)]
+    return kept, torch.where(real_B1, after[0], 0.0)
+
+
+def _exported(
+    cell: Cell, gates_TBG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_TB1: Tensor | None, backwards: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The same as one operation, whose number of steps stays free where a loop would bind it."""
+    from torch._higher_order_ops.scan import scan
+
+    def combine(carry: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        after, y_BP = _step(cell, given[0], carry, weights, given[1] if len(given) > 1 else None)
+        return [part.clone() for part in after], y_BP.clone()  # of which none may be the memory of another
+
+    ends, y_TBP = scan(
+        combine, [part.contiguous() for part in carry], [gates_TBG] if real_TB1 is None else [gates_TBG, real_TB1], dim=0, reverse=backwards
+    )
+    return y_TBP, ends

@@ -1,14 +1,16 @@
-"""The weights of one layer as kernels take them: nn.LSTM's tensors, with gates in the order input, forget, cell, output.
+"""The weights of one layer as kernels take them: the tensors that torch.nn's layers have, with gates in the order of the cell.
 
-Shapes: I input, H hidden, G = 4H, P output width (the projection, or H).
+Shapes: B lane, I input, H hidden, G = gates · H, P output width (the projection, or H).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 class LayerWeights(NamedTuple):
@@ -19,11 +21,31 @@ class LayerWeights(NamedTuple):
     b_ih: Tensor | None = None  # [G]
     b_hh: Tensor | None = None  # [G]
     w_hr: Tensor | None = None  # [P, H], the projection
+    extra: Any = None  # the cell's other parameters by name, if it has any
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
         """The same weights, cast to a dtype."""
-        b_ih, b_hh, w_hr = (None if tensor is None else tensor.to(dtype) for tensor in self[2:])
-        return LayerWeights(self.w_ih.to(dtype), self.w_hh.to(dtype), b_ih, b_hh, w_hr)
+        b_ih, b_hh, w_hr = (None if tensor is None else tensor.to(dtype) for tensor in (self.b_ih, self.b_hh, self.w_hr))
+        extra = None if self.extra is None else {name: tensor.to(dtype) for name, tensor in self.extra.items()}
+        return LayerWeights(self.w_ih.to(dtype), self.w_hh.to(dtype), b_ih, b_hh, w_hr, extra)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Those that there are, in the order of torch.nn's layers."""
+        yield from (tensor for tensor in (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr) if tensor is not None)
+        yield from (self.extra or {}).values()
+
+    def recurrent(self, h_BP: Tensor) -> Tensor:
+        """[B, G]: the output of the step before, times `w_hh`, with its bias."""
+        return linear(h_BP, self.w_hh, self.b_hh)
+
+    def projected(self, h_BH: Tensor) -> Tensor:
+        """[B, P]: an output, projected if there is a projection."""
+        return h_BH if self.w_hr is None else linear(h_BH, self.w_hr)
+
+    def named(self, name: str) -> Tensor:
+        """One of the cell's other parameters."""
+        tensor: Tensor = self.extra[name]
+        return tensor
 
 
 Layer = tuple[LayerWeights, ...]  # one direction, or forward and reverse

@@ -86,7 +86,7 @@ def share_grid() -> Iterator[Ask]:
 
 def _ask(kind: str, inputs: int, outputs: int, lanes: int, steps: int, precision: str) -> Ask:
     chunks = CHUNKS if steps <= SHORT else 1
-    return Ask(kind, inputs, outputs, lanes, steps, precision=precision, chunks=chunks)  # type: ignore[arg-type]
+    return Ask(kind, inputs, outputs, lanes, steps, precision=precision, chunks=chunks)
 
 
 def measure(

@@ -16,12 +16,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from carrywave.cells.cell import names
 from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, Softmax
-from carrywave.model.lstm import LSTM
+from carrywave.model.lstm import LSTM, class_of
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
@@ -35,7 +36,7 @@ from carrywave.step.precision import HALVES, autocast, configure, parameter_dtyp
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
-STAGES = 3  # encoder, LSTM layers, head: each is a stage of its own
+STAGES = 3  # encoder, recurrent layers, head: each is a stage of its own
 LEAST_RUNS, LEAST_SECONDS = 3, 0.06
 LONG_SECONDS = 0.2  # a run this long needs no repetition
 Part = Literal["begun", "returned", "all"]  # every forward and the first backward; every forward and backward; weight gradients too
@@ -185,10 +186,10 @@ def _model(ask: Ask) -> tuple[Model, int, Tensor | None]:
     narrow = Forecast(1, 1, 1)
     if ask.nothing:
         return Model(Numbers(ask.inputs), LSTM(ask.inputs, 1), narrow), 0, None
+    if ask.kind in names():
+        lstm = class_of(ask.kind)(ask.inputs, ask.outputs, ask.layers, proj_size=ask.projection)
+        return Model(Numbers(ask.inputs), lstm, Forecast(lstm.output_size, 1, 1)), 1, None
     match ask.kind:
-        case "lstm":
-            lstm = LSTM(ask.inputs, ask.outputs, ask.layers, proj_size=ask.projection)
-            return Model(Numbers(ask.inputs), lstm, Forecast(lstm.output_size, 1, 1)), 1, None
         case "embedding":
             return Model(Embedding(ask.inputs, ask.outputs), LSTM(ask.outputs, 1), narrow), 0, None
         case "softmax":

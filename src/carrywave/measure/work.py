@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from carrywave.cells.cell import names
 from carrywave.data.batch import Batch
 from carrywave.kernels.hopper import persistent
 from carrywave.measure import device_memory
@@ -79,7 +80,7 @@ def work(world: World, job: Row) -> Iterator[Row]:
 def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
     """What workers lose to each other: lags, sums and messages, the latter as stages and replicas on these devices exchange them."""
     if world.device.type == "cpu":
-        yield _lag(world, next((ask for ask in asks if ask.kind == "lstm"), Ask("lstm", 128, 128, 8, 32, precision=precision)))
+        yield _lag(world, next((ask for ask in asks if ask.kind in names()), Ask("lstm", 128, 128, 8, 32, precision=precision)))
     mesh = Mesh(world, Plan(world.size))
     if mesh.in_stream:
         yield from device_memory.rows_of(mesh)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.dropout import Coordinates, dropped
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 
 
 class Dropout(nn.Module):
@@ -57,7 +57,7 @@ def keyed(module: nn.Module, prefix: str) -> nn.Module:
         return Dropout(module.p, name=prefix).train(module.training)
     if isinstance(module, Dropout) and not module.name:
         module.name = prefix
-    if isinstance(module, LSTM):
+    if isinstance(module, Recurrent):
         module.path = prefix
     # Not named_children(): it lists a shared child only once, so torch's dropout would remain under the other name.
     for name, child in list(module._modules.items()):

@@ -5,7 +5,8 @@ means: replicas, chunks and micro-batches hold different numbers of targets, and
 integers, a non-finite number among floats) adds nothing to the sum, the count or the gradient. Losses are in float32 or wider.
 
 A pooled head reads sequences that may arrive in several time chunks: `start` makes an accumulator, `pool` adds each chunk's outputs
-to it, and forward and loss read it once, at the end.
+to it, and forward and loss read it once, at the end. A head with `reads_whole = True` (none is here) reads sequences that are never cut,
+and their lengths: `forward(y, lengths)`, `loss(y, target, lengths)`.
 
 Shapes: T time, B lane, W width of the last layer, V classes, K steps ahead, C columns, Q quantiles.
 """

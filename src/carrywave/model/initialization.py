@@ -18,7 +18,7 @@ from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
 from carrywave.model.heads import Forecast, Pooled, Softmax
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 
 INITS = ("torch", "orthogonal", "xavier")
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # drawn at once: all of a matrix in float64 would take several times its own memory
@@ -65,7 +65,7 @@ def rounded_by_host(model: nn.Module, init: str) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        if init == "orthogonal" and isinstance(module, LSTM)
+        if init == "orthogonal" and isinstance(module, Recurrent)
         for name, _ in module.named_parameters(recurse=False)
         if name.startswith("weight_hh")
     )
@@ -74,8 +74,8 @@ def rounded_by_host(model: nn.Module, init: str) -> frozenset[str]:
 def _value(
     module: nn.Module, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None, embedding_scale: float
 ) -> Tensor | Uniform | None:
-    if isinstance(module, LSTM):
-        return _lstm(module, name, shape, key, init, forget_bias)
+    if isinstance(module, Recurrent):
+        return _layer(module, name, shape, key, init, forget_bias)
     if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
         return Uniform(embedding_scale, 0 if module.rows is None else module.rows.low)
     if isinstance(module, Tables):
@@ -96,21 +96,24 @@ def _value(
     return None
 
 
-def _lstm(module: LSTM, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None) -> Tensor | Uniform:
+def _layer(module: Recurrent, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None) -> Tensor | Uniform:
     if name.startswith("carry"):
         return torch.zeros(shape)
-    hidden = module.widths[int(name.split("_l", 1)[1].split("_")[0])]
+    cell, (stem, _, layer) = module.cell, name.removesuffix("_reverse").rpartition("_l")
+    hidden = module.widths[int(layer)]
+    if (extra := cell.extra(hidden).get(stem)) is not None:
+        return torch.full(shape, extra.value)
     if name.startswith("bias"):
         value = _uniform(key, shape, 1.0 / math.sqrt(hidden)) if init == "torch" else torch.zeros(shape, dtype=torch.float64)
-        if forget_bias is not None:
-            value[hidden : 2 * hidden] = forget_bias if name.startswith("bias_ih") else 0.0
+        if forget_bias is not None and cell.forget_gate is not None:
+            value[cell.forget_gate * hidden :][:hidden] = forget_bias if name.startswith("bias_ih") else 0.0
         return value
     if init == "torch":
         return Uniform(1.0 / math.sqrt(hidden))
-    blocks = 1 if name.startswith("weight_hr") else 4
+    blocks = 1 if name.startswith("weight_hr") else cell.gates
     if init == "orthogonal" and name.startswith("weight_hh"):
         return torch.cat([_orthogonal(block) for block in _grid(random.normal, key, shape).chunk(blocks)])
-    # The four gate matrices are stacked: the fan-out of each is a quarter of the rows.
+    # The matrices of the gates are stacked: the fan-out of each is its share of the rows.
     return Uniform(math.sqrt(6.0 / (shape[0] // blocks + shape[1])))
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
+from carrywave.model.arguments import checked_lengths
 from carrywave.model.dropout import keyed
 from carrywave.model.heads import Pooled
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.model.wrappers import check_unwrapped
@@ -21,11 +22,13 @@ __all__ = ["Chunk", "Model", "State"]
 
 
 class Model(nn.Module):
-    """Any per-step encoder, an LSTM stack, any head.
+    """Any per-step encoder, a stack of LSTM or other recurrent layers, any head.
 
     The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
     `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
-    accumulator, a tuple of tensors [B, …]. Every nn.Dropout in them is replaced with a keyed one.
+    accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs whole sequences at once, as a CRF or CTC does: it has
+    `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a sequence, and with `pooled = True` its targets are one
+    row per lane. Every nn.Dropout in them is replaced with a keyed one.
 
     >>> import torch
     >>> from torch import nn
@@ -45,14 +48,20 @@ class Model(nn.Module):
     """
 
     def __init__(
-        self, encoder: nn.Module, lstm: LSTM, head: nn.Module, *, dropout_in: nn.Module | None = None, dropout_out: nn.Module | None = None
+        self,
+        encoder: nn.Module,
+        lstm: Recurrent,
+        head: nn.Module,
+        *,
+        dropout_in: nn.Module | None = None,
+        dropout_out: nn.Module | None = None,
     ) -> None:
         super().__init__()
         for part, module in (("encoder", encoder), ("head", head)):
             if not isinstance(module, nn.Module):
                 raise UserError(f"the {part} of a model must be an nn.Module, got {type(module).__name__}; wrap it in one")
             check_unwrapped(module)
-        if not isinstance(lstm, LSTM):
+        if not isinstance(lstm, Recurrent):
             raise UserError(
                 f"the LSTM of a model must be carrywave's, got {type(lstm).__name__}; build one and load the weights with load_state_dict"
             )
@@ -61,8 +70,9 @@ class Model(nn.Module):
         if not callable(getattr(head, "loss", None)):
             raise UserError(f"the head {type(head).__name__} has no loss; define loss(y, target) -> (sum, count)")
         self.pooled = bool(getattr(head, "pooled", False))
+        self.whole_head = bool(getattr(head, "reads_whole", False))
         missing = [name for name in ("start", "pool") if not callable(getattr(head, name, None))]
-        if self.pooled and missing:
+        if self.pooled and missing and not self.whole_head:
             raise UserError(f"the pooled head {type(head).__name__} has no {missing[0]}; define start, pool and loss")
         if isinstance(head, Pooled):
             # Pooling depends on where the reverse half of the output ends, and only here are head and LSTM both known.
@@ -82,8 +92,8 @@ class Model(nn.Module):
 
     @property
     def reads_whole(self) -> bool:
-        """True if layers are bidirectional and so need the whole sequence at once."""
-        return self.lstm.bidirectional
+        """True if bidirectional layers or the head need the whole sequence at once."""
+        return self.lstm.bidirectional or self.whole_head
 
     @property
     def units(self) -> int:
@@ -111,13 +121,18 @@ class Model(nn.Module):
         `lengths`, `fresh` and `lanes` are [B]. `fresh` lanes start from the initial state instead of the given one.
         """
         steps, count = x.shape[:2]
-        lengths_B = None if lengths is None else self.lstm.checked_lengths(lengths, steps, count, x.device)
+        lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         state = self.start(count, x.device) if state is None else state
         y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full))
         return y, state
 
-    def output(self, y: Tensor, state: State) -> Any:
-        """The head's result: per step of y, or per lane from the accumulator if the head is pooled."""
-        return self.head(state.acc if self.pooled else y)
+    def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None) -> Any:
+        """The head's result: per step of y, or per lane from the accumulator if the head is pooled. `lengths` [B] are for one that reads
+        whole sequences.
+        """
+        if not self.whole_head:
+            return self.head(state.acc if self.pooled else y)
+        steps, count = y.shape[:2]
+        return self.head(y, checked_lengths([steps] * count if lengths is None else lengths, steps, count, y.device))

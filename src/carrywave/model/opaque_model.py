@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels import random
+from carrywave.kernels.carry import AnyCarries
 from carrywave.model.dropout import keyed
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.stage import checked_score
@@ -32,6 +33,7 @@ class Whole(nn.Module):
     has_encoder = has_head = scores = True
     width_in = width_out = width_head = 0
     layers = range(0)
+    parts: Sequence[tuple[int, str]] = ()  # of a carry, which it has not
 
     def __init__(self, module: nn.Module, loss: Loss | None = None, *, pooled: bool | None = None) -> None:
         super().__init__()
@@ -74,6 +76,10 @@ class Whole(nn.Module):
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """An empty state: the module keeps none."""
         return State(())
+
+    def carries(self, tensors: Sequence[Tensor]) -> AnyCarries:
+        """None: the module keeps none."""
+        return ()
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Any, Any, State]:
         """The module's output, with no separate raw output, and the unchanged state."""

@@ -1,7 +1,8 @@
 """The names that a model's weights have outside carrywave: an `nn.Embedding`, one `nn.LSTM` (or several in a row), and a head.
 
 One nn.LSTM holds all layers if they are equally wide and nothing stands between them; otherwise each layer is an nn.LSTM of its own,
-`lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Each categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, ….
+`lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Of another cell, it is torch's module of that cell, under the same names. Each
+categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, ….
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 
-_LAYER = re.compile(r"lstm\.(?P<part>weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 _NORM = re.compile(r"lstm\.norm_l(?P<layer>\d+)\.(?P<part>weight|bias)")
 _TABLE = re.compile(r"encoder\.tables\.(?P<table>\d+)")
-_CARRY = re.compile(r"lstm\.carry_(?P<part>[hc])_l(?P<layer>\d+)")
+_CARRY = re.compile(r"lstm\.carry_(?P<part>\w+)_l(?P<layer>\d+)")
+_LAYER = re.compile(r"lstm\.(?P<part>\w+)_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 CLASS_WEIGHTS = "head.weights"  # of the loss, which is not exported
 EXPORTED = "carrywave_export"  # in the metadata of a file of weights under these names
 
 
-def in_one(lstm: LSTM) -> bool:
-    """True if one nn.LSTM can hold all layers."""
+def in_one(lstm: Recurrent) -> bool:
+    """True if one module of torch can hold all layers."""
     return len(set(lstm.widths)) == 1 and not lstm.layer_norm
 
 
-def outside(names: Iterable[str], lstm: LSTM) -> dict[str, str]:
+def outside(names: Iterable[str], lstm: Recurrent) -> dict[str, str]:
     """For each name of a model's weights, its name outside; class weights have none."""
     return {name: _outside(name, in_one(lstm)) for name in names if name != CLASS_WEIGHTS}
 
@@ -35,18 +36,19 @@ def _outside(name: str, one: bool) -> str:
         return "embedding.weight"
     if (found := _TABLE.fullmatch(name)) is not None:
         return f"categories.{found['table']}.weight"
-    if (found := _LAYER.fullmatch(name)) is not None:
-        return name if one else f"lstm.{found['layer']}.{found['part']}_l0{found['reverse'] or ''}"
     if (found := _NORM.fullmatch(name)) is not None:
         return f"norms.{found['layer']}.{found['part']}"
     if (found := _CARRY.fullmatch(name)) is not None:
         return f"carry.{found['part']}.{found['layer']}"
+    if (found := _LAYER.fullmatch(name)) is not None:
+        return name if one else f"lstm.{found['layer']}.{found['part']}_l0{found['reverse'] or ''}"
     return name
 
 
-def arguments(lstm: LSTM) -> list[dict[str, Any]]:
-    """The arguments of the nn.LSTM, or of each of several, that the weights belong to."""
-    usual: dict[str, Any] = {"bias": lstm.bias, "bidirectional": lstm.bidirectional, "proj_size": lstm.proj_size}
+def arguments(lstm: Recurrent) -> list[dict[str, Any]]:
+    """The arguments of the nn.LSTM, or of each of several, that the weights belong to; of another cell, those of its module in torch."""
+    usual: dict[str, Any] = {"bias": lstm.bias, "bidirectional": lstm.bidirectional, **lstm.cell.torch_arguments}
+    usual |= {"proj_size": lstm.proj_size} if lstm.cell.projects else {}
     if in_one(lstm):
         return [{"input_size": lstm.input_size, "hidden_size": lstm.widths[0], "num_layers": lstm.num_layers, **usual}]
     inputs = [lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from carrywave.errors import DataError
 from carrywave.model import keras_lstm
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 
 SUFFIXES = (".safetensors", *keras_lstm.SUFFIXES)
 _NAME = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<part>(?:weight|bias)_(?:ih|hh|hr))_l(?P<layer>\d+)(?P<reverse>_reverse)?")
@@ -62,7 +62,7 @@ def one_stack(given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     return one
 
 
-def load_lstm(lstm: LSTM, given: Mapping[str, Tensor], where: str = "the state dict") -> None:
+def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the state dict") -> None:
     """Copy the layers of a state dict, which may hold other tensors too, into an LSTM of the same shape; without biases, these are zero.
 
     The LSTM is unchanged if anything does not fit.
@@ -75,7 +75,7 @@ def load_lstm(lstm: LSTM, given: Mapping[str, Tensor], where: str = "the state d
     for name in sorted(own.keys() | state.keys()):
         there, here = (list(tensors[name].shape) if name in tensors else None for tensors in (state, own))
         if there != here:
-            raise DataError(f"{where} has {_said(name, there)}, but the model {_said(name, here)}; {_remedy(state)}")
+            raise DataError(f"{where} has {_said(name, there)}, but the model {_said(name, here)}; {_remedy(state, lstm.cell.gates)}")
         if not bool(state[name].isfinite().all()):
             raise DataError(f"{where}: {name} has numbers that are not finite; use other weights")
     with torch.no_grad():
@@ -87,12 +87,12 @@ def _said(name: str, shape: list[int] | None) -> str:
     return f"no {name}" if shape is None else f"{name} of shape {shape}"
 
 
-def _remedy(state: Mapping[str, Tensor]) -> str:
+def _remedy(state: Mapping[str, Tensor], gates: int) -> str:
     """The settings of a spec that the layers fit."""
     first = [state[f"weight_ih_l{layer}"] for layer in range(_MOST_LAYERS) if f"weight_ih_l{layer}" in state]
     if not first:
         return "use weights of the model's shape"
-    widths = [weight.shape[0] // 4 for weight in first]
+    widths = [weight.shape[0] // gates for weight in first]
     hidden = str(widths[0]) if len(set(widths)) == 1 else "[" + ",".join(map(str, widths)) + "]"
     words = [f"model.layers={len(first)}", f"model.hidden={hidden}", f"{first[0].shape[1]} inputs (model.embedding for tokens)"]
     if "weight_hr_l0" in state:

@@ -8,6 +8,7 @@ Shapes: T time, B lane, W width of the last layer.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
+from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 from carrywave.model.state import Chunk, State
 from carrywave.model.vocabulary_rows import sharing
 
@@ -32,10 +34,11 @@ class ModelParts(Protocol):
 
     encoder: nn.Module
     dropout_in: nn.Module | None
-    lstm: LSTM
+    lstm: Recurrent
     dropout_out: nn.Module | None
     head: nn.Module
     pooled: bool
+    whole_head: bool
 
 
 class Stage(nn.Module):
@@ -54,12 +57,15 @@ class Stage(nn.Module):
         self.layers = range(max(first, 1) - 1, min(last - 1, model.lstm.num_layers))
         self.has_encoder, self.has_head = first == 0, last == units
         self.scores = self.has_head or share_head
+        self.parts = [(layer, part) for layer in self.layers for part in model.lstm.cell.parts]  # of its carries, in their order
         self.encoder = model.encoder if self.has_encoder else None
         self.dropout_in = model.dropout_in if self.has_encoder else None
         self.lstm = model.lstm
         self.dropout_out = model.dropout_out if self.has_head else None
         self.head: Any = model.head if self.scores else None
-        self.pooled = self.has_head and model.pooled
+        self.pooled = self.has_head and model.pooled  # targets are one per lane
+        self.whole_head = model.whole_head  # the head reads whole sequences, and their lengths
+        self.accumulates = self.pooled and not self.whole_head
         self.width_in, self.width_out = _width(model, first), _width(model, last)
         self.width_head = _width(model, units - 1)
         self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
@@ -71,13 +77,20 @@ class Stage(nn.Module):
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state before the first chunk: initial carries of this stage's layers, and a pooled head's accumulator."""
-        acc = self._accumulator("start", self.head.start(lanes, dtype, device)) if self.pooled else None
+        acc = self._accumulator("start", self.head.start(lanes, dtype, device)) if self.accumulates else None
         return State(self.lstm.initial(lanes, dtype, device, self.layers), acc)
+
+    def carries(self, tensors: Sequence[Tensor]) -> AnyCarries:
+        """One carry per layer, from the tensors of `parts`."""
+        cell = self.lstm.cell
+        return tuple(cell.carry(*tensors[first : first + len(cell.parts)]) for first in range(0, len(tensors), len(cell.parts)))
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
         if self.lstm.bidirectional and chunk.start:
             raise PlanError(f"bidirectional layers need whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
+        if self.whole_head and chunk.start:
+            raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         with random.scope(chunk.key, chunk.lanes, chunk.start), sharing(chunk.most):
             raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x))
             raw = raw if self.dropout_in is None else self.dropout_in(raw)
@@ -102,25 +115,27 @@ class Stage(nn.Module):
         if self.audit is not None:
             self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
             self.audit(y)
-        return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.pooled else state.acc)
+        return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.accumulates else state.acc)
 
     def _check_encoded(self, x: Any) -> None:
         """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.lstm.input_size:
             got = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise UserError(
-                f"the encoder {type(self.encoder).__name__} gives {got}, but the LSTM reads [time, lane, {self.lstm.input_size}]; "
+                f"the encoder {type(self.encoder).__name__} gives {got}, "
+                f"but the {type(self.lstm).__name__} reads [time, lane, {self.lstm.input_size}]; "
                 "let its input_size be what the encoder gives for each step"
             )
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
         """The random scope to run the head in, so that dropout in a user's head is keyed."""
-        return random.scope(chunk.key, chunk.lanes, 0 if self.pooled else chunk.start, pooled=self.pooled)
+        return random.scope(chunk.key, chunk.lanes, 0 if self.accumulates else chunk.start, pooled=self.accumulates)
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
         with self.scope(chunk), sharing(chunk.most):
-            score = self.head.loss(state.acc if self.pooled else y, self._in_own_dtype(target))
+            given = self._in_own_dtype(target), *([self._lengths(y, chunk)] if self.whole_head else [])
+            score = self.head.loss(state.acc if self.accumulates else y, *given)
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if self.audit is not None:
             self.audit.enter(y)
@@ -130,7 +145,7 @@ class Stage(nn.Module):
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
         """The head's result: per step, or per lane from the accumulator if the head is pooled."""
         with self.scope(chunk), sharing(chunk.most):
-            return self.head(state.acc if self.pooled else y)
+            return self.head(state.acc if self.accumulates else y, *([self._lengths(y, chunk)] if self.whole_head else []))
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count, from the head's output if the head is ours. What a user's head calls `score` may be anything, such as an
@@ -142,11 +157,14 @@ class Stage(nn.Module):
         return scored
 
     def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
-        steps, lanes = y.shape[:2]
         if chunk.fresh is not None:
-            acc = restart(acc, self.head.start(lanes, acc[0].dtype, y.device), chunk.fresh)
-        lengths = torch.full((lanes,), steps, dtype=torch.int64, device=y.device) if chunk.lengths is None else chunk.lengths
-        return self._accumulator("pool", self.head.pool(y, lengths, acc))
+            acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
+        return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
+
+    def _lengths(self, y: Tensor, chunk: Chunk) -> Tensor:
+        """[B]: the real steps of each lane in the chunk."""
+        steps, lanes = y.shape[:2]
+        return torch.full((lanes,), steps, dtype=torch.int64, device=y.device) if chunk.lengths is None else chunk.lengths
 
     def _accumulator(self, method: str, acc: Any) -> tuple[Tensor, ...]:
         if not isinstance(acc, tuple) or not acc or not all(isinstance(part, Tensor) and part.dim() for part in acc):

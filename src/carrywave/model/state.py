@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from carrywave.kernels.carry import Carries
+from carrywave.kernels.carry import AnyCarries, changed
 from carrywave.kernels.window import WindowChunk
 
 
@@ -16,7 +16,7 @@ class State(NamedTuple):
     """Passed in and out of every chunk: one carry per layer, a pooled head's accumulator (a tuple of tensors [B, …]) and, if changes from
     step to step are penalised, the last output of the stack [B, W]."""
 
-    carries: Carries
+    carries: AnyCarries
     acc: Any = None
     tail: Tensor | None = None
 
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> State:
         """Apply a function to every tensor."""
-        carries = tuple(type(carry)(change(carry.h), change(carry.c)) for carry in self.carries)
+        carries = tuple(changed(carry, change) for carry in self.carries)
         acc = None if self.acc is None else tuple(change(tensor) for tensor in self.acc)
         return State(carries, acc, None if self.tail is None else change(self.tail))
 

@@ -347,7 +347,7 @@ def _model(model: Mapping[str, Any]) -> str:
     widths = " → ".join(map(str, hidden)) if isinstance(hidden, list) else f"{layers} × {hidden}"
     extras = [name.replace("_", " ") for name in ("bidirectional", "tie", "layer_norm", "locked") if model.get(name)]
     dropped = [f"dropout {model['dropout']:g}"] if is_number(model.get("dropout")) and model.get("dropout") else []
-    return ", ".join([f"LSTM {widths}", *extras, *dropped])
+    return ", ".join([f"{str(model.get('cell', 'lstm')).upper()} {widths}", *extras, *dropped])
 
 
 def _training(record: RunRecord) -> str:

@@ -27,7 +27,7 @@ from carrywave.step import executor
 from carrywave.step.checks.own_modules.splitting import SplitCheck
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.job import BatchOutcome, Observer
-from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
+from carrywave.step.micro_batches import FlatCarry, flatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric, Row
 from carrywave.tasks.task import Part, Task
@@ -204,7 +204,9 @@ class _Forward:
 
         def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: FlatCarry) -> tuple[_Seen, FlatCarry]:
             [own] = batches
-            entered = self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else unflatten(carries)
+            entered = (
+                self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else State(self.stage.carries(carries))
+            )
             shown: list[tuple[Tensor, Tensor | None, Tensor]] = []
             outcome = self.run(own, entered, None if observe is None else lambda *seen: shown.append(seen))
             return (outcome, shown), None if carries is None else flatten(outcome.state)
@@ -214,7 +216,7 @@ class _Forward:
         if observe is not None:
             for out, target, sequence_B in shown:
                 observe(out, target, sequence_B)
-        return outcome if left is None else replace(outcome, state=unflatten(left))
+        return outcome if left is None else replace(outcome, state=State(self.stage.carries(left)))
 
 
 class _Judge:

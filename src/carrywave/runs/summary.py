@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 import torch
 
 from carrywave.data.order import Cursor, Order, SequenceOrder
-from carrywave.kernels.dispatch import in_use
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
@@ -91,7 +90,7 @@ def transports_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Transport
 
 
 def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
-    """The backend of each LSTM layer for a chunk of the first batch; empty for the user's own module, which runs as it is."""
+    """The backend of each recurrent layer for a chunk of the first batch; empty for the user's own module, which runs as it is."""
     if isinstance(model, Whole):
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
@@ -100,7 +99,7 @@ def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device:
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
-    return tuple(in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer)) for layer, width in enumerate(widths))
+    return tuple(lstm.backends.in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer)) for layer, width in enumerate(widths))
 
 
 def _by_layer(names: tuple[str, ...]) -> str:
@@ -158,7 +157,7 @@ def _network(model: Model | Whole, *, tied: bool) -> str:
         "layer norm" if lstm.layer_norm else "",
         "adaptive softmax" if isinstance(model.head, AdaptiveSoftmax) else "",
     ]
-    return ", ".join([f"LSTM {shape}", *filter(None, extras)])
+    return ", ".join([f"{lstm.cell.name.upper()} {shape}", *filter(None, extras)])
 
 
 def _batch(spec: Spec, order: Order) -> str:

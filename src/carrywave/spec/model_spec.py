@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from carrywave.cells.cell import by_name, names
 from carrywave.errors import SpecError
 from carrywave.spec.section import Positive, Section, Share
 
@@ -13,10 +14,11 @@ WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and colu
 
 
 class ModelSpec(Section):
-    """The network: encoder, stacked LSTM, head."""
+    """The network: encoder, stacked LSTM or another cell, head."""
 
+    cell: str = Field("lstm", description=f"recurrent cell of the layers: {', '.join(names())}")
     hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
-    layers: Positive = Field(2, description="number of LSTM layers")
+    layers: Positive = Field(2, description="number of recurrent layers")
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
@@ -41,19 +43,25 @@ class ModelSpec(Section):
     )
     layer_norm: bool = Field(False, description="normalise each layer's output")
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
-    init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the LSTM weights are initialised")
+    init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the weights of the layers are initialised")
     forget_bias: float | None = Field(None, description="initial bias of the forget gate")
     pool: Literal["last", "mean"] = Field(
         "last", description="classification, regression: the last real step, or the mean of all real steps"
     )
     pretrained: str | None = Field(
         None,
-        description="pretrained embeddings, as text with a token and its numbers on each line, or the layers of an LSTM from elsewhere: "
-        "torch.nn.LSTM (.safetensors), Keras 3 (.weights.h5, .keras)",
+        description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "
+        "or the cell's own module there (.safetensors), LSTMs of Keras 3 (.weights.h5, .keras)",
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.cell not in names():
+            raise ValueError(f"cell is {self.cell!r}; use one of {', '.join(names())}")
+        if self.projection and not by_name(self.cell).projects:
+            raise ValueError(f"projection is {self.projection}, but cell={self.cell} has none; remove it")
+        if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
+            raise ValueError(f"forget_bias is {self.forget_bias:g}, but cell={self.cell} has no forget gate; remove it")
         if self.layers > DEEPEST:
             raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:

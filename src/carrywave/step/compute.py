@@ -22,7 +22,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import executor
 from carrywave.step.gradients import Gradients
 from carrywave.step.job import BatchOutcome, Job
-from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
+from carrywave.step.micro_batches import FlatCarry, flatten
 from carrywave.step.nonfinite import watched_encoder
 from carrywave.step.norms import norm_of_each
 from carrywave.step.programs import Scheduler, program_for
@@ -35,9 +35,9 @@ class Compute:
 
     def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: TrainSpec, *, keep_state: bool, whole: bool, scale: Tensor | None) -> None:
         self.stage, self.mesh, self.spec, self.scale = stage, mesh, spec, scale
-        self.slots = pass_slots(len(stage.layers))
+        self.slots = pass_slots(len(stage.parts))
         self.keep_state = keep_state  # True: lanes keep their carry from batch to batch
-        self.whole = whole  # True: time is not cut, because layers read both ways
+        self.whole = whole  # True: time is not cut, because layers read both ways, or the head whole sequences
         # Real steps for each change from one step to the next; None if changes are not penalised.
         self.per_change = torch.ones((), dtype=torch.float64, device=mesh.device) if spec.beta else None
         self.scheduler: Scheduler = wavefront
@@ -82,7 +82,7 @@ class Compute:
             if not self.keep_state or (before is not None and before != lanes):
                 entered = self.stage.start(lanes, self.mesh.device)
             elif before is None:
-                entered = unflatten(carry or [])
+                entered = State(self.stage.carries(carry or []))
             jobs.append(
                 Job(
                     batch,

@@ -183,7 +183,10 @@ class Engine:
         return (optimizer.restarts,) if isinstance(optimizer, NTASGD) else ()
 
     def _reset(self, carry: FlatCarry) -> FlatCarry:
-        return reset_nonfinite_lanes(carry, self.compute.start(carry[0].shape[1])) if carry and self.resets else carry
+        if not carry or not self.resets:
+            return carry
+        stage = self.compute.stage
+        return reset_nonfinite_lanes(stage.carries(carry), stage.start(carry[0].shape[1], self.mesh.device).detach().carries)
 
 
 def _kind(batches: Sequence[Batch]) -> object:

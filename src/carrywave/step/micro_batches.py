@@ -9,7 +9,7 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Share
-from carrywave.kernels.carry import Carry
+from carrywave.kernels.carry import changed
 from carrywave.model.state import State
 from carrywave.plan.plan import Plan
 
@@ -52,7 +52,7 @@ def split_state(state: State, micro_batches: int, lanes: int) -> list[State]:
         return [state]
     return [
         State(
-            tuple(Carry(carry.h[:, low:high], carry.c[:, low:high]) for carry in state.carries),
+            tuple(changed(carry, lambda part, low=low, high=high: part[:, low:high]) for carry in state.carries),
             None if state.acc is None else tuple(tensor[low:high] for tensor in state.acc),
         )
         for low, high in bounds(lanes, micro_batches)
@@ -64,8 +64,7 @@ def join_states(states: Sequence[State]) -> State:
     if len(states) == 1:
         return states[0]
     carries = tuple(
-        Carry(torch.cat([s.carries[i].h for s in states], dim=1), torch.cat([s.carries[i].c for s in states], dim=1))
-        for i in range(len(states[0].carries))
+        changed(first, lambda *parts: torch.cat(parts, dim=1), *others) for first, *others in zip(*(s.carries for s in states), strict=True)
     )
     accs = [s.acc for s in states if s.acc is not None]
     return State(carries, tuple(torch.cat(parts) for parts in zip(*accs, strict=True)) if accs else None)
@@ -77,12 +76,6 @@ def flatten(state: State) -> list[Tensor]:
     return [*tensors, *(state.acc or ()), *([] if state.tail is None else [state.tail])]
 
 
-def unflatten(tensors: Sequence[Tensor]) -> State:
-    """The state of the lanes from the tensors of its carries, in the order of `flatten`; a pooled head's accumulator is not included."""
-    pairs = zip(tensors[0::2], tensors[1::2], strict=True)
-    return State(tuple(Carry(h, c) for h, c in pairs))
-
-
 def lanes_of(state: State, otherwise: int) -> int:
     """The number of lanes of a state; `otherwise` if the stage has no layers and so no carry."""
-    return state.carries[0].h.shape[1] if state.carries else otherwise
+    return state.carries[0][0].shape[1] if state.carries else otherwise

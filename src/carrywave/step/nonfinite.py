@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from carrywave.kernels.carry import AnyCarries
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
@@ -104,9 +105,9 @@ class NonfiniteRecord:
         self._steps, self._in_a_row, self._longest, self._bad_steps, self._first_bad = self.kept[:5].unbind()
         loss = units.forward(len(units.names) - 1)
         outputs = {"loss": [loss], "count": [loss], "encoded": [units.forward(0)]}
-        outputs["carries"] = [units.forward(layer + 1) for layer in stage.layers for _ in "hc"]
+        outputs["carries"] = [units.forward(layer + 1) for layer, _ in stage.parts]
         # The code for each number that a backward pass reports. The penalty has none: it is computed from outputs that have.
-        self._codes = [code for name in pass_slots(len(stage.layers)).shapes for code in outputs.get(name, [0])]
+        self._codes = [code for name in pass_slots(len(stage.parts)).shapes for code in outputs.get(name, [0])]
         self._on_device: dict[tuple[int, ...], Tensor] = {}
 
     @property
@@ -218,12 +219,10 @@ def watched_encoder(stage: Stage | Whole) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def reset_nonfinite_lanes(left: Sequence[Tensor], start: Sequence[Tensor]) -> list[Tensor]:
-    """The carries at the end of a step (`h` and `c` of each layer); non-finite lanes are reset, so that they do not spoil the next step."""
+def reset_nonfinite_lanes(left: AnyCarries, start: AnyCarries) -> list[Tensor]:
+    """The tensors of the carries at the end of a step; non-finite lanes of a layer are reset, so that they do not spoil the next step."""
     result: list[Tensor] = []
-    for number in range(0, len(left), 2):
-        pair = left[number : number + 2]
-        bad_B = torch.stack([(part - part != 0).any(dim=0).any(dim=-1) for part in pair]).any(dim=0)
-        begun = start[number : number + 2]
-        result += [torch.where(bad_B[None, :, None], new.to(old.dtype), old) for old, new in zip(pair, begun, strict=True)]
+    for carry, begun in zip(left, start, strict=True):
+        bad_B = torch.stack([(part - part != 0).any(dim=0).any(dim=-1) for part in carry]).any(dim=0)
+        result += [torch.where(bad_B[None, :, None], new.to(old.dtype), old) for old, new in zip(carry, begun, strict=True)]
     return result

@@ -24,7 +24,7 @@ def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: b
 def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
     """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer micro-batches.
 
-    `whole`: time is not cut, because bidirectional layers need the whole window at once.
+    `whole`: time is not cut, because bidirectional layers or the head need the whole window at once.
     """
     chunks: list[int] = []
     for batch in batches:

@@ -44,14 +44,14 @@ class Slots:
         return {name: part.view(shape) for part, (name, shape) in zip(torch.split(vector, self._sizes), self.shapes.items(), strict=True)}
 
 
-def pass_slots(layers: int) -> Slots:
+def pass_slots(parts: int) -> Slots:
     """What a pass reports: sums over its targets, and norms that are non-finite if what they belong to is."""
     return Slots(
         loss=(),  # sum over real targets
         count=(),  # number of real targets
         penalty=(),  # regularization; part of what was differentiated, but not of the loss
         encoded=(),  # norm of the outputs of a user's encoder
-        carries=(2 * layers,),  # norms of h and c of each layer after the last step
+        carries=(parts,),  # norms of the parts of each layer's carry after the last step
     )
 
 

@@ -51,7 +51,7 @@ from carrywave.step.engine import Engine
 from carrywave.step.evaluated_weights import evaluation_weights
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
-from carrywave.step.micro_batches import flatten, lanes_of, unflatten
+from carrywave.step.micro_batches import flatten, lanes_of
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
@@ -106,7 +106,8 @@ class Trainer:
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
             raise UserError(
-                "a pooling head or a bidirectional model reads whole sequences, so there is no state to keep; remove keep_state"
+                "a head that pools or has reads_whole, or a bidirectional model, reads whole sequences, so there is no state to keep; "
+                "remove keep_state"
             )
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
@@ -230,7 +231,7 @@ class Trainer:
             raise
         self._audited = True
         if left is not None:
-            self.state = unflatten(left) if left else None  # of no layers, or of no lanes
+            self.state = State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
         return result
 
     @lost_contact.kept

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import RunError
-from carrywave.kernels.carry import Carry
+from carrywave.model.opaque_model import Whole
+from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
 from carrywave.parallel.nested import pack, plain, unpack
@@ -69,7 +70,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
         state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
-    own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state and low < high else {}
+    own_carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state and low < high else {}
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
     if world.rank:
         return {}
@@ -133,17 +134,17 @@ def _lanes(saved: int | list[int] | None) -> tuple[int, ...] | None:
     return None if saved is None else tuple(range(saved)) if isinstance(saved, int) else tuple(saved)
 
 
-def carry_tensors(state: State | None, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The carry by layer name; its second dimension is the lanes, in global order."""
+def carry_tensors(state: State | None, stage: Stage | Whole) -> dict[str, Tensor]:
+    """The carry by layer and part; its second dimension is the lanes, in global order."""
     if state is None:
         return {}
-    pairs = zip(layers, state.carries, strict=True)
-    return {f"lstm.l{layer}.{part}": getattr(carry, part) for layer, carry in pairs for part in ("h", "c")}
+    tensors = (tensor for carry in state.carries for tensor in carry)
+    return {f"lstm.l{layer}.{part}": tensor for (layer, part), tensor in zip(stage.parts, tensors, strict=True)}
 
 
-def carry_state(tensors: Mapping[str, Tensor], device: torch.device, layers: Sequence[int]) -> State:
-    """The state of the lanes, from tensors by layer name."""
-    return State(tuple(Carry(*(tensors[f"lstm.l{layer}.{part}"].to(device) for part in ("h", "c"))) for layer in layers))
+def carry_state(tensors: Mapping[str, Tensor], device: torch.device, stage: Stage | Whole) -> State:
+    """The state of the lanes, from tensors by layer and part."""
+    return State(stage.carries([tensors[f"lstm.l{layer}.{part}"].to(device) for layer, part in stage.parts]))
 
 
 def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -246,14 +247,14 @@ def _own_carry(trainer: Trainer, carry: Mapping[str, Tensor]) -> State | None:
         return None
     first = next(iter(carry.values()))
     low, high = trainer.mesh.share().bounds(first.shape[1])
-    wanted = carry_tensors(trainer.stage.start(high - low, trainer.device), trainer.stage.layers)
+    wanted = carry_tensors(trainer.stage.start(high - low, trainer.device), trainer.stage)
     own: dict[str, Tensor] = {}
     for name, tensor in wanted.items():
         there = carry.get(name)
         if there is None or there[:, low:high].shape != tensor.shape:
             raise RunError(f"the carry of {name} in the state does not match the model; pass a state of this model")
         own[name] = there[:, low:high].to(tensor.dtype)
-    return carry_state(own, trainer.device, trainer.stage.layers)
+    return carry_state(own, trainer.device, trainer.stage)
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
-from carrywave.kernels.dispatch import check
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import Holding, Shared, hold, shared
@@ -269,9 +268,15 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
                 "wrap its modules as cw.Model(encoder, lstm, head), or remove plan.chunk_steps"
             )
         return
-    check_head(plan, pooled=model.pooled)
+    check_head(plan, pooled=model.pooled or model.whole_head)
+    if model.whole_head and plan.chunk_steps is not None:
+        instead = "use plan.micro_batches=2 or more, which divide lanes instead" if plan.stages > 1 else "remove plan.chunk_steps"
+        raise PlanError(
+            f"the head {type(model.head).__name__} reads whole sequences, but the plan cuts time into chunks of {plan.chunk_steps} steps; "
+            f"{instead}"
+        )
     if plan.kernel != "auto":
-        check(plan.kernel)
+        model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel
 
 

@@ -19,7 +19,7 @@ from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize, rounded_by_host
-from carrywave.model.lstm import LSTM
+from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained import load_pretrained
@@ -127,7 +127,7 @@ class Task:
         if tokens:
             encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
-        lstm = LSTM(
+        lstm = class_of(spec.cell)(
             width,
             spec.widths,
             spec.layers,

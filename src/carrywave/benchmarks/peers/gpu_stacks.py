@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from carrywave.benchmarks.harness.shapes import StackShape
 from carrywave.kernels import random
-from carrywave.kernels.carry import Carry
-from carrywave.kernels.lstm import lstm
+from carrywave.kernels.carry import AnyCarries, Carry
+from carrywave.kernels.layers import run_layers
 from carrywave.kernels.weights import Layer, LayerWeights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -111,9 +111,9 @@ class Stack:
             y_TBH, _ = pad_packed_sequence(self._module(packed, (start_LBH, start_LBH))[0], total_length=self.case.steps)
         return _with_gradients(y_TBH, [self.x_TBI, *self._module.parameters()], self.grad_TBH)
 
-    def _lstm(self, x_TBI: Tensor, carries: tuple[Carry, ...], layers: Sequence[Layer], backend: str) -> tuple[Tensor, tuple[Carry, ...]]:
+    def _lstm(self, x_TBI: Tensor, carries: tuple[Carry, ...], layers: Sequence[Layer], backend: str) -> tuple[Tensor, AnyCarries]:
         sites = range(self.case.layers - 1)
-        return lstm(x_TBI, carries, layers, self.lengths_B, dropout=self.case.dropout, key=self.key, sites=sites, backend=backend)
+        return run_layers(x_TBI, carries, layers, self.lengths_B, dropout=self.case.dropout, key=self.key, sites=sites, backend=backend)
 
     @staticmethod
     def _weights(layers: Sequence[Layer]) -> list[Tensor]:

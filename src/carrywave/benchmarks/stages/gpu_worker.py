@@ -25,7 +25,8 @@ from carrywave.benchmarks.harness.workers import TimedWorkers, environment
 from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.data.batch import Batch
-from carrywave.kernels import dispatch, random
+from carrywave.kernels import random
+from carrywave.kernels.lstm import dispatch
 from carrywave.measure.timing import call_seconds, settle
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM

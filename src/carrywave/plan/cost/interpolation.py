@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from carrywave.cells.cell import names
 from carrywave.plan.cost.profile import Sample
 
 _SWEEPS = 400
@@ -57,7 +58,7 @@ def _tokens(size: Size) -> int:
     return size.steps * size.lanes
 
 
-def _lstm(size: Size) -> tuple[float, ...]:
+def _layer(size: Size) -> tuple[float, ...]:
     """One call; the gradient of the input weights; steps; the recurrent weights read at every step; cells; the extra cost of the
     recurrent product, which has only the lanes of one step to work on; both products.
     """
@@ -86,7 +87,7 @@ def _elements(size: Size) -> tuple[float, ...]:
 
 
 TERMS: dict[str, Terms] = {
-    "lstm": _lstm,
+    **dict.fromkeys(names(), _layer),
     "embedding": _rows,
     "softmax": _product,
     "linear": _product,

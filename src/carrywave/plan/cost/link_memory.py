@@ -57,6 +57,6 @@ def _largest_tensor(unit: Unit) -> int:
     """Elements of the largest parameter of a unit."""
     if unit.kind == "numbers":
         return 0
-    if unit.kind == "lstm":
-        return 4 * unit.outputs * max(unit.inputs, unit.projection or unit.outputs)
+    if unit.cell is not None:
+        return unit.cell.gates * unit.outputs * max(unit.inputs, unit.projection or unit.outputs)
     return unit.inputs * unit.outputs

@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from carrywave.cells.cell import names
 from carrywave.errors import PlanError
 
 FORMAT = 3
@@ -31,11 +32,16 @@ Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
 Truth = Annotated[bool, Strict()]
 
-CallKind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
+KINDS = (*names(), "embedding", "softmax", "linear", "dropout", "norm", "optimizer")
+if TYPE_CHECKING:
+    CallKind = str
+else:
+    CallKind = Literal[KINDS]
 Precision = Literal["fp32", "tf32", "fp64", "bf16", "fp16"]
 Source = Literal["measured", "published"]
 Piped = Literal["", "launched", "recorded"]
 Transport = Literal["", "device memory", "NCCL", "gloo"]
+KINDS = (*names(), "embedding", "softmax", "linear", "dropout", "norm", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Sample:
 
     | kind | inputs | outputs |
     |---|---|---|
-    | lstm | input width | hidden units; `layers` layers in one call, of which all but the first have this input width |
+    | a cell, such as lstm | input width | hidden units; `layers` layers in one call, of which all but the first have this input width |
     | embedding | vocabulary | width |
     | softmax | input width | classes; the time includes matrix product and cross entropy |
     | linear | input width | outputs; the time includes matrix product and loss |
@@ -66,8 +72,8 @@ class Sample:
     forward_seconds: Positive
     backward_seconds: Number = 0.0  # the whole backward, including deferred_seconds
     deferred_seconds: Number = 0.0  # the weight gradients, which are deferred to the end of the window when time is cut into chunks
-    projection: Count = 0  # lstm only
-    layers: Size = 1  # lstm only
+    projection: Count = 0  # cells only
+    layers: Size = 1  # cells only
     name: str = ""  # optimizer only
     # On a GPU, how it was timed if not alone: `recorded`, as one of several chunks of a window in a CUDA graph; `launched`, by the host and
     # without kernels that cannot run beside NCCL. Otherwise in a CUDA graph, the window as one chunk.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from carrywave.cells.cell import by_name, names
 from carrywave.plan.cost.profile import CallKind, Sample
 from carrywave.plan.cost.units import BatchShape, Units
 
@@ -33,7 +34,7 @@ class Ask:
     projection: int = 0
     precision: str = "fp32"
     chunks: int = 1  # equal ones in the window, of which this is one
-    layers: int = 1  # lstm layers in one call, which may run concurrently
+    layers: int = 1  # recurrent layers in one call, which may run concurrently
     nothing: bool = False  # a task without any unit, to time the overhead
 
     def twice(self) -> Ask:
@@ -54,8 +55,8 @@ class Ask:
     def work(self) -> float:
         """Approximate multiplications of forward and backward."""
         tokens = self.lanes * self.steps
-        if self.kind == "lstm":
-            return 12.0 * self.layers * tokens * self.outputs * (self.inputs + (self.projection or self.outputs))
+        if self.kind in names():
+            return 3.0 * self.layers * tokens * by_name(self.kind).multiply_adds(self.inputs, self.outputs, self.projection)
         if self.kind in ("softmax", "linear"):
             return 3.0 * tokens * self.inputs * self.outputs
         return 1.0 * tokens * self.outputs
@@ -105,13 +106,13 @@ def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
 
 def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
     """Requests for several equal layers in one call: on a GPU they may run concurrently."""
-    layers = [unit for unit in units.units if unit.kind == "lstm"]
+    layers = [unit for unit in units.units if unit.cell is not None and unit.cell.backends]
     equal = [unit for unit in layers if (unit.inputs, unit.outputs) == (layers[-1].inputs, layers[-1].outputs)]
     if len(equal) > 1 and not equal[0].projection and equal[0].directions == 1:
         last = equal[-1]
-        weights = 4.0 * last.outputs * (last.inputs + last.outputs)
+        weights = by_name(last.kind).multiply_adds(last.inputs, last.outputs)
         several = max(2, min(len(equal), round(LARGEST_WEIGHTS / weights)))
-        ask = Ask("lstm", last.inputs, last.outputs, shape.lanes, shape.steps, precision=units.precision, layers=several)
+        ask = Ask(last.kind, last.inputs, last.outputs, shape.lanes, shape.steps, precision=units.precision, layers=several)
         yield lighter_ask(ask, LARGEST["cuda"])
 
 
@@ -122,7 +123,7 @@ def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask
             yield Ask(unit.kind, unit.inputs, unit.outputs, lanes, rows, unit.projection, units.precision, chunks)
         for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
             if width:
-                yield Ask(kind, width, width, lanes, steps, 0, units.precision, chunks)  # type: ignore[arg-type]
+                yield Ask(kind, width, width, lanes, steps, 0, units.precision, chunks)
 
 
 def lighter_ask(ask: Ask, largest: float) -> Ask:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
+from carrywave.cells import lstm
+from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.cost.interpolation import NOTHING, Fit, Seconds, Size, size_of
 from carrywave.plan.cost.profile import Piped, Profile, Sample
@@ -13,6 +16,7 @@ from carrywave.plan.cost.units import Unit, Units
 
 # Fallback for a precision that was not timed: one that uses similar hardware.
 _ALIKE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
+LAUNCH_SECONDS = 5e-6  # of one operation that is launched by itself; only for cells that were not timed
 FAR_DOUBLINGS = 0.75  # distance of a layer's width from the nearest sample beyond which its time is a guess rather than a prediction
 
 
@@ -36,7 +40,7 @@ class Costs:
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
         self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
         self._owed: dict[tuple[int, ...], float] = {}
-        self.side_by_side = [s for s in self._samples("lstm") if s.layers > 1]
+        self.side_by_side = [s for s in self._samples(units.units[1].kind) if s.layers > 1]
         self._optimizers = {sample.name for sample in self._samples("optimizer")}
 
     def unit(self, number: int, lanes: int, steps: int) -> Seconds:
@@ -108,9 +112,9 @@ class Costs:
 
     def _together(self, unit: Unit, count: int, lanes: int, steps: int) -> float:
         """Time of `count` equal layers in one call, where they may run concurrently, relative to running them one after another."""
-        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.kind != "lstm":
+        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.cell is None:
             return 1.0
-        fit = self._kind("lstm")
+        fit = self._kind(unit.kind)
         nearest = min(
             self.side_by_side,
             key=lambda s: abs(_doublings(s.outputs, unit.outputs)) * 2 + abs(_doublings(s.lanes, lanes)) + abs(_doublings(s.layers, count)),
@@ -139,8 +143,9 @@ class Costs:
         fit = self._fits.get(kind)
         if fit is None:
             samples = self._samples(kind, name)
-            if kind == "lstm":
+            if kind in names():
                 samples = tuple(s for s in samples if s.layers == 1)
+                samples = samples or tuple(_estimated(s, by_name(kind)) for s in self._samples(lstm.CELL.name) if s.layers == 1)
             if not samples and kind in ("softmax", "linear"):  # both are dominated by a matrix product
                 samples = self._samples("linear" if kind == "softmax" else "softmax")
             if not samples:
@@ -154,13 +159,31 @@ class Costs:
 
 def far_off(units: Units, profile: Profile) -> str | None:
     """A warning for the user if the profile was measured for models of other sizes; None if it has samples near this model's."""
-    known = {s.outputs for s in profile.samples if s.kind == "lstm" and s.precision in (units.precision, _ALIKE.get(units.precision))}
-    for unit in units.units:
-        if unit.kind == "lstm" and known:
+    layers = [unit for unit in units.units if unit.cell is not None]
+    timed = [s for s in profile.samples if s.kind == layers[0].kind and s.precision in (units.precision, _ALIKE.get(units.precision))]
+    if not timed and layers[0].kind != lstm.CELL.name:
+        return f"profile {profile.name} has no layer of cell {layers[0].kind}: the times are guesses from those of {lstm.CELL.name}"
+    known = {s.outputs for s in timed}
+    for unit in layers:
+        if known:
             nearest = min(known, key=lambda outputs: abs(math.log2(outputs / unit.outputs)))
             if abs(math.log2(nearest / unit.outputs)) > FAR_DOUBLINGS:
                 return f"profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): the times are guesses"
     return None
+
+
+def _estimated(sample: Sample, cell: Cell) -> Sample:
+    """What a layer of a cell that was not timed would take: the products as those of an LSTM, and what it launches at every step."""
+    sizes = sample.inputs, sample.outputs, sample.projection if cell.projects else 0
+    share = cell.multiply_adds(*sizes) / lstm.CELL.multiply_adds(*sizes)
+    launches = sample.steps * cell.launches * LAUNCH_SECONDS
+    return replace(
+        sample,
+        kind=cell.name,
+        forward_seconds=sample.forward_seconds * share + launches / 3,
+        backward_seconds=sample.backward_seconds * share + launches * 2 / 3,
+        deferred_seconds=sample.deferred_seconds * share if cell.backends else 0.0,
+    )
 
 
 def _between(points: Sequence[tuple[int, float]], workers: int) -> float:

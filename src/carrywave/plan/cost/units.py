@@ -6,11 +6,12 @@ depends on the precision.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Literal
 
+from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import CallKind
@@ -31,7 +32,7 @@ class Unit:
     """The encoder, a layer or the head."""
 
     name: str
-    kind: CallKind | Literal["numbers"]  # "numbers": numeric input passes through unchanged
+    kind: CallKind  # of a `Sample`: for a layer, its cell; or "numbers": numeric input passes through unchanged
     inputs: int  # inputs and outputs are as in a `Sample`
     outputs: int
     width_in: int  # width of the input from the previous unit; 0 for the encoder
@@ -47,6 +48,11 @@ class Unit:
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
     norm: int = 0  # width of the layer norm applied to its output; 0 for none
     tensors: int = 0  # number of parameter tensors
+
+    @property
+    def cell(self) -> Cell | None:
+        """The cell of a layer; None for the encoder and the head."""
+        return by_name(self.kind) if self.kind in names() else None
 
 
 @dataclass(frozen=True)
@@ -307,29 +313,31 @@ def _encoder(spec: Spec, facts: DataFacts) -> Unit:
 
 def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: int) -> Unit:
     model = spec.model
-    directions, back = 2 if model.bidirectional else 1, model.projection or hidden
-    one = 4 * hidden * (width + back + 2) + model.projection * hidden
+    cell, directions, back = by_name(model.cell), 2 if model.bidirectional else 1, model.projection or hidden
+    rows, extra = cell.gates * hidden, cell.extra(hidden).values()
+    one = cell.multiply_adds(width, hidden, model.projection) + 2 * rows + sum(math.prod(each.shape) for each in extra)
     norm = out if model.layer_norm else 0
-    parameters = directions * one + 2 * norm + (directions * (back + hidden) if model.learned_carry else 0)
-    # Four gates, the cell and its tanh, the output (also before the projection), then what dropout and norm save.
-    kept = directions * (6 * hidden + (hidden if model.projection else 0)) + out + dropout + norm
+    carry = directions * sum(cell.widths(hidden, model.projection))
+    parameters = directions * one + 2 * norm + (carry if model.learned_carry else 0)
+    # What the cell keeps, the output (also before the projection), then what dropout and norm save.
+    kept = directions * (cell.kept * hidden + (hidden if model.projection else 0)) + out + dropout + norm
     return Unit(
         f"layer {layer + 1}",
-        "lstm",
+        cell.name,
         width,
         hidden,
         width,
         out,
         parameters,
         kept,
-        deferred=directions * (4 * hidden + back) + width,
-        carry=directions * (back + hidden),
-        work=directions * 6 * hidden + width,
+        deferred=directions * (rows + back) + width if cell.backends else 0,  # autograd alone defers nothing
+        carry=carry,
+        work=directions * cell.kept * hidden + width,
         projection=model.projection,
         directions=directions,
         dropout=dropout,
         norm=norm,
-        tensors=directions * (4 + bool(model.projection)) + 2 * bool(norm) + 2 * model.learned_carry,
+        tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(cell.parts) * model.learned_carry,
     )
 
 

@@ -53,7 +53,7 @@ def part_of(trainer: Trainer, lanes: int) -> Groups:
     if trainer.pieces is not None:
         mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in trained if (piece := trainer.pieces.of(p)) is not None])
     low, high = trainer.mesh.share().bounds(lanes)
-    carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
+    carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state else {}
     return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
 
 
@@ -122,7 +122,7 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     forms = stored.manifest.forms("carry")
     if not forms:
         return None
-    wanted = carry_tensors(trainer.stage.start(1, trainer.device), trainer.stage.layers)
+    wanted = carry_tensors(trainer.stage.start(1, trainer.device), trainer.stage)
     for name, one in wanted.items():
         pieces = stored.pieces(name)
         if pieces[-1][1] != lanes:
@@ -134,7 +134,7 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
                     f"the snapshot's carry {key} has shape {list(shape)}, which does not match the model; use the spec it was made with"
                 )
     low, high = trainer.mesh.share().bounds(lanes)
-    return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
+    return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage)
 
 
 def check_forms(

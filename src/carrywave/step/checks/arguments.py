@@ -235,8 +235,8 @@ def _why_no_carry(model: Model | Whole) -> str:
     if isinstance(model, Whole):
         name = type(model.module).__name__
         return f"the trainer does not know the carry of a module such as {name}; wrap its parts as cw.Model(encoder, lstm, head), or "
-    if model.pooled:
-        return "a pooling head reads whole sequences; "
+    if model.pooled or model.whole_head:
+        return f"the head {type(model.head).__name__} reads whole sequences; "
     return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "
 
 

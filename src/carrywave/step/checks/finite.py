@@ -16,6 +16,7 @@ from carrywave.data.batch import IGNORED
 from carrywave.errors import Diverged
 from carrywave.kernels import random
 from carrywave.model.opaque_model import Whole
+from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
@@ -23,7 +24,6 @@ from carrywave.step.checks.arguments import uncounted
 from carrywave.step.checks.own_modules.module_runs import head, piecewise
 from carrywave.step.checks.own_modules.probe import untouched
 from carrywave.step.checks.own_modules.probe_sample import few_of, is_absent
-from carrywave.step.micro_batches import flatten, unflatten
 from carrywave.step.nonfinite import LOSS, reset_nonfinite_lanes
 from carrywave.step.update import StepResult
 
@@ -49,8 +49,9 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
     advice = remedy(trainer, cause, "lower the learning rate, or set train.clip")
     if trainer.state is not None and trainer.state.carries:
-        left = flatten(trainer.state)
-        trainer.state = unflatten(reset_nonfinite_lanes(left, trainer.compute.start(left[0].shape[1])))
+        left, stage = trainer.state.carries, trainer.stage
+        start = stage.start(left[0][0].shape[1], trainer.device).detach().carries
+        trainer.state = State(stage.carries(reset_nonfinite_lanes(left, start)))
     raise on_every_rank(
         Diverged(
             f"{cause} is no longer finite; {advice}; the weights are as they were before that step "

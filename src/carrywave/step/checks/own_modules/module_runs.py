@@ -47,23 +47,27 @@ def encoder(module: nn.Module, path: str) -> Run:
     return run
 
 
-def head(module: Any, path: str, *, pooled: bool) -> Run:
-    """Make a runner for a head: its loss, its output if it has one, and the gradients of its parameters and its input."""
+def head(module: Any, path: str, *, pooled: bool, whole: bool = False) -> Run:
+    """Make a runner for a head: its loss, its output if it has one, and the gradients of its parameters and its input. `whole`: it reads
+    whole sequences, and their lengths.
+    """
     shows = type(module).forward is not nn.Module.forward
+    accumulates = pooled and not whole
 
     def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran) -> None:
-        with random.scope(sample.key, sample.lanes[at.low : at.high], 0 if pooled else at.first, pooled=pooled):
+        lengths = [sample.lengths[at.low : at.high]] if whole else []
+        with random.scope(sample.key, sample.lanes[at.low : at.high], 0 if accumulates else at.first, pooled=accumulates):
             if shows:
-                ran.outputs.append([leaf.detach() for leaf in tree_leaves(module(read)) if isinstance(leaf, Tensor)])
+                ran.outputs.append([leaf.detach() for leaf in tree_leaves(module(read, *lengths)) if isinstance(leaf, Tensor)])
             if sample.targets is None:
                 return
             own = sample.targets[at.low : at.high] if pooled else sample.targets[at.first : at.end, at.low : at.high]
-            ran.sums.append(checked_score(module.loss(read, own), f"loss of the head {type(module).__name__}"))
+            ran.sums.append(checked_score(module.loss(read, own, *lengths), f"loss of the head {type(module).__name__}"))
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
         y = sample.y.detach().requires_grad_()
-        if not pooled:
+        if not accumulates:
             for at in pieces:
                 score(sample, y[at.first : at.end, at.low : at.high], at, ran)
         else:

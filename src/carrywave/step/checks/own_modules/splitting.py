@@ -71,7 +71,7 @@ class SplitCheck:
 
     def __init__(self, model: Model | Whole, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
         self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
-        self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional
+        self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional or stage.whole_head
         self._seen = {training: _Seen(stage) for training in (True, False)}
         self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
 
@@ -283,7 +283,7 @@ def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
     if stage.encoder is not None:
         yield "encoder", stage.encoder, encoder(stage.encoder, "encoder")
     if stage.has_head:  # other stages may share its work, with the same module
-        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled)
+        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head)
 
 
 def _is_safe(stage: Stage | Whole, module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
-"""The LSTM contract: `lstm(x, carries, layers, lengths, …) -> y, carries` over one or more layers, on a backend chosen by name.
+"""`run_layers(x, carries, layers, lengths, …) -> y, carries` over one or more layers of a cell, on a backend chosen by name.
 
-Each backend runs one layer in one or both directions (`dispatch` chooses it); dropout between layers and norms are applied here, the
-same for all.
+Each backend runs one layer in one or both directions (its cell's `backends` choose it); dropout between layers and norms are applied here,
+the same for all.
 
 Shapes: T time, B lane, I input, P output width of a layer, D directions, O = P·D.
 """
@@ -14,22 +14,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from carrywave.kernels import dispatch
-from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.backends import Backends
+from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 from carrywave.kernels.lengths import real_steps
+from carrywave.kernels.lstm import dispatch
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
 Norm = Callable[[Tensor], Tensor]
 
 
-def lstm(
+def run_layers(
     x_TBI: Tensor,
-    carries: Carries,
+    carries: AnyCarries,
     layers: Sequence[Layer],
     lengths: Tensor | None = None,
     *,
+    backends: Backends = dispatch,
     full: bool = False,
     dropout: float = 0.0,
     locked: bool = False,
@@ -41,7 +43,7 @@ def lstm(
     backend: str = "auto",
     clean: bool = False,
     chunk: WindowChunk | None = None,
-) -> tuple[Tensor, Carries]:
+) -> tuple[Tensor, AnyCarries]:
     """Run the layers in order from these carries: outputs [T, B, O], 0 at padded steps, and the carries at each lane's last real step.
 
     `full`: the host knows that every step is real, whatever `lengths` holds. Dropout follows layer i if there is a site for it: a
@@ -52,7 +54,7 @@ def lstm(
     real_TB1 = None if full or lengths is None else real_steps(lengths, x_TBI.shape[0])
     lengths = None if real_TB1 is None else lengths
     compute = _dtype(x_TBI.device.type, layers)
-    ends: list[Carry] = []
+    ends: list[AnyCarry] = []
 
     places = [Coordinates(site, dropout, locked, start) for site in sites] if dropout else []
 
@@ -65,15 +67,15 @@ def lstm(
     # Backends compute in a single dtype, so the autocast that chose it must not cast inside them.
     with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
-        wave = dispatch.wave_of(backend, y_TBO, layers, chunk) if norms is None else None
+        wave = backends.wave_of(backend, y_TBO, layers, chunk) if norms is None else None
         if wave is not None:
             like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
             masks = (mask_after(number, like_TBO) for number in range(len(layers) - 1))
-            ran = dispatch.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave, clean=clean, chunk=chunk)
+            ran = backends.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave, clean=clean, chunk=chunk)
             if ran is not None:
                 return dropped_after(len(layers) - 1, ran[0]), ran[1]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
-            y_TBO, end = dispatch.run(backend, y_TBO, carry, layer, lengths, clean=clean or number > 0, chunk=chunk)
+            y_TBO, end = backends.run(backend, y_TBO, carry, layer, lengths, clean=clean or number > 0, chunk=chunk)
             ends.append(end)
             norm = None if norms is None else norms[number]
             if norm is not None:

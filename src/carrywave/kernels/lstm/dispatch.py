@@ -1,4 +1,4 @@
-"""Chooses the backend that runs a layer, by device, precision and shape, and falls back if it cannot run it.
+"""Chooses the backend that runs an LSTM layer, by device, precision and shape, and falls back if it cannot run it.
 
 Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: cuDNN, oneDNN), `manual` (handwritten backward, for the
 CPU) and `persistent` (our own kernels, for Hopper GPUs). `auto` takes the fastest that supports the layer. Whatever a backend cannot run
@@ -10,29 +10,22 @@ Shapes: T time, B lane, I input, O outputs of all directions.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
 
 from torch import Tensor
 
-from carrywave.errors import PlanError
-from carrywave.kernels import aten, derivatives, manual, reference
-from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels import derivatives, reference
+from carrywave.kernels.backends import Backend, in_dtype_of, known
+from carrywave.kernels.carry import AnyCarry, Carries, Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
+from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
-
-
-class Backend(Protocol):
-    """One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step."""
-
-    def __call__(self, x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, /) -> tuple[Tensor, Carry]: ...
-
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference.layer,
@@ -47,12 +40,7 @@ _failures: list[str] = []  # after its first failure, the persistent kernel is n
 
 def check(asked: str) -> str:
     """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
-    forced = os.environ.get("CARRYWAVE_KERNEL", "")
-    name = forced or asked
-    if name != "auto" and name not in BACKENDS:
-        where = "CARRYWAVE_KERNEL" if forced else "kernel"
-        raise PlanError(f"{where}={name} is not a backend; use one of auto, {', '.join(BACKENDS)}")
-    return name
+    return known(asked, BACKENDS)
 
 
 def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
@@ -86,7 +74,7 @@ def run(
     *,
     clean: bool = False,
     chunk: WindowChunk | None = None,
-) -> tuple[Tensor, Carry]:
+) -> tuple[Tensor, AnyCarry]:
     """Run the layer on the backend chosen for it: outputs in the dtype of x, the carry in its own dtype.
 
     `clean`: padding already holds zeros, as in the output of a layer. `chunk`: the steps are one chunk of this window; what a backend
@@ -103,15 +91,8 @@ def run(
                 raise
             _give_up(error)
             name = "aten"
-    compute = x_TBI.dtype
-    given = Carry(carry.h.to(compute), carry.c.to(compute))
-    weights = tuple(direction.to(compute) for direction in layer)
-    if name == "manual":
-        y_TBO, end = manual.layer(x_TBI, given, weights, lengths_B, clean=clean)
-    else:
-        y_TBO, end = BACKENDS[name](x_TBI, given, weights, lengths_B)
-    # The carry keeps its dtype, so that it is the same in every chunk and window.
-    return y_TBO, Carry(end.h.to(carry.h.dtype), end.c.to(carry.c.dtype))
+    backend = partial(manual.layer, clean=clean) if name == "manual" else BACKENDS[name]
+    return in_dtype_of(x_TBI, carry, layer, lengths_B, backend)
 
 
 def wave_of(asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Wave | None:

@@ -1,19 +1,24 @@
-"""LSTM layers as ONNX nodes: one `LSTM` node for each layer or, with a projection, which that node does not have, a `Scan`.
+"""Layers as ONNX nodes: one node for each layer, with the operator that its cell names, or, for an LSTM with a projection, which ONNX's
+operator does not have, a `Scan`.
 
-Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
+Shapes: T time, B lane, I input, H hidden, G = gates · H, P output width (the projection, or H), D directions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from carrywave.cells import lstm as lstm_cell
+from carrywave.cells.cell import OnnxForm
+from carrywave.errors import UserError
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
-from carrywave.model.lstm import LSTM
+from carrywave.model.recurrent import Recurrent
 
 
 class Lanes(NamedTuple):
@@ -25,36 +30,34 @@ class Lanes(NamedTuple):
     real_TB1: str | None = None
 
 
-class Ends(NamedTuple):
-    """The carry of a layer, [D, B, P] and [D, B, H]."""
-
-    h: str
-    c: str
+Ends = Sequence[str]  # the carry of a layer: [D, B, P] for its first part, [D, B, H] for the others
 
 
-def layer(nodes: Nodes, lstm: LSTM, index: int, x_TBI: str, carry: Ends | None, lanes: Lanes) -> tuple[str, Ends]:
+def layer(nodes: Nodes, lstm: Recurrent, index: int, x_TBI: str, carry: Ends | None, lanes: Lanes) -> tuple[str, Ends]:
     """One layer, with its norm: outputs [T, B, P·D] and the carry at each lane's last real step. Without a carry it starts from the
     initial one.
     """
-    name = f"lstm.l{index}"
+    name, form = f"lstm.l{index}", lstm.cell.onnx
+    if form is None or (lstm.proj_size and lstm.cell is not lstm_cell.CELL):
+        what = " with a projection" if form is not None else ""
+        raise UserError(f"the cell {lstm.cell.name}{what} has no ONNX form; use --to torch or --to safetensors")
     carry = carry or initial(nodes, lstm, index, lanes)
     if lstm.proj_size:
         y_TBO, ends = _projected(nodes, lstm, index, x_TBI, carry, lanes)
     else:
         directions = lstm.weights(index)
-        w_DGI, r_DGH, b_DG = (_stacked(directions, part) for part in range(3))
+        w_DGI, r_DGH, b_DG = (_stacked(directions, part, form) for part in range(3))
         inputs = [x_TBI, nodes.weight(f"{name}.W", w_DGI), nodes.weight(f"{name}.R", r_DGH), nodes.weight(f"{name}.B", b_DG)]
-        outputs = [nodes.name(f"{name}.{part}") for part in ("y", "h", "c")]
+        outputs = [nodes.name(f"{name}.{part}") for part in ("y", *lstm.cell.parts)]
         way = "bidirectional" if lstm.bidirectional else "forward"
-        nodes.add_many(
-            "LSTM", [*inputs, lanes.lengths32, carry.h, carry.c], outputs, hidden_size=lstm.widths[index], direction=way, name=name
-        )
+        given = {"hidden_size": lstm.widths[index], "direction": way, **form.attributes}
+        nodes.add_many(form.operator, [*inputs, lanes.lengths32, *carry], outputs, **given, name=name)
         y_TBDP = nodes.add("Transpose", outputs[0], perm=[0, 2, 1, 3])
-        y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), Ends(outputs[1], outputs[2])
+        y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), outputs[1:]
     if lanes.lengths is not None:
         # A lane without real steps keeps its carry; runtimes return zeros for it.
         some_B1 = nodes.add("Unsqueeze", nodes.add("Greater", lanes.lengths, nodes.constant(0)), nodes.constant([1]))
-        ends = Ends(*(nodes.add("Where", some_B1, end, start) for end, start in zip(ends, carry, strict=True)))
+        ends = [nodes.add("Where", some_B1, end, start) for end, start in zip(ends, carry, strict=True)]
     if lstm.layer_norm:
         norm = getattr(lstm, f"norm_l{index}")
         scale, bias = (nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias"))
@@ -62,36 +65,36 @@ def layer(nodes: Nodes, lstm: LSTM, index: int, x_TBI: str, carry: Ends | None, 
     return y_TBO, ends
 
 
-def initial(nodes: Nodes, lstm: LSTM, index: int, lanes: Lanes) -> Ends:
+def initial(nodes: Nodes, lstm: Recurrent, index: int, lanes: Lanes) -> Ends:
     """The carry at the start of a sequence, for every lane."""
     found = []
-    for part, tensor in zip("hc", lstm.initial(1, layers=range(index, index + 1))[0], strict=True):
+    for part, tensor in zip(lstm.cell.parts, lstm.initial(1, layers=range(index, index + 1))[0], strict=True):
         one = nodes.weight(f"lstm.l{index}.{part}_start", tensor.detach())
         shape = nodes.add("Concat", nodes.constant([lstm.directions]), lanes.number, nodes.constant([tensor.shape[-1]]), axis=0)
         found.append(nodes.add("Expand", one, shape))
-    return Ends(*found)
+    return found
 
 
-def _stacked(directions: tuple[LayerWeights, ...], part: int) -> Tensor:
+def _stacked(directions: tuple[LayerWeights, ...], part: int, form: OnnxForm) -> Tensor:
     """The weights of both directions with the gates in ONNX's order: W, R or the biases."""
     found = []
     for each in directions:
         if part == 2:
             none_G = each.w_ih.new_zeros(each.w_ih.shape[0])
-            found.append(torch.cat([_in_order(none_G if b is None else b) for b in (each.b_ih, each.b_hh)]))
+            found.append(torch.cat([_in_order(none_G if b is None else b, form) for b in (each.b_ih, each.b_hh)]))
         else:
-            found.append(_in_order(each[part]))  # type: ignore[arg-type]
+            found.append(_in_order(each.w_hh if part else each.w_ih, form))
     return torch.stack(found).detach()
 
 
-def _in_order(weight: Tensor) -> Tensor:
-    """Gates as ONNX orders them, input, output, forget, cell, from torch's input, forget, cell, output."""
-    i, f, g, o = weight.detach().chunk(4)
-    return torch.cat([i, o, f, g])
+def _in_order(weight: Tensor, form: OnnxForm) -> Tensor:
+    """The gates as ONNX orders them."""
+    gates = weight.detach().chunk(len(form.order))
+    return torch.cat([gates[gate] for gate in form.order])
 
 
-def _projected(nodes: Nodes, lstm: LSTM, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
-    """A layer with a projection. The reverse direction runs forward over lanes that are turned round within their lengths."""
+def _projected(nodes: Nodes, lstm: Recurrent, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
+    """An LSTM layer with a projection. The reverse direction runs forward over lanes that are turned round within their lengths."""
     ys, hs, cs = [], [], []
     for direction, weights in enumerate(lstm.weights(index)):
         given = x_TBI if direction == 0 else _turned(nodes, x_TBI, lanes)
@@ -101,8 +104,8 @@ def _projected(nodes: Nodes, lstm: LSTM, index: int, x_TBI: str, carry: Ends, la
         hs.append(nodes.add("Unsqueeze", h_BP, nodes.constant([0])))
         cs.append(nodes.add("Unsqueeze", c_BH, nodes.constant([0])))
     if len(ys) == 1:
-        return ys[0], Ends(hs[0], cs[0])
-    return nodes.add("Concat", *ys, axis=-1), Ends(nodes.add("Concat", *hs, axis=0), nodes.add("Concat", *cs, axis=0))
+        return ys[0], [hs[0], cs[0]]
+    return nodes.add("Concat", *ys, axis=-1), [nodes.add("Concat", *each, axis=0) for each in (hs, cs)]
 
 
 def _turned(nodes: Nodes, x_TBI: str, lanes: Lanes) -> str:

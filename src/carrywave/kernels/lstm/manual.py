@@ -165,7 +165,7 @@ def _plain(lengths_B: Tensor | None) -> derivatives.Plain:
 
     def run(x_TBI: Tensor, h_BH: Tensor, c_BH: Tensor, w_ih_GI: Tensor, w_hh_GH: Tensor, bias_G: Tensor | None) -> tuple[Tensor, ...]:
         y_TBH, end = reference.layer(x_TBI, Carry(h_BH[None], c_BH[None]), (LayerWeights(w_ih_GI, w_hh_GH, bias_G),), lengths_B)
-        return y_TBH, end.h[0], end.c[0]
+        return y_TBH, *(part[0] for part in end)
 
     return run
 

@@ -1,0 +1,116 @@
+"""`Cell`: a recurrent cell as a value. It says everything that the rest of the package needs to know about it.
+
+Each file beside this one defines a cell as `CELL`, under its own name: a new cell is a new file, and nothing else changes. No file here
+imports torch, so that a spec can name a cell and a laptop can plan with it: `step` only calls methods of the tensors it is given, and
+kernels are named by their module, which is imported when a layer first runs.
+
+A layer multiplies its inputs with `weight_ih` for all steps at once; a step adds the product with `weight_hh` and computes the next carry:
+
+    gates = x @ weight_ih.T + bias_ih                     # [T, B, G], by the layer
+    carry = cell.step(gates[t], carry, weights)           # its first part is the output; weights.recurrent(h) is h @ weight_hh.T + bias_hh
+
+Shapes: T time, B lane, H hidden, G = gates · H, P output width (the projection, or H).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from carrywave import cells
+from carrywave.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class StepWeights(Protocol):
+    """What a step reads of the weights of one direction of a layer."""
+
+    def recurrent(self, h_BP: Tensor, /) -> Tensor:
+        """[B, G]: the output of the step before, times `weight_hh`, with its bias."""
+
+    def projected(self, h_BH: Tensor, /) -> Tensor:
+        """[B, P]: an output, projected if the layer has a projection."""
+
+    def named(self, name: str, /) -> Tensor:
+        """One of the cell's extra parameters."""
+
+
+class Extra(NamedTuple):
+    """A parameter of each direction of a layer besides its matrices and biases."""
+
+    shape: tuple[int, ...]
+    value: float = 0.0  # of all its elements, in the beginning
+
+
+class OnnxForm(NamedTuple):
+    """The ONNX operator that computes a layer without projection."""
+
+    operator: str
+    order: tuple[int, ...]  # of the gates: the first in ONNX is this one here, and so on
+    attributes: Mapping[str, Any] = {}  # besides hidden_size and direction
+
+
+Carry = tuple[Any, ...]  # the carry of one direction of a layer in a step: a tensor [B, P] or [B, H] for each part
+
+
+def _none(hidden: int) -> dict[str, Extra]:
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """Rows of `weight_ih`, `weight_hh` and the biases are those of all gates, one gate after the other.
+
+    >>> import carrywave as cw
+    >>> cw.LSTM.cell.gates, cw.LSTM.cell.parts
+    (4, ('h', 'c'))
+    """
+
+    name: str  # that of its file
+    gates: int
+    carry: type[Any]  # a NamedTuple whose fields name the parts of the carry; the first is the output
+    step: Callable[[Tensor, Carry, StepWeights], Carry]  # the definition, in plain operations on tensors
+    extra: Callable[[int], Mapping[str, Extra]] = _none  # from the hidden units to further parameters by name, such as gains of a norm
+    projects: bool = False  # its output may be projected to fewer units (`projected`); other parts of the carry keep their width
+    forget_gate: int | None = None  # the gate that `model.forget_bias` is for
+    backends: str | None = None  # a module like `kernels.backends.Backends`; None: the definition runs, differentiated by autograd
+    torch_module: str | None = None  # the class in torch.nn that has the same weights and answers
+    torch_arguments: Mapping[str, Any] = field(default_factory=dict)  # what that class must be told besides; the cell takes no other value
+    onnx: OnnxForm | None = None
+    kept: int = 4  # elements per hidden unit, lane and step that forward keeps for backward, besides the output
+    launches: int = 0  # operations per step, forward and backward, if each is launched by itself, as autograd does
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts of the carry."""
+        names: tuple[str, ...] = self.carry._fields
+        return names
+
+    def widths(self, hidden: int, projection: int = 0) -> tuple[int, ...]:
+        """The width of each part of the carry."""
+        return (projection or hidden, *[hidden] * (len(self.parts) - 1))
+
+    def multiply_adds(self, inputs: int, hidden: int, projection: int = 0) -> int:
+        """Of one step of one lane, in the matrix products."""
+        return self.gates * hidden * (inputs + (projection or hidden)) + projection * hidden
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The names of all cells."""
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(cells.__path__) if found.name != "cell"))
+
+
+@cache
+def by_name(name: str) -> Cell:
+    """The cell of this name."""
+    if name not in names():
+        raise SpecError(f"model.cell={name} is not a cell; use one of {', '.join(names())}")
+    cell: Cell = import_module(f"{cells.__name__}.{name}").CELL
+    return cell

@@ -1,0 +1,127 @@
+"""What runs the layers of a cell: the backends that it names, or its definition, which runs everywhere.
+
+Shapes: T time, B lane, I input, O outputs of all directions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from carrywave.cells.cell import Cell
+from carrywave.errors import PlanError
+from carrywave.kernels import reference
+from carrywave.kernels.carry import AnyCarry, changed
+from carrywave.kernels.weights import Layer
+from carrywave.kernels.window import WindowChunk
+
+# One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step.
+Backend = Callable[[Tensor, Any, Layer, Tensor | None], tuple[Tensor, Any]]
+
+
+class Backends(Protocol):
+    """The functions of a module that a cell names: `kernels.lstm.dispatch` is one."""
+
+    def check(self, asked: str) -> str:
+        """The requested backend, or the one that the environment names; raise if there is none of this name."""
+
+    def run(
+        self,
+        asked: str,
+        x_TBI: Tensor,
+        carry: Any,
+        layer: Layer,
+        lengths_B: Tensor | None,
+        *,
+        clean: bool = False,
+        chunk: WindowChunk | None = None,
+    ) -> tuple[Tensor, AnyCarry]:
+        """Run a layer: outputs in the dtype of x, the carry in its own dtype."""
+
+    def wave_of(self, asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Any:
+        """How to run layers concurrently; None to run them one after the other."""
+
+    def run_wave(
+        self,
+        x_TBI: Tensor,
+        carries: Any,
+        layers: Sequence[Layer],
+        masks: Sequence[Tensor | None],
+        lengths_B: Tensor | None,
+        how: Any,
+        *,
+        clean: bool = False,
+        chunk: WindowChunk | None = None,
+    ) -> tuple[Tensor, Any] | None:
+        """Run the layers concurrently, each one's outputs times its mask feeding the next; None if that failed."""
+
+    def begun(self, chunk: WindowChunk | None, layers: Sequence[Layer]) -> bool:
+        """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
+
+    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
+        """The user-facing name of the backend that would run this layer."""
+
+
+@cache
+def backends_of(cell: Cell) -> Backends:
+    """What runs the layers of a cell."""
+    return Definition(cell) if cell.backends is None else cast(Backends, import_module(cell.backends))
+
+
+def known(asked: str, names: Iterable[str]) -> str:
+    """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is none of these."""
+    forced = os.environ.get("CARRYWAVE_KERNEL", "")
+    name = forced or asked
+    if name != "auto" and name not in names:
+        where = "CARRYWAVE_KERNEL" if forced else "kernel"
+        raise PlanError(f"{where}={name} is not a backend; use one of auto, {', '.join(names)}")
+    return name
+
+
+def in_dtype_of(x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend) -> tuple[Tensor, AnyCarry]:
+    """Run a backend in the dtype of x. The carry keeps its own, so that it is the same in every chunk and window."""
+    compute = x_TBI.dtype
+    given = changed(carry, lambda part: part.to(compute))
+    y_TBO, end = backend(x_TBI, given, tuple(direction.to(compute) for direction in layer), lengths_B)
+    return y_TBO, changed(end, lambda part, own: part.to(own.dtype), carry)
+
+
+class Definition:
+    """`Backends` of a cell that has none: its definition, which autograd differentiates, on every device."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.backend = partial(reference.layer, cell=cell)
+
+    def check(self, asked: str) -> str:
+        return known(asked, ("reference",))
+
+    def run(
+        self,
+        asked: str,
+        x_TBI: Tensor,
+        carry: AnyCarry,
+        layer: Layer,
+        lengths_B: Tensor | None,
+        *,
+        clean: bool = False,
+        chunk: WindowChunk | None = None,
+    ) -> tuple[Tensor, AnyCarry]:
+        self.check(asked)
+        return in_dtype_of(x_TBI, carry, layer, lengths_B, self.backend)
+
+    def wave_of(self, asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> None:
+        return None
+
+    def run_wave(self, *given: Any, **named: Any) -> None:
+        return None
+
+    def begun(self, chunk: WindowChunk | None, layers: Sequence[Layer]) -> bool:
+        return False
+
+    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
+        return "reference"

@@ -1,0 +1,146 @@
+"""Heads that read whole sequences and their lengths: divided by lanes and micro-batches as one device has them, refused by chunks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
+from carrywave.data.batch import IGNORED
+from carrywave.errors import PlanError, SpecError, UserError
+from carrywave.model.stage import Stage
+from carrywave.model.state import Chunk
+from carrywave.plan.plan import Plan
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import parse
+from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.worker_setup import _check_plan
+from carrywave.train.start.initial_model import own_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _chain import Chain
+
+STEPS, LANES, WIDTH, CLASSES = 6, 5, 4, 3
+LENGTHS = [6, 3, 0, 1, 5]
+SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
+
+
+class Ctc(nn.Module):
+    """Targets of a lane are a row of their own, shorter than its steps."""
+
+    reads_whole = pooled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, CLASSES + 1)
+
+    def forward(self, y: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.out(y).log_softmax(-1)
+        return out
+
+    def loss(self, y: Tensor, target: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = torch.minimum((target != IGNORED).sum(-1), lengths)
+        given = self(y, lengths), target.clamp(min=0) + 1, lengths, wanted
+        each = nn.functional.ctc_loss(*given, reduction="none", zero_infinity=True)
+        return torch.where(lengths > 0, each, 0.0).sum(), (lengths > 0).sum()
+
+
+def model(head: Callable[[], nn.Module], *, bidirectional: bool = False) -> cw.Model:
+    torch.manual_seed(0)
+    lstm = cw.LSTM(3, WIDTH // 2 if bidirectional else WIDTH, 2, dropout=0.2, bidirectional=bidirectional)
+    return cw.Model(nn.Linear(2, 3), lstm, head()).double()
+
+
+def batch(head: Callable[[], nn.Module]) -> cw.Batch:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, LANES, 2, generator=draw, dtype=torch.float64)
+    pooled = head is Ctc
+    targets = torch.randint(CLASSES, (LANES, 2) if pooled else (STEPS, LANES), generator=draw)
+    return cw.Batch.of(x, targets, torch.tensor(LENGTHS), pooled=pooled)
+
+
+def chain() -> Chain:
+    return Chain(WIDTH, CLASSES)
+
+
+heads = pytest.mark.parametrize("make", [chain, Ctc])
+
+
+@heads
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("plan", [{"micro_batches": 2}, {"micro_batches": 5, "recompute": True}])
+def test_micro_batches_give_the_answer_of_one_device(make: Any, bidirectional: bool, plan: dict[str, Any]) -> None:
+    found = []
+    for each in ({}, plan):
+        trainer = cw.Trainer(model(make, bidirectional=bidirectional), SGD, plan=each)
+        losses = [float(trainer.step(batch(make))) for _ in range(3)]
+        found.append((losses, trainer.gathered()))
+    (losses, weights), (other, others) = found
+    assert losses == pytest.approx(other, rel=1e-11)
+    assert losses[2] < losses[0]
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-10, atol=1e-13)
+
+
+@heads
+def test_stages_pass_whole_sequences_on(make: Any) -> None:
+    """Two stages in a row, as two workers would run them."""
+    whole = model(make).eval()
+    given = batch(make)
+    chunk = Chunk(given.lengths)
+    first, second = Stage(whole, 0, 2), Stage(whole, 2, 4)
+    y, _, _ = first(given.inputs, first.start(LANES), chunk)
+    y, _, state = second(y, second.start(LANES), chunk)
+    assert given.targets is not None
+    total, count = second.loss(y, state, given.targets, chunk)
+    alone = cw.Trainer(whole, SGD).evaluate(given)
+    assert float((total / count).detach()) == pytest.approx(float(alone), rel=1e-12)
+
+
+@heads
+def test_chunks_of_time_are_refused(make: Any) -> None:
+    name = type(make()).__name__
+    with pytest.raises(PlanError, match=f"the head {name} reads whole sequences, but .* chunks of 2 steps; remove plan.chunk_steps"):
+        cw.Trainer(model(make), SGD, plan={"chunk_steps": 2})
+    with pytest.raises(PlanError, match=f"the head {name} reads whole sequences.*use plan.micro_batches=2 or more"):
+        _check_plan(model(make), Plan(1, 2, (2,), 4), TrainSpec())
+    with pytest.raises(PlanError, match=r"the head of this model scores whole sequences; remove plan.share_head"):
+        _check_plan(model(make), Plan(1, 2, (2,), None, 2, share_head=True), TrainSpec())
+    _check_plan(model(make), Plan(1, 2, (2,), None, 2), TrainSpec())
+    whole = model(make)
+    stage = Stage(whole)
+    with pytest.raises(PlanError, match="the head needs whole sequences, got a chunk from step 2"):
+        stage(torch.zeros(2, LANES, 2), stage.start(LANES), Chunk(start=2))
+
+
+@heads
+def test_streams_are_refused(make: Any) -> None:
+    with pytest.raises(UserError, match="reads whole sequences, so there is no state to keep"):
+        cw.Trainer(model(make), SGD, keep_state=True)
+    spec = parse({"task": "language", "batch": {"lanes": 4, "steps": 8}})
+    with pytest.raises(SpecError, match=f"the head {type(make()).__name__} reads whole sequences, but a stream is read in windows"):
+        own_model(model(make), spec, DataFacts(vocabulary=9), None)
+
+
+def test_a_head_that_mixes_lanes_is_still_refused() -> None:
+    class Mixed(Chain):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, CLASSES)
+
+        def forward(self, y: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward(y - y.mean(1, keepdim=True), lengths)
+
+    with pytest.raises(PlanError, match=r"head \(Mixed\) .* when split by lanes"):
+        cw.Trainer(model(Mixed), SGD, plan={"micro_batches": 2}).step(batch(Mixed))
+
+
+def test_outputs_are_given_with_lengths_or_without() -> None:
+    whole = model(chain).eval()
+    y, state = whole(batch(chain).inputs, lengths=LENGTHS)
+    assert torch.equal(whole.output(y, state, LENGTHS), whole.output(y, state))
