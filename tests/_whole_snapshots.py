@@ -1,4 +1,4 @@
-"""Whole snapshots in memory, and on disk in one go: what a run writes and reads by parts."""
+"""OpaqueModel snapshots in memory, and on disk in one go: what a run writes and reads by parts."""
 
 from __future__ import annotations
 

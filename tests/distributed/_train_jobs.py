@@ -1,4 +1,4 @@
-"""Whole runs on several real workers: `_train.py` carries out a list of jobs on each of them."""
+"""OpaqueModel runs on several real workers: `_train.py` carries out a list of jobs on each of them."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_options_that_cannot_be(words: list[str], message: str, python: Run) -> 
     assert (ended.returncode, ended.stderr) == (2, f"carrywave: {message}\n")
 
 
-# Whole runs.
+# OpaqueModel runs.
 
 FROM = r"from (the beginning|step \d+)"
 

@@ -1,4 +1,4 @@
-"""Whole runs on several workers: the rows, weights, snapshots and predictions of one worker. float64, real processes over gloo."""
+"""OpaqueModel runs on several workers: the rows, weights, snapshots and predictions of one worker. float64, real processes over gloo."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ def test_a_profile_of_an_earlier_version_is_read() -> None:
     now = known(contention=[{"workers": 2, "factor": 1.5}])
     before = {("crowds" if key == "contention" else key): value for key, value in now.items()}
     before["samples"] = [
-        {("put_off_seconds" if key == "deferred_seconds" else key): value for key, value in sample.items()} for sample in now["samples"]
+        {("deferred_seconds" if key == "deferred_seconds" else key): value for key, value in sample.items()} for sample in now["samples"]
     ]
     assert Profile.of(before) == Profile.of(now)
-    assert any("put_off_seconds" in sample for sample in before["samples"])
+    assert any("deferred_seconds" in sample for sample in before["samples"])
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", "null", "\xff"])

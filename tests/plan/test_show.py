@@ -34,9 +34,9 @@ from carrywave.plan.show.text import (
 )
 from carrywave.plan.show.what_if import balance_text, remedies
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.load import parse_yaml
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
+from carrywave.spec.yaml_text import parse_yaml
 
 
 def units_of(vocabulary: int = 4096, **parts: object) -> Units:

@@ -21,7 +21,7 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.links.transport import Links
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import Summing
@@ -93,7 +93,7 @@ def test_lanes_are_those_of_one_worker_and_micro_batch(monkeypatch: pytest.Monke
     assert seen == [(48, 2, 8), (48, 2, 16), (48, 2, 16)]
 
 
-def told(network: Model | Whole, plan: Plan | None = None) -> list[str]:
+def told(network: Model | OpaqueModel, plan: Plan | None = None) -> list[str]:
     facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
     lines = summarize(spec(), facts, network, plan or Plan(), ORDER, "cpu").splitlines()
     return [line for line in lines if line.startswith("kernels")]
@@ -138,7 +138,7 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
 
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(model()) == ["kernels   aten (oneDNN)"]
-    assert told(Whole(nn.Linear(1, 1), loss=lambda out, target: (out.sum(), out.sum()))) == []  # not ours to name
+    assert told(OpaqueModel(nn.Linear(1, 1), loss=lambda out, target: (out.sum(), out.sum()))) == []  # not ours to name
     monkeypatch.setattr(persistent, "refusal", lambda x, layer: "too wide" if layer[0].w_hh.shape[1] > 16 else "")
     monkeypatch.setattr(dispatch, "_told", set())
     with pytest.warns(UserWarning, match="too wide"):

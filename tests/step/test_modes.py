@@ -28,7 +28,7 @@ class Head(nn.Module):
         return (self(y) - target).square().sum(), torch.tensor(target.numel())
 
 
-class Whole(nn.Module):
+class OpaqueModel(nn.Module):
     """The same parts, as a module in one piece."""
 
     def __init__(self, encoder: nn.Module, lstm: nn.Module, head: Head) -> None:
@@ -54,7 +54,7 @@ def batch() -> cw.Batch:
     return cw.Batch.of(x, target, step=0)
 
 
-@pytest.mark.parametrize("kind", [cw.Model, Whole])
+@pytest.mark.parametrize("kind", [cw.Model, OpaqueModel])
 def test_a_part_kept_in_eval_stays_there_when_the_whole_model_was_put_in_eval(kind: type[nn.Module]) -> None:
     steady, looked_at = build(kind), build(kind)
     losses = []
@@ -71,7 +71,7 @@ def test_a_part_kept_in_eval_stays_there_when_the_whole_model_was_put_in_eval(ki
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("kind", [cw.Model, Whole])
+@pytest.mark.parametrize("kind", [cw.Model, OpaqueModel])
 def test_a_step_trains_a_model_in_eval_and_follows_train(kind: type[nn.Module]) -> None:
     net = build(kind).eval()  # as a model that was just loaded
     trainer = cw.Trainer(net, SGD)

@@ -1,4 +1,4 @@
-"""Whole runs, small: what is written, that equal runs are equal, that a stopped run goes on as if it had not been stopped."""
+"""OpaqueModel runs, small: what is written, that equal runs are equal, that a stopped run goes on as if it had not been stopped."""
 
 from __future__ import annotations
 

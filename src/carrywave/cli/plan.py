@@ -32,9 +32,10 @@ from carrywave.plan.show.what_if import balance_text, remedies
 from carrywave.runs import output_file
 from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.facts import DataFacts, read_facts
-from carrywave.spec.load import load, parse_yaml
+from carrywave.spec.load import load
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
+from carrywave.spec.yaml_text import parse_yaml
 
 THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 

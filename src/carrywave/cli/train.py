@@ -39,8 +39,9 @@ from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
 from carrywave.runs.watcher import Silent
 from carrywave.spec.defaults import AUTO, suited, with_precision
-from carrywave.spec.load import dump, load, parse, parse_yaml, read_values, with_overrides
+from carrywave.spec.load import dump, load, parse, read_values, with_overrides
 from carrywave.spec.spec import Spec
+from carrywave.spec.yaml_text import parse_yaml
 
 ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # exit codes of a run that stopped early with a snapshot written
 

@@ -1,4 +1,4 @@
-"""`Whole`: wraps any nn.Module as a model in one piece, which replicas can share by lanes but stages and time chunks cannot split."""
+"""`OpaqueModel`: wraps any nn.Module as a model in one piece, which replicas can share by lanes but stages and time chunks cannot split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from carrywave.model.wrappers import check_unwrapped
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
 
-class Whole(nn.Module):
+class OpaqueModel(nn.Module):
     """A module that maps inputs [T, B, …] to whatever its loss reads; it also receives `lengths` [B] if its forward takes them.
 
     The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module. `pooled`, passed in or an attribute of the

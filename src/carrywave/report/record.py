@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 from carrywave.errors import RunError, UserError
 from carrywave.runs import owner
 from carrywave.runs.history import HISTORY, TIMELINE
-from carrywave.spec.load import parse_yaml
 from carrywave.spec.train_spec import score
+from carrywave.spec.yaml_text import parse_yaml
 
 Row = dict[str, Any]  # a line of a log
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"

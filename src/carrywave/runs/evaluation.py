@@ -17,7 +17,7 @@ from carrywave.errors import DataError
 from carrywave.kernels import random
 from carrywave.model.model import Model
 from carrywave.model.modes import mode
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
@@ -63,12 +63,12 @@ class Details:
 
 
 def evaluate(
-    model: Model | Whole,
+    model: Model | OpaqueModel,
     task: Task,
     part: Part,
     *,
     mesh: Mesh,
-    stage: Stage | Whole | None = None,
+    stage: Stage | OpaqueModel | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
     details: Details | None = None,
@@ -125,12 +125,12 @@ def _joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
 
 
 def passes(
-    model: Model | Whole,
+    model: Model | OpaqueModel,
     spec: Spec,
     part: Part,
     *,
     mesh: Mesh,
-    stage: Stage | Whole | None = None,
+    stage: Stage | OpaqueModel | None = None,
     observe: Callable[[Tensor, Tensor | None], None] | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
@@ -147,11 +147,11 @@ def passes(
 
 
 def _walk(
-    model: Model | Whole,
+    model: Model | OpaqueModel,
     spec: Spec,
     part: Part,
     mesh: Mesh,
-    stage: Stage | Whole | None,
+    stage: Stage | OpaqueModel | None,
     observers: Mapping[int, Observer],
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
@@ -165,7 +165,7 @@ def _walk(
     loader = Loader(part.view, order, device=mesh.device, share=share)
     if capture is None:
         capture = Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream)
-    forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
+    forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
     splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision, shards=shards is not None)
     states: dict[int, State] = {}
     total = order.num_steps(0)
@@ -192,12 +192,12 @@ def _walk(
 class _Forward:
     """The forward pass of a batch through this worker's stage."""
 
-    def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: Spec, *, whole: bool) -> None:
-        self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
+    def __init__(self, stage: Stage | OpaqueModel, mesh: Mesh, spec: Spec, *, uncut_time: bool) -> None:
+        self.stage, self.mesh, self.spec, self.uncut_time = stage, mesh, spec, uncut_time
 
     def run(self, batch: Batch, state: State, observe: Observer | None) -> BatchOutcome:
         precision = self.spec.train.precision
-        return executor.forward(self.stage, self.mesh, batch, state, whole=self.whole, precision=precision, observe=observe)
+        return executor.forward(self.stage, self.mesh, batch, state, uncut_time=self.uncut_time, precision=precision, observe=observe)
 
     def recorded(self, capture: Capture, batch: Batch, state: State, observe: Observer | None) -> BatchOutcome:
         """The same by graph replay. Observers run afterwards: their code is not ours to capture."""

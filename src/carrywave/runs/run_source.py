@@ -18,8 +18,9 @@ from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.data_spec import DataSpec
-from carrywave.spec.load import load_own, parse, parse_yaml
+from carrywave.spec.load import load_own, parse
 from carrywave.spec.spec import Spec
+from carrywave.spec.yaml_text import parse_yaml
 
 # Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
 LEARNED_BY = (

@@ -11,7 +11,7 @@ import torch
 from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.vocabulary_split import count_parameters
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
@@ -35,7 +35,7 @@ OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the
 def summarize(
     spec: Spec,
     facts: DataFacts,
-    model: Model | Whole,
+    model: Model | OpaqueModel,
     plan: Plan,
     order: Order,
     device: str,
@@ -80,7 +80,7 @@ def summarize(
     return "\n".join(lines)
 
 
-def transports_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Transports:
+def transports_of_run(mesh: Mesh, model: Model | OpaqueModel, spec: Spec) -> Transports:
     """How the workers of this run reach each other, and what of a step will be recorded."""
     on_gpu = mesh.device.type == "cuda"
     if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream) is None:
@@ -89,9 +89,9 @@ def transports_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Transport
     return Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
 
 
-def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
+def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
     """The backend of each recurrent layer for a chunk of the first batch; empty for the user's own module, which runs as it is."""
-    if isinstance(model, Whole):
+    if isinstance(model, OpaqueModel):
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
     steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
@@ -144,8 +144,8 @@ def _data(facts: DataFacts) -> str:
     return f"{many}{_count(facts.steps, 'step')} in train, {what}{labels}"
 
 
-def _network(model: Model | Whole, *, tied: bool) -> str:
-    if isinstance(model, Whole):
+def _network(model: Model | OpaqueModel, *, tied: bool) -> str:
+    if isinstance(model, OpaqueModel):
         return type(model.module).__name__
     lstm = model.lstm
     widths = lstm.widths

@@ -19,7 +19,7 @@ from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import file_of, read_python
 from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.parameter_placement import hold
 from carrywave.model.stage import Stage
 from carrywave.model.vocabulary_rows import Rows
@@ -52,9 +52,9 @@ class Saved:
     run: Run
     spec: Spec
     task: Task
-    model: Model | Whole
+    model: Model | OpaqueModel
     mesh: Mesh
-    stage: Stage | Whole
+    stage: Stage | OpaqueModel
     given_codec: bool  # from the run whose weights it started from; otherwise it built its own
 
 
@@ -92,7 +92,7 @@ def open_run(
         plan = _plan_for(asked, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
     else:
-        model = model if isinstance(model, Model) else Whole(model, loss, pooled=spec.task in POOLED)
+        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.task in POOLED)
         plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
@@ -108,7 +108,7 @@ def open_run(
     take_weights(model, run.weights, str(run.weights))
     _check_codec(run)
     model.eval()
-    if isinstance(model, Whole):
+    if isinstance(model, OpaqueModel):
         return Saved(run, spec, task, model, mesh, model.to(mesh.device), given_codec)
     if plan.splits_vocabulary:
         split_vocabulary(model, mesh.row_exchange())

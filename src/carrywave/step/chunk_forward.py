@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
 from carrywave.step.job import Job, Observer
@@ -31,7 +31,7 @@ class ChunkOutcome:
 class ChunkForward:
     """The forward of any chunk of a pass."""
 
-    stage: Stage | Whole
+    stage: Stage | OpaqueModel
     dtype: torch.dtype  # of messages between stages
     share_head: bool  # the outputs are scored in tasks of their own
     splits_vocabulary: bool  # replicas share the rows of a vocabulary
@@ -40,7 +40,7 @@ class ChunkForward:
         self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, span: tuple[int, int], *, last: bool
     ) -> ChunkOutcome:
         """Run the chunk that covers the steps `span` of a micro-batch; `last`: it is the last of them."""
-        if batch.idle and isinstance(self.stage, Whole):
+        if batch.idle and isinstance(self.stage, OpaqueModel):
             # Nothing depends on a placeholder, and a user's module need not be able to read a sequence of no steps.
             return ChunkOutcome(x, entered, sums=torch.zeros(3, dtype=torch.float64, device=batch.lengths.device))
         y, raw, left = self.stage(x, entered, chunk)

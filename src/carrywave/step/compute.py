@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
@@ -33,11 +33,13 @@ from carrywave.step.task_clock import TaskClock
 class Compute:
     """The forward and backward passes of one worker. `scale` multiplies the loss (fp16)."""
 
-    def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: TrainSpec, *, keep_state: bool, whole: bool, scale: Tensor | None) -> None:
+    def __init__(
+        self, stage: Stage | OpaqueModel, mesh: Mesh, spec: TrainSpec, *, keep_state: bool, uncut_time: bool, scale: Tensor | None
+    ) -> None:
         self.stage, self.mesh, self.spec, self.scale = stage, mesh, spec, scale
         self.slots = pass_slots(len(stage.parts))
         self.keep_state = keep_state  # True: lanes keep their carry from batch to batch
-        self.whole = whole  # True: time is not cut, because layers read both ways, or the head whole sequences
+        self.uncut_time = uncut_time  # True: time is not cut, because layers read both ways, or the head whole sequences
         # Real steps for each change from one step to the next; None if changes are not penalised.
         self.per_change = torch.ones((), dtype=torch.float64, device=mesh.device) if spec.beta else None
         self.scheduler: Scheduler = wavefront
@@ -50,7 +52,7 @@ class Compute:
         """`gradients`: told which become final, if this is the last pass of a step."""
         plan = self.mesh.plan
         self.last = batches[-1]
-        program = program_for(plan, batches, backward=True, whole=self.whole, scheduler=self.scheduler)
+        program = program_for(plan, batches, backward=True, uncut_time=self.uncut_time, scheduler=self.scheduler)
         with watched_encoder(self.stage) as encoded:
             outcomes = executor.run(
                 self.stage,

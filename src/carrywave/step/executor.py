@@ -44,7 +44,7 @@ from carrywave.errors import PlanError
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.parallel.links.device_links import DeviceLinks, Message
@@ -78,7 +78,7 @@ class _Kept:
 
 
 def run(
-    stage: Stage | Whole,
+    stage: Stage | OpaqueModel,
     plan: Plan,
     program: Program,
     jobs: Sequence[Job],
@@ -102,10 +102,10 @@ def run(
 
 @torch.no_grad()
 def forward(
-    stage: Stage | Whole, mesh: Mesh, batch: Batch, state: State, *, whole: bool, precision: str, observe: Observer | None
+    stage: Stage | OpaqueModel, mesh: Mesh, batch: Batch, state: State, *, uncut_time: bool, precision: str, observe: Observer | None
 ) -> BatchOutcome:
-    """Run one batch forward only, as an evaluation does. `whole`: as in `program_for`."""
-    program = program_for(mesh.plan, [batch], backward=False, whole=whole)
+    """Run one batch forward only, as an evaluation does. `uncut_time`: as in `program_for`."""
+    program = program_for(mesh.plan, [batch], backward=False, uncut_time=uncut_time)
     [outcome] = run(stage, mesh.plan, program, [Job(batch, state, precision=precision, observe=observe)], mesh.links, place=mesh.stage)
     return outcome
 
@@ -115,7 +115,7 @@ class _Run:
 
     def __init__(
         self,
-        stage: Stage | Whole,
+        stage: Stage | OpaqueModel,
         plan: Plan,
         program: Program,
         jobs: Sequence[Job],

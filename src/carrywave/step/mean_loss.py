@@ -60,8 +60,8 @@ def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: Obser
     stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
     if state is None or not trainer.keep_state or lanes_of(state, lanes) != lanes:
         state = stage.start(lanes, mesh.device).detach()
-    whole, precision = trainer.model.reads_whole, trainer.spec.precision
-    return executor.forward(stage, mesh, batch, state, whole=whole, precision=precision, observe=observe)
+    uncut_time, precision = trainer.model.reads_whole, trainer.spec.precision
+    return executor.forward(stage, mesh, batch, state, uncut_time=uncut_time, precision=precision, observe=observe)
 
 
 def _alike(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from carrywave.kernels.carry import AnyCarries
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import unit_of
 from carrywave.model.stage import Stage
 from carrywave.parallel.world import World, all_gather_text
@@ -53,10 +53,10 @@ class ComputeOrder:
     of: dict[str, int]  # unit of each parameter
 
     @staticmethod
-    def in_model(model: Model | Whole) -> ComputeOrder:
+    def in_model(model: Model | OpaqueModel) -> ComputeOrder:
         """Encoder, layers and head; for a one-piece model, its parameters and finally the module itself."""
         own = [name for name, _ in model.named_parameters()]
-        if isinstance(model, Whole):
+        if isinstance(model, OpaqueModel):
             return ComputeOrder((*own, type(model.module).__name__), {name: number for number, name in enumerate(own)})
         names = ("encoder", *(f"lstm.l{layer}" for layer in range(model.lstm.num_layers)), "head")
         return ComputeOrder(names, {name: unit_of(name, model.units) for name in own})
@@ -95,7 +95,9 @@ class Seen:
 class NonfiniteRecord:
     """Watches the steps of one worker. The record is a single tensor on the device, which a captured step updates in place."""
 
-    def __init__(self, model: Model | Whole, stage: Stage | Whole, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
+    def __init__(
+        self, model: Model | OpaqueModel, stage: Stage | OpaqueModel, named: Sequence[tuple[str, nn.Parameter]], world: World
+    ) -> None:
         self.units = units = ComputeOrder.in_model(model)
         self.world, self.named = world, list(named)
         self.unit = {id(p): units.of[name] for name, p in named}
@@ -197,7 +199,7 @@ class NonfiniteRecord:
 
 
 @contextmanager
-def watched_encoder(stage: Stage | Whole) -> Iterator[list[Tensor]]:
+def watched_encoder(stage: Stage | OpaqueModel) -> Iterator[list[Tensor]]:
     """Inside this context, the norms of a user-defined encoder's outputs are added to the list. Ours need no watching: they only return
     their input, or rows of their weights.
     """

@@ -21,13 +21,15 @@ def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: b
     return with_messages(scheduler(stages, chunks, backward=backward, **options))
 
 
-def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
+def program_for(
+    plan: Plan, batches: Sequence[Batch], *, backward: bool, uncut_time: bool = False, scheduler: Scheduler = wavefront
+) -> Program:
     """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer micro-batches.
 
-    `whole`: time is not cut, because bidirectional layers or the head need the whole window at once.
+    `uncut_time`: time is not cut, because bidirectional layers or the head need the whole window at once.
     """
     chunks: list[int] = []
     for batch in batches:
-        chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
+        chunks += [1 if uncut_time else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
     # What weight gradients are computed from stays in memory if they are deferred, which recomputation is meant to avoid.
     return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and bool(plan.recompute)), scheduler)

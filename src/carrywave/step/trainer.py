@@ -17,7 +17,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.modes import TrainingModes
-from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
@@ -45,7 +45,7 @@ from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.own_modules.splitting import split_checks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
-from carrywave.step.checks.trainable import Followed
+from carrywave.step.checks.trainable import TrainableParameters
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
 from carrywave.step.evaluated_weights import evaluation_weights
@@ -61,7 +61,7 @@ from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.sync.own_loop import OwnExchanges
 from carrywave.step.update import StepResult, Votes
-from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, own_part, owned, pieces_of, take_hold, tensors_of, trained
+from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, own_part, owned, pieces_of, place_model, tensors_of, trained
 
 
 class Trainer:
@@ -105,10 +105,7 @@ class Trainer:
         self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError(
-                "a head that pools or has reads_whole, or a bidirectional model, reads whole sequences, so there is no state to keep; "
-                "remove keep_state"
-            )
+            raise UserError("a bidirectional model, or a head that reads whole sequences, has no state to keep; remove keep_state")
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, own_optimizer=optimizer is not None)
@@ -125,7 +122,7 @@ class Trainer:
         configure(self.spec.precision)
         if self.spec.reproducible:
             settle(self.device)
-        self.held = take_hold(self.model, self.mesh, self.spec)
+        self.held = place_model(self.model, self.mesh, self.spec)
         self.stage = self.held.stage
         self.keep_state = not whole if keep_state is None else keep_state
         self.named = trained(self.held)
@@ -147,20 +144,22 @@ class Trainer:
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
         # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
-        self.compute = Compute(self.stage, self.within, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
+        self.compute = Compute(
+            self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
+        )
         self.agreement = Agreement(self.within, self.held.replicated, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
         self.engine = self.new_engine()
         self.own_gradients = OwnGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
         self.exchanges = OwnExchanges(self) if mesh is None and self.sync is not None else None
-        self._followed = Followed(self.model, self.mesh.world)
+        self._followed = TrainableParameters(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
         shards = self.engine.shards is not None
         self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.within, self.mesh, self.spec, shards=shards)
-        self.modes = TrainingModes(self.model.module if isinstance(self.model, Whole) else self.model)
+        self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
@@ -197,11 +196,11 @@ class Trainer:
         check_surroundings(self.spec, self.device)
         self.follow()
         self.agreement.before(batches, self.optimizer)
-        stood = self.uncounted, self.lanes, self.state
+        before = self.uncounted, self.lanes, self.state
         try:
             return self._run(*self._prepared(batches), applies=applies)
         except BaseException:
-            self.uncounted, self.lanes, self.state = stood  # so that the step can be retried with the same randomness and the same carry
+            self.uncounted, self.lanes, self.state = before  # so that the step can be retried with the same randomness and the same carry
             raise
 
     def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
@@ -223,9 +222,9 @@ class Trainer:
         try:
             with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off():
                 clock = self.compute.clock
-                plainly = (clock is not None and not clock.recordable) or self.hooks.there(self.optimizer)
+                uncaptured = (clock is not None and not clock.recordable) or self.hooks.any_registered(self.optimizer)
                 take = self.engine.step if applies else self.own_gradients.engine(self).backward
-                result, left = take(own, keys, state, self.votes, None if plainly else self.capture)
+                result, left = take(own, keys, state, self.votes, None if uncaptured else self.capture)
         except BaseException as error:
             self.broke_off(error)
             raise

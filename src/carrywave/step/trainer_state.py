@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import RunError
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
@@ -134,7 +134,7 @@ def _lanes(saved: int | list[int] | None) -> tuple[int, ...] | None:
     return None if saved is None else tuple(range(saved)) if isinstance(saved, int) else tuple(saved)
 
 
-def carry_tensors(state: State | None, stage: Stage | Whole) -> dict[str, Tensor]:
+def carry_tensors(state: State | None, stage: Stage | OpaqueModel) -> dict[str, Tensor]:
     """The carry by layer and part; its second dimension is the lanes, in global order."""
     if state is None:
         return {}
@@ -142,7 +142,7 @@ def carry_tensors(state: State | None, stage: Stage | Whole) -> dict[str, Tensor
     return {f"lstm.l{layer}.{part}": tensor for (layer, part), tensor in zip(stage.parts, tensors, strict=True)}
 
 
-def carry_state(tensors: Mapping[str, Tensor], device: torch.device, stage: Stage | Whole) -> State:
+def carry_state(tensors: Mapping[str, Tensor], device: torch.device, stage: Stage | OpaqueModel) -> State:
     """The state of the lanes, from tensors by layer and part."""
     return State(stage.carries([tensors[f"lstm.l{layer}.{part}"].to(device) for layer, part in stage.parts]))
 

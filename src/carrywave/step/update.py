@@ -20,7 +20,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import Working
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.reached import Reach
+from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import factor, norm_of_mean, norms, scale_
@@ -84,7 +84,7 @@ class Update:
     pass_slots: Slots
     nonfinite: NonfiniteRecord
     agreement: Agreement
-    reach: Reach
+    reach: ReachedParameters
     hooks: Hooks
     clip: float | None
     guards_weights: bool  # True if a non-finite step leaves the weights unchanged

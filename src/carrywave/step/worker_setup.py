@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import Holding, Shared, hold, shared
 from carrywave.model.stage import Stage
 from carrywave.model.vocabulary_rows import Rows
@@ -29,7 +29,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.reached import Reach
+from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
@@ -49,7 +49,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class HeldStage:
     """The part of a model that one worker holds, trained or not; fixed for the lifetime of a trainer."""
 
-    stage: Stage | Whole
+    stage: Stage | OpaqueModel
     parameters: dict[str, nn.Parameter]  # by name
     rows: dict[str, Rows] = field(default_factory=dict)  # those of which it holds only some rows, by name
 
@@ -59,7 +59,7 @@ class HeldStage:
         return {name: parameter for name, parameter in self.parameters.items() if name not in self.rows}
 
 
-def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
+def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | OpaqueModel, device: torch.device | str | None) -> Mesh:
     """This process's place among those that a launcher started; a mesh of one if there was no launcher."""
     many = launched()
     if many:
@@ -91,7 +91,7 @@ def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
     return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
 
 
-def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
+def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> HeldStage:
     """Load rank 0's weights, unless every worker has drawn its own, and keep those of this worker's stage.
 
     Drawn weights have the same bits everywhere, but for those that hosts round differently: replicas take these from the first one.
@@ -108,7 +108,7 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
         if not drawn:
             for name, tensor in broadcast(mesh.world, own).items():
                 own[name].copy_(tensor)
-    if isinstance(model, Whole):
+    if isinstance(model, OpaqueModel):
         model.to(mesh.device, dtype)
         return HeldStage(model, dict(model.named_parameters()))
     if mesh.plan.splits_vocabulary:
@@ -138,7 +138,7 @@ def pieces_of(mesh: Mesh, spec: TrainSpec) -> Pieces | None:
     return Pieces(mesh.replica, mesh.plan.replicas, group) if spec.shard_optimizer and group is not None else None
 
 
-def tied_of(model: Model | Whole, mesh: Mesh) -> list[Shared]:
+def tied_of(model: Model | OpaqueModel, mesh: Mesh) -> list[Shared]:
     """The trained parameters that several stages hold."""
     if not isinstance(model, Model):
         return []
@@ -146,7 +146,7 @@ def tied_of(model: Model | Whole, mesh: Mesh) -> list[Shared]:
 
 
 def engine_of(
-    model: Model | Whole,
+    model: Model | OpaqueModel,
     held: HeldStage,
     named: Named,
     compute: Compute,
@@ -189,7 +189,7 @@ def engine_of(
         pass_slots=compute.slots,
         nonfinite=nonfinite,
         agreement=agreement,
-        reach=Reach(names, held.parameters, gradients, mesh.device, several=mesh.world.size > 1),
+        reach=ReachedParameters(names, held.parameters, gradients, mesh.device, several=mesh.world.size > 1),
         hooks=hooks,
         clip=spec.clip,
         guards_weights=guards_weights,
@@ -250,13 +250,13 @@ def _check_whole(model: nn.Module, world: World) -> None:
             )
 
 
-def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
+def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None:
     check_replicas(plan)
     if spec.reproducible:
         canonical_shards.check(plan)
     if plan.splits_vocabulary:
         check_vocabulary(plan, check_modules(model))
-    if isinstance(model, Whole):
+    if isinstance(model, OpaqueModel):
         if plan.stages > 1:
             raise PlanError(
                 f"the module {type(model.module).__name__} cannot be split into {plan.stages} stages; "
@@ -298,7 +298,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}
 
 
-def own_part(mesh: Mesh, stage: Stage | Whole, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
+def own_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
     """A worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: it reads the targets."""
     if batch.part_of is None and mesh.plan.replicas > 1:
         batch = batch.take(*mesh.share().bounds(batch.lanes.shape[0]), pooled=pooled)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from carrywave.errors import SpecError
 from carrywave.launch.signals import Reason, Stop
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.world import World, all_gather_json
 from carrywave.spec.train_spec import OF_LOSS, score
 from carrywave.tasks.metrics import TOP
@@ -32,7 +32,7 @@ class DataParts:
     test: Part | None
 
 
-def check_can_judge(metric: str, model: Model | Whole, labels: Sequence[str]) -> None:
+def check_can_judge(metric: str, model: Model | OpaqueModel, labels: Sequence[str]) -> None:
     """Refuse, before anything is trained, a metric that this model or these labels cannot have."""
     if metric not in OF_LOSS and not model.has_output:
         raise SpecError(f"train.best={metric} needs predictions, but the head has only a loss; add a forward method, or use loss")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from carrywave.errors import RunError
 from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import fill
 from carrywave.model.vocabulary_split import join_vocabulary
 from carrywave.parallel.gather import broadcast
@@ -29,10 +29,10 @@ from carrywave.train.loop_state import ASKED
 from carrywave.train.result import Result
 
 
-def shown(model: Model | Whole) -> nn.Module:
+def shown(model: Model | OpaqueModel) -> nn.Module:
     """The model as a result holds it: in evaluation mode, and the user's own module by itself."""
     model.eval()
-    return model.module if isinstance(model, Whole) else model
+    return model.module if isinstance(model, OpaqueModel) else model
 
 
 def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
@@ -52,7 +52,7 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
         watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
         return Result(loop.folder.path, ending, {}, shown(loop.trainer.model), loop.task)
     if isinstance(loop.trainer.sync, Pushing):
-        watch.say(loop.trainer.sync.told())
+        watch.say(loop.trainer.sync.summary())
     for part, values in reached.items():
         if (verdict := worse_than_naive(values)) is not None:
             watch.say(f"{part}: {verdict}")

@@ -22,7 +22,7 @@ from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
 from carrywave.launch.restart_policy import RESTARTS
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.vocabulary_split import check_modules
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
@@ -148,7 +148,7 @@ def fit(
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
-            own = Whole(own, loss, pooled=asked.task in POOLED)
+            own = OpaqueModel(own, loss, pooled=asked.task in POOLED)
         if record is None and devices > 1 and not launched():
             check_workers(asked.plan_spec, devices)
             record = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
@@ -185,7 +185,7 @@ def _left_at_the_end(world: World) -> Iterator[None]:
     leave(world)
 
 
-def _result_of(record: Mapping[str, Any], own: Own | Whole | None, device: str, loss: Loss | None) -> Result:
+def _result_of(record: Mapping[str, Any], own: Own | OpaqueModel | None, device: str, loss: Loss | None) -> Result:
     """The result of a run that worker processes trained."""
     folder = Path(record["run"])
     where = pick_device(device)
@@ -208,7 +208,7 @@ def _result_of(record: Mapping[str, Any], own: Own | Whole | None, device: str, 
 def _train(
     start: Start,
     prepared: Prepared,
-    own: Own | Whole | None,
+    own: Own | OpaqueModel | None,
     files: Mapping[str, str],
     *,
     workers: int,
@@ -269,7 +269,7 @@ def _train(
         return Result(folder.path, None, {}, shown(model), task)
     with folder:
         with raise_on_all(world):
-            trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
+            trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, OpaqueModel))
             data = Data(prepared.fingerprint, files, dealing)
             checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.visibility)
         state = LoopState.start(trainer.device)

@@ -22,9 +22,9 @@ from carrywave.errors import PlanError
 FORMAT = 3
 LARGEST = 1 << 62  # of whole numbers
 FORBID_OTHERS = ConfigDict(extra="forbid")
-OLD_NAMES = {"crowds": "contention", "put_off_seconds": "deferred_seconds"}  # in files of earlier versions: what they are called now
+OLD_NAMES = {"crowds": "contention", "deferred_seconds": "deferred_seconds"}  # in files of earlier versions: what they are called now
 
-# What a file may hold in a field. Whole numbers are not accepted as text or as 1.5, nor truth as 0 or 1.
+# What a file may hold in a field. OpaqueModel numbers are not accepted as text or as 1.5, nor truth as 0 or 1.
 Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
 Number = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]

@@ -14,7 +14,7 @@ from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -37,10 +37,10 @@ INSTEAD = {
 }
 
 
-def as_model(given: Any, loss: Loss | None) -> Model | Whole:
+def as_model(given: Any, loss: Loss | None) -> Model | OpaqueModel:
     """The model to train: a `Model`, whose head has the loss, or any other module in one piece, with the loss given or its own."""
     check_loss(loss, given)
-    return given if isinstance(given, Model | Whole) else Whole(given, loss)
+    return given if isinstance(given, Model | OpaqueModel) else OpaqueModel(given, loss)
 
 
 def check_loss(loss: Loss | None, model: object) -> None:
@@ -144,7 +144,7 @@ def uncounted() -> UserError:
     return UserError("the loss returned a sum over targets with a count that is not positive; return (sum, number of targets)")
 
 
-def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool, gradients: bool = True) -> None:
+def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_state: bool, gradients: bool = True) -> None:
     """Refuse batches that cannot be intended. Only tensors on the host are inspected, because reading from a GPU would block.
 
     `gradients`: whether the loss will be differentiated.
@@ -158,7 +158,7 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
         if gradients:
             _check_detached(batch)
-        if isinstance(model, Whole):
+        if isinstance(model, OpaqueModel):
             model.expect(batch.pooled)
         if batch.pooled is not None and batch.pooled != model.pooled:
             raise _other_targets(model)
@@ -223,16 +223,16 @@ def _check_detached(batch: Batch) -> None:
             )
 
 
-def _other_targets(model: Model | Whole) -> UserError:
+def _other_targets(model: Model | OpaqueModel) -> UserError:
     name = type(model.head).__name__
     if model.pooled:
         return UserError(f"the targets are one per step, but {name} has pooled = True; pass one per lane, [lane, …]")
     return UserError(f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}")
 
 
-def _why_no_carry(model: Model | Whole) -> str:
+def _why_no_carry(model: Model | OpaqueModel) -> str:
     """Why, and what to do instead of removing `fresh`."""
-    if isinstance(model, Whole):
+    if isinstance(model, OpaqueModel):
         name = type(model.module).__name__
         return f"the trainer does not know the carry of a module such as {name}; wrap its parts as cw.Model(encoder, lstm, head), or "
     if model.pooled or model.whole_head:

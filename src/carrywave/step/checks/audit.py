@@ -8,14 +8,14 @@ from typing import Any
 
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 
 
 @contextmanager
-def audited(stage: Stage | Whole, model: Model | Whole) -> Iterator[None]:
+def audited(stage: Stage | OpaqueModel, model: Model | OpaqueModel) -> Iterator[None]:
     """Look at everything that is computed inside this context."""
-    loss: Any = model._loss if isinstance(model, Whole) else getattr(model.head, "loss", None)
+    loss: Any = model._loss if isinstance(model, OpaqueModel) else getattr(model.head, "loss", None)
     stage.audit = Audit(model, lambda: loss)
     try:
         yield

@@ -15,7 +15,7 @@ import torch
 from carrywave.data.batch import IGNORED
 from carrywave.errors import Diverged
 from carrywave.kernels import random
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
@@ -81,7 +81,7 @@ def _fails_without_targets(trainer: Trainer) -> bool:
     sample = few_of(batch, random.key(0), stage.width_head, pooled=stage.pooled, whole_time=True)
     assert sample.targets is not None
     masked = torch.full_like(sample.targets, torch.nan if targets.is_floating_point() else IGNORED)
-    if isinstance(stage, Whole):
+    if isinstance(stage, OpaqueModel):
         root, run = stage.module, piecewise(stage, "module")
     else:
         root, run = stage.head, head(stage.head, "head", pooled=stage.pooled)

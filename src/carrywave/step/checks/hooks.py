@@ -31,7 +31,7 @@ class Hooks:
         self.in_pieces = in_pieces  # True if a worker need not have more than a piece of a gradient
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 
-    def there(self, optimizer: object) -> bool:
+    def any_registered(self, optimizer: object) -> bool:
         """True if there are any hooks, which a captured step would not call. Refuses hooks that cannot work under this plan."""
         # During a step, the hooks that `call` will run have been removed from their parameters.
         found = bool(

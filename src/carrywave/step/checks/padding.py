@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.step.checks.own_modules.module_runs import piecewise
 from carrywave.step.checks.own_modules.probe import untouched
@@ -27,8 +27,8 @@ TOLERANCE = 1e-5  # of the loss: in float64 far above rounding, even if a module
 class PaddingCheck:
     """Tries the module once, at the first step in which rank 0 has a padded lane. A `Model` is not tried."""
 
-    def __init__(self, stage: Stage | Whole, rank: int) -> None:
-        self.whole = stage if isinstance(stage, Whole) and rank == 0 else None  # what is yet to be tried
+    def __init__(self, stage: Stage | OpaqueModel, rank: int) -> None:
+        self.whole = stage if isinstance(stage, OpaqueModel) and rank == 0 else None  # what is yet to be tried
 
     def look(self, batches: Sequence[Batch], keys: Sequence[Tensor]) -> None:
         """Warn if the loss of some padded lanes changes when the padding behind all of them is cut off."""
@@ -56,7 +56,7 @@ def _padded_lanes(batch: Batch, key: Tensor, *, pooled: bool) -> ProbeSample | N
     return ProbeSample(x, x, targets, batch.lengths[chosen], batch.lanes[chosen], key.to(x.device))
 
 
-def _reads_padding(whole: Whole, sample: ProbeSample) -> bool:
+def _reads_padding(whole: OpaqueModel, sample: ProbeSample) -> bool:
     """True if the loss differs without the padding; False as well if the module cannot be run this way."""
     end = int(sample.lengths.max())
     targets = sample.targets if whole.pooled or sample.targets is None else sample.targets[:end]
@@ -72,7 +72,7 @@ def _reads_padding(whole: Whole, sample: ProbeSample) -> bool:
     return False
 
 
-def _message(whole: Whole) -> str:
+def _message(whole: OpaqueModel) -> str:
     name = type(whole.module).__name__
     remedy = "use the lengths" if whole.takes_lengths else "let its forward take lengths (forward(self, x, lengths)) and use them"
     return (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from carrywave.step.gradients import Gradients
 
 
-class Reach:
+class ReachedParameters:
     """One worker's view: `names` are all parameters of the model, `held` those on this worker."""
 
     def __init__(

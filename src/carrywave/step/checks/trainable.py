@@ -12,7 +12,7 @@ from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import World, all_arrive, all_gather_text
 
 
-class Followed:
+class TrainableParameters:
     """The parameters of a model by their location in its modules, including those that another worker holds."""
 
     def __init__(self, model: nn.Module, world: World) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 
 MOST = 256  # numbered states to remember
 _PLAIN = (bool, int, float, str, type(None))
@@ -22,8 +22,8 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 
 
 def ours(model: nn.Module) -> bool:
-    """True if a model runs only our code or torch's. A `Whole` model has a user-defined loss, so it never qualifies."""
-    return not isinstance(model, Whole) and all(_ours(module) for module in model.modules())
+    """True if a model runs only our code or torch's. A `OpaqueModel` model has a user-defined loss, so it never qualifies."""
+    return not isinstance(model, OpaqueModel) and all(_ours(module) for module in model.modules())
 
 
 def _ours(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.replica_mesh import ReplicaMesh
 from carrywave.spec.train_spec import TrainSpec
@@ -31,7 +31,7 @@ def optimizer_of(spec: TrainSpec, named: Named, device: torch.device) -> torch.o
     return PushOptimizer(named, spec.lr) if spec.sync == "async" else optimizers.build(spec, named, device)
 
 
-def sync_of(spec: TrainSpec, mesh: Mesh, model: Model | Whole, named: Named, optimizer: torch.optim.Optimizer) -> Sync | None:
+def sync_of(spec: TrainSpec, mesh: Mesh, model: Model | OpaqueModel, named: Named, optimizer: torch.optim.Optimizer) -> Sync | None:
     """How replicas exchange; None: at every step. Collective: every rank must call it."""
     if spec.sync == "step":
         return None

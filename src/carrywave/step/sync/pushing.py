@@ -124,7 +124,7 @@ class Pushing:
                 fact = f"rank {rank} got other weights than rank 0 when they met"
                 raise on_every_rank(WorkerError(f"{fact}; change weights only through training, on all workers alike"))
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How stale gradients were, in a sentence."""
         seen, most = self.staleness, most_missed(self.size, self.spec.max_staleness)
         return (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from carrywave.data.prepare import Prepared
 from carrywave.errors import SpecError, UserError
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.parameter_placement import Holding
 from carrywave.model.portable_names import CLASS_WEIGHTS
 from carrywave.model.vocabulary_rows import Rows
@@ -45,18 +45,18 @@ def drawn_model(task: Task, prepared: Prepared, start: Start, mesh: Mesh | None)
     return task.model(prepared.train, rows, holding_of(mesh, task.spec.model.layers + 2))
 
 
-def own_model(own: Own | Whole, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | Whole:
+def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | OpaqueModel:
     """The user's own model, built if a function builds it, and checked."""
     model: object = own
-    if not isinstance(own, Model | Whole):
+    if not isinstance(own, Model | OpaqueModel):
         # Seeded, and isolated from the caller's random state: equal calls give equal weights.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.train.seed)
             model = own(facts)
             check_loss(loss, model)
-    if isinstance(model, nn.Module) and not isinstance(model, Model | Whole):
-        model = Whole(model, loss, pooled=spec.task in POOLED)
-    if not isinstance(model, Model | Whole):
+    if isinstance(model, nn.Module) and not isinstance(model, Model | OpaqueModel):
+        model = OpaqueModel(model, loss, pooled=spec.task in POOLED)
+    if not isinstance(model, Model | OpaqueModel):
         raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
         raise SpecError(
@@ -68,7 +68,7 @@ def own_model(own: Own | Whole, spec: Spec, facts: DataFacts, loss: Loss | None)
     return model
 
 
-def begin_from(source: str, model: Model | Whole, world: World) -> None:
+def begin_from(source: str, model: Model | OpaqueModel, world: World) -> None:
     """Load the weights of another run on rank 0, from which all workers take theirs; or the rows that each has of a split vocabulary."""
     rows, given = split_rows(model), dict[str, Tensor]()
     with raise_on_all(world):

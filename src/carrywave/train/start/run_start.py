@@ -20,7 +20,7 @@ from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import SpecError
 from carrywave.launch import exit_reports, launch_record
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
 from carrywave.plan.plan import Plan
@@ -168,15 +168,17 @@ def asked_spec(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, p
     return parse(base)
 
 
-def _ours(model: Model | Whole) -> bool:
+def _ours(model: Model | OpaqueModel) -> bool:
     return isinstance(model, Model) and type(model.head).__module__.startswith("carrywave.")
 
 
-def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: DataParts) -> Iterator[str]:
+def noted(
+    spec: Spec, order: Order, model: Model | OpaqueModel, planned: tuple[str, ...], prepared: Prepared, parts: DataParts
+) -> Iterator[str]:
     """Yield the notes."""
     if isinstance(order, SequenceOrder) and order.oversized:
         yield f"sequences longer than batch.tokens={spec.tokens}: {order.oversized}; each becomes a batch of its own"
-    if spec.streams and isinstance(model, Whole):
+    if spec.streams and isinstance(model, OpaqueModel):
         name = type(model.module).__name__
         yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"
     labels = prepared.codec.labels

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
 from carrywave.parallel.mesh import Mesh
@@ -69,9 +69,9 @@ class SplitCheck:
     `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs.
     """
 
-    def __init__(self, model: Model | Whole, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
+    def __init__(self, model: Model | OpaqueModel, stage: Stage | OpaqueModel, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
         self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
-        self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional or stage.whole_head
+        self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head
         self._seen = {training: _Seen(stage) for training in (True, False)}
         self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
 
@@ -113,7 +113,11 @@ class SplitCheck:
 
     def _concerned_late(self) -> bool:
         """True if a module that was known to be safe no longer is, on all workers: it was given a hook, or another forward."""
-        parts = {"module": self.model.module} if isinstance(self.model, Whole) else {"encoder": self.model.encoder, "head": self.model.head}
+        parts = (
+            {"module": self.model.module}
+            if isinstance(self.model, OpaqueModel)
+            else {"encoder": self.model.encoder, "head": self.model.head}
+        )
         for path, root in parts.items() if self._splits else ():
             if _is_safe(self.stage, root):
                 continue
@@ -209,7 +213,7 @@ class SplitCheck:
     def _head_input(self, batch: Batch, key: Tensor) -> Tensor | None:
         """What the head really reads of this batch, if this worker has all layers; None if the other modules cannot make it."""
         stage, device = self.stage, self.mesh.device
-        if isinstance(stage, Whole) or self.mesh.plan.stages > 1 or stage.encoder is None:
+        if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None:
             return None
         chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
         with untouched(stage.encoder, device, stage.dtype), untouched(stage.head, device, stage.dtype), suppress(Exception):
@@ -245,12 +249,12 @@ class SplitCheck:
 class _Seen:
     """What was checked so far, in training or in evaluation: how often it was looked at, the sizes of batches, and the modules."""
 
-    def __init__(self, stage: Stage | Whole) -> None:
+    def __init__(self, stage: Stage | OpaqueModel) -> None:
         self.looks, self.next = 0, 1
         self.sizes: set[tuple[int, int]] = set()  # steps and lanes
         self.extent: Extent | None = None
         roots = [root for _, root, _ in _modules(stage)]
-        self.changes = ModuleChanges(roots, [stage._loss] if isinstance(stage, Whole) else [])
+        self.changes = ModuleChanges(roots, [stage._loss] if isinstance(stage, OpaqueModel) else [])
 
     def is_new(self, extent: Extent) -> bool:
         """True for a batch that is larger than all before, has a smaller piece or the first padding, or is of a new size. Of many sizes,
@@ -268,16 +272,16 @@ class _Seen:
 
 
 def split_checks(
-    model: Model | Whole, stage: Stage | Whole, within: Mesh, mesh: Mesh, spec: TrainSpec, *, shards: bool
+    model: Model | OpaqueModel, stage: Stage | OpaqueModel, within: Mesh, mesh: Mesh, spec: TrainSpec, *, shards: bool
 ) -> tuple[SplitCheck, SplitCheck]:
     """For those who share a step (`within`) and those who share an evaluation (`mesh`): one check if they are the same."""
     steps = SplitCheck(model, stage, within, precision=spec.precision, shards=shards)
     return steps, steps if within is mesh else SplitCheck(model, stage, mesh, precision=spec.precision)
 
 
-def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
+def _modules(stage: Stage | OpaqueModel) -> Iterator[tuple[str, nn.Module, Run]]:
     """The modules that may be a user's own and that this worker runs, by path, with a way to run each by itself."""
-    if isinstance(stage, Whole):
+    if isinstance(stage, OpaqueModel):
         yield "module", stage.module, piecewise(stage, "module")
         return
     if stage.encoder is not None:
@@ -286,9 +290,9 @@ def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
         yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head)
 
 
-def _is_safe(stage: Stage | Whole, module: nn.Module) -> bool:
-    """True if a module need not be tried: its owner vouches for it, or it is known. The loss of a `Whole` may be any function."""
-    return getattr(module, VOUCHED, False) is True or (stepwise(module) and not isinstance(stage, Whole))
+def _is_safe(stage: Stage | OpaqueModel, module: nn.Module) -> bool:
+    """True if a module need not be tried: its owner vouches for it, or it is known. The loss of a `OpaqueModel` may be any function."""
+    return getattr(module, VOUCHED, False) is True or (stepwise(module) and not isinstance(stage, OpaqueModel))
 
 
 def say(found: Finding, root: nn.Module) -> str:
