@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import carrywave as cw
+from _sync_definition import simulate
 from carrywave.errors import PlanError, SpecError
 from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.units import Units
@@ -22,7 +23,6 @@ from carrywave.step.sync.averaging import Averaging
 from carrywave.step.sync.clocks import Clocks, most_missed
 from carrywave.step.sync.meeting import joined
 from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
-from carrywave.step.sync.reference import simulate
 from carrywave.step.sync.wire import Wire
 
 CLOSE = 1e-12  # a dozen additions in float64
