@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import carrywave as cw
+from _sync_definition import simulate
 from carrywave.errors import PlanError, SpecError
 from carrywave.kernels.reference import simulate
 from carrywave.plan.cost.footprint import largest_stage

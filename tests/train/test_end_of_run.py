@@ -165,7 +165,7 @@ def test_the_speed_of_training_does_not_change_while_nothing_is_trained(monkeypa
     ours.ticked()
     assert ours.rate == 620
     now[0] = 2.0
-    ours.told()
+    ours.shown()
     assert ours.rate == 620
     ours.skip(1.0)
     ours.count(620)
