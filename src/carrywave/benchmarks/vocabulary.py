@@ -23,7 +23,7 @@ from carrywave.model.heads import Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary.rows import Rows
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World

@@ -15,8 +15,8 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import Holding, Shared, hold, shared
 from carrywave.model.stage import Stage
-from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import check_modules, split_rows, split_vocabulary
+from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.split import check_modules, split_rows, split_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.launcher_env import launched

@@ -23,7 +23,7 @@ from carrywave.launch.hardware import shares_on
 from carrywave.launch.launcher import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
-from carrywave.model.vocabulary_split import check_modules
+from carrywave.model.vocabulary.split import check_modules
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.door import job_of
