@@ -140,16 +140,17 @@ def _score_not_returned(rank: int) -> Any:
 
 def _summed_twice(rank: int) -> Any:
     """Gradients that were reduced already are reduced once more."""
-    reduce = worker_setup.AllReduce.reduce
+    sum_over_workers = worker_setup.AllReduce.sum_over_workers
 
-    def wrong(self: Any) -> None:
-        reduce(self)
+    def wrong(self: Any, meanwhile: Any) -> Any:
+        result = sum_over_workers(self, meanwhile)
         for bucket in self.buckets:
             work = bucket.group.all_reduce(bucket.flat)
             if work is not None:
                 work.wait()
+        return result
 
-    return mock.patch.object(worker_setup.AllReduce, "reduce", wrong)
+    return mock.patch.object(worker_setup.AllReduce, "sum_over_workers", wrong)
 
 
 def _rows_summed(rank: int) -> Any:

@@ -93,7 +93,7 @@ class Problem:
             LayerWeights(*(None if each is None else each.to(dtype, copy=True).requires_grad_() for each in weights))  # type: ignore[arg-type]
             for weights in self.layer
         )
-        names = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
+        names = LayerWeights._fields
         named = {
             f"{name}{n}": each for n, weights in enumerate(layer) for name, each in zip(names, weights, strict=True) if each is not None
         }

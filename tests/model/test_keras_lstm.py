@@ -17,7 +17,7 @@ import torch
 
 import carrywave as cw
 from carrywave.errors import DataError, UserError
-from carrywave.model.pretrained_lstm import load_lstm, read_lstm
+from carrywave.model.pretrained.layers import load_lstm, read_lstm
 
 h5py = pytest.importorskip("h5py", reason="the extra keras is not installed")
 Cell = tuple[Any, Any, Any]  # kernel [I, 4H], recurrent kernel [H, 4H], bias [4H]

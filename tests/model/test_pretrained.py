@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from carrywave.errors import DataError
-from carrywave.model.pretrained import load_pretrained
+from carrywave.model.pretrained.embeddings import load_pretrained
 
 WORDS = ["<unk>", "cat", "new york", "3"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import carrywave as cw
 from carrywave.errors import DataError
-from carrywave.model.pretrained_lstm import holds_layers, load_lstm, one_stack, read_lstm
+from carrywave.model.pretrained.layers import holds_layers, load_lstm, one_stack, read_lstm
 
 
 def test_the_only_lstm_of_a_model_is_found_whatever_its_name(tmp_path: Path) -> None:

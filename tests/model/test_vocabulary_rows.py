@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from carrywave.errors import PlanError, UserError
-from carrywave.model import vocabulary_rows
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import IGNORED, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.model.vocabulary_rows import Rows, sharing
-from carrywave.model.vocabulary_split import check_modules, count_parameters, join_vocabulary, split_rows, split_vocabulary
+from carrywave.model.vocabulary import rows as vocabulary_rows
+from carrywave.model.vocabulary.rows import Rows, sharing
+from carrywave.model.vocabulary.split import check_modules, count_parameters, join_vocabulary, split_rows, split_vocabulary
 
 WORDS, WIDTH, STEPS, LANES = 11, 4, 5, 3
 

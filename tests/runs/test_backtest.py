@@ -239,7 +239,8 @@ def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_seri
         ("a", "2024-02-05"),
         ("b", "2024-02-01"),
     ]
-    assert any("2 of 3 series end earlier than others" in line for line in told)
+    assert any("1 of 3 series ends earlier than others and is forecast from fewer origins" in line for line in told)
+    assert any("1 of 3 series ends earlier than others and is not forecast from any of the origins" in line for line in told)
     for origin in range(3):
         known = truncated(file, tmp_path / "known.csv", after=f"2024-02-0{1 + 2 * origin}")
         wanted = cw.predict(tmp_path / "bt" / f"origin-{origin + 1}" if retrain else tmp_path / "bt", known, device="cpu")

@@ -258,7 +258,7 @@ def test_a_shorter_horizon_leaves_room_for_what_the_model_reads_ahead(run: Path)
     assert [(row["origin"], row["ds"], row["step"]) for row in rows_of(found)] == [(row["origin"], row["ds"], 1) for row in wanted]
     assert values(rows_of(found)) == pytest.approx(values(wanted), rel=1e-6)
     with pytest.raises(DataError, match="with a horizon of 1 and what is known 3 rows ahead need 204 rows, but the longest series has 40"):
-        long_enough(found.table, Rolling(1, 2, 101, visibility=3), before=1)
+        long_enough(found.table, Rolling(1, 2, 101, reach=3), before=1)
 
 
 def test_a_column_without_a_past_is_refused() -> None:

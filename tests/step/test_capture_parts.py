@@ -385,7 +385,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, plain = pair(language, keep_state=True)
     log: list[str] = []
-    plain_begin, plain_reduce = AllReduce.begin, dist.all_reduce
+    plain_begin, plain_reduce = AllReduce.begin_step, dist.all_reduce
 
     def begin(self: AllReduce) -> None:
         log.append("begin")
@@ -396,7 +396,7 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
         tensor.mul_(2.0)  # as if another worker had the same
         return plain_reduce(tensor, **options)
 
-    monkeypatch.setattr(AllReduce, "begin", begin)
+    monkeypatch.setattr(AllReduce, "begin_step", begin)
     monkeypatch.setattr(dist, "all_reduce", reduce)
     for trainer in (recorded, plain):
         own = [p for _, p in trainer.named]

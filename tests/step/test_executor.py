@@ -217,10 +217,10 @@ class Noted(Gradients):
     final: list[Tensor] = field(default_factory=list)
     pending: Callable[[Tensor], bool] | None = None
 
-    def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+    def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
         self.pending = pending
 
-    def ready(self, parameter: Tensor) -> None:
+    def is_final(self, parameter: Tensor) -> None:
         assert self.pending is not None
         assert not self.pending(parameter)
         assert parameter.grad is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 import carrywave as cw
 from _sync_definition import simulate
 from carrywave.errors import PlanError, SpecError
-from carrywave.kernels.reference import simulate
 from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync

@@ -18,7 +18,7 @@ from carrywave.benchmarks.harness.shapes import LanguageShape
 from carrywave.benchmarks.harness.workers import TimedWorkers, memory_mib, reset_peak, start
 from carrywave.data.batch import Batch
 from carrywave.model.initialization import initialize
-from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary.rows import Rows
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World

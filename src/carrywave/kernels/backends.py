@@ -9,68 +9,19 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
 from carrywave.errors import PlanError
 from carrywave.kernels import reference
-from carrywave.kernels.carry import AnyCarry, changed
+from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
 # One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step.
 Backend = Callable[[Tensor, Any, Layer, Tensor | None], tuple[Tensor, Any]]
-
-
-class Backends(Protocol):
-    """The functions of a module that a cell names: `kernels.lstm.dispatch` is one."""
-
-    def check(self, asked: str) -> str:
-        """The requested backend, or the one that the environment names; raise if there is none of this name."""
-
-    def run(
-        self,
-        asked: str,
-        x_TBI: Tensor,
-        carry: Any,
-        layer: Layer,
-        lengths_B: Tensor | None,
-        *,
-        clean: bool = False,
-        chunk: WindowChunk | None = None,
-    ) -> tuple[Tensor, AnyCarry]:
-        """Run a layer: outputs in the dtype of x, the carry in its own dtype."""
-
-    def wave_of(self, asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Any:
-        """How to run layers concurrently; None to run them one after the other."""
-
-    def run_wave(
-        self,
-        x_TBI: Tensor,
-        carries: Any,
-        layers: Sequence[Layer],
-        masks: Sequence[Tensor | None],
-        lengths_B: Tensor | None,
-        how: Any,
-        *,
-        clean: bool = False,
-        chunk: WindowChunk | None = None,
-    ) -> tuple[Tensor, Any] | None:
-        """Run the layers concurrently, each one's outputs times its mask feeding the next; None if that failed."""
-
-    def begun(self, chunk: WindowChunk | None, layers: Sequence[Layer]) -> bool:
-        """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
-
-    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
-        """The user-facing name of the backend that would run this layer."""
-
-
-@cache
-def backends_of(cell: Cell) -> Backends:
-    """What runs the layers of a cell."""
-    return Definition(cell) if cell.backends is None else cast(Backends, import_module(cell.backends))
 
 
 def known(asked: str, names: Iterable[str]) -> str:
@@ -86,18 +37,23 @@ def known(asked: str, names: Iterable[str]) -> str:
 def in_dtype_of(x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend) -> tuple[Tensor, AnyCarry]:
     """Run a backend in the dtype of x. The carry keeps its own, so that it is the same in every chunk and window."""
     compute = x_TBI.dtype
-    given = changed(carry, lambda part: part.to(compute))
-    y_TBO, end = backend(x_TBI, given, tuple(direction.to(compute) for direction in layer), lengths_B)
+    weights = tuple(direction.to(compute) for direction in layer)
+    if all(part.dtype == compute for part in carry):
+        return backend(x_TBI, carry, weights, lengths_B)
+    y_TBO, end = backend(x_TBI, changed(carry, lambda part: part.to(compute)), weights, lengths_B)
     return y_TBO, changed(end, lambda part, own: part.to(own.dtype), carry)
 
 
-class Definition:
-    """`Backends` of a cell that has none: its definition, which autograd differentiates, on every device."""
+class Backends:
+    """What runs layers of a cell: its definition, which autograd differentiates, on every device. A module that a cell names, such as
+    `kernels.lstm.dispatch`, has the same functions.
+    """
 
     def __init__(self, cell: Cell) -> None:
         self.backend = partial(reference.layer, cell=cell)
 
     def check(self, asked: str) -> str:
+        """The requested backend, or the one that the environment names; raise if there is none of this name."""
         return known(asked, ("reference",))
 
     def run(
@@ -111,17 +67,28 @@ class Definition:
         clean: bool = False,
         chunk: WindowChunk | None = None,
     ) -> tuple[Tensor, AnyCarry]:
+        """Run a layer: outputs in the dtype of x, the carry in its own dtype. `clean` and `chunk` as in `run_layers`."""
         self.check(asked)
         return in_dtype_of(x_TBI, carry, layer, lengths_B, self.backend)
 
-    def wave_of(self, asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> None:
+    def wave_of(self, asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Any:
+        """How to run layers concurrently; None to run them one after the other."""
         return None
 
-    def run_wave(self, *given: Any, **named: Any) -> None:
+    def run_wave(self, x_TBI: Tensor, carries: AnyCarries, *given: Any, **named: Any) -> tuple[Tensor, AnyCarries] | None:
+        """Run layers in the way that `wave_of` returned; None if that failed."""
         return None
 
     def begun(self, chunk: WindowChunk | None, layers: Sequence[Layer]) -> bool:
+        """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
         return False
 
     def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
+        """The user-facing name of the backend that would run this layer."""
         return "reference"
+
+
+@cache
+def backends_of(cell: Cell) -> Backends:
+    """What runs the layers of a cell."""
+    return Backends(cell) if cell.backends is None else cast(Backends, import_module(cell.backends))

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from carrywave.kernels.backends import Backends
+from carrywave.cells import lstm
+from carrywave.kernels.backends import Backends, backends_of
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 from carrywave.kernels.lengths import real_steps
-from carrywave.kernels.lstm import dispatch
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
@@ -31,7 +31,7 @@ def run_layers(
     layers: Sequence[Layer],
     lengths: Tensor | None = None,
     *,
-    backends: Backends = dispatch,
+    backends: Backends | None = None,
     full: bool = False,
     dropout: float = 0.0,
     locked: bool = False,
@@ -55,6 +55,7 @@ def run_layers(
     lengths = None if real_TB1 is None else lengths
     compute = _dtype(x_TBI.device.type, layers)
     ends: list[AnyCarry] = []
+    backends = backends or backends_of(lstm.CELL)
 
     places = [Coordinates(site, dropout, locked, start) for site in sites] if dropout else []
 

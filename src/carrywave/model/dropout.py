@@ -1,7 +1,8 @@
 """Keyed dropout for modules that see only x: the mask depends on the batch's key and the global coordinates of x, never on the worker.
 
 `keyed` makes a user's module safe to split across workers: it replaces torch's dropout with keyed dropout, and rejects by name modules
-whose result depends on which lanes share a worker (batch norm in training mode) or on an unkeyed generator.
+whose result depends on which lanes share a worker (batch norm in training mode) or on an unkeyed generator. `check_unwrapped` refuses
+modules that another library has wrapped to train on several devices: a trainer does that itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.model.recurrent import Recurrent
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class Dropout(nn.Module):
@@ -87,3 +90,16 @@ def _refuse(module: nn.Module, path: str) -> None:
         raise UserError(
             f"{path} is a {kind} with dropout={module.dropout} inside, which cannot be keyed; set it to 0 and add a separate nn.Dropout"
         )
+
+
+def check_unwrapped(module: nn.Module) -> None:
+    """Refuse a module with `DataParallel` or `DistributedDataParallel` around it or inside it.
+
+    The first would cut inputs along time, which comes first here; the second would average gradients that are sums, a second time.
+    """
+    for each in module.modules():
+        if isinstance(each, WRAPPERS):
+            wrapped, wrapper = type(each.module).__name__, type(each).__name__
+            raise UserError(
+                f"the module {wrapped} is wrapped in {wrapper}, but a trainer divides the work itself; pass it without the wrapper"
+            )

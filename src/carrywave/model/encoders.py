@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.deferred_gradients import embedding
-from carrywave.model import vocabulary_rows
-from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary import rows as vocabulary_rows
+from carrywave.model.vocabulary.rows import Rows
 from carrywave.spec.step_inputs import StepInputs
 
 

@@ -24,8 +24,8 @@ from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
 from carrywave.kernels.lengths import last_real, real_steps
-from carrywave.model import vocabulary_rows
-from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary import rows as vocabulary_rows
+from carrywave.model.vocabulary.rows import Rows
 
 IGNORED = -100  # an integer target that does not count
 

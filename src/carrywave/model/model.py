@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
 from carrywave.model.arguments import checked_lengths
-from carrywave.model.dropout import keyed
+from carrywave.model.dropout import check_unwrapped, keyed
 from carrywave.model.heads import Pooled
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
-from carrywave.model.wrappers import check_unwrapped
 
 __all__ = ["Chunk", "Model", "State"]
 

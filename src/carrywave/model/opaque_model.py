@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
-from carrywave.model.dropout import keyed
+from carrywave.model.dropout import check_unwrapped, keyed
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
-from carrywave.model.wrappers import check_unwrapped
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 

@@ -58,10 +58,11 @@ class Recurrent(nn.Module):
 
     cell: ClassVar[Cell]
     backends: ClassVar[Backends]
+    _extra: ClassVar[tuple[str, ...]]  # the names of the cell's extra parameters
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.backends = backends_of(cls.cell)
+        cls.backends, cls._extra = backends_of(cls.cell), tuple(cls.cell.extra(1))
 
     def __init__(
         self,
@@ -380,12 +381,11 @@ class Recurrent(nn.Module):
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
 
     def _parameters_of(self, layer: int) -> Layer:
-        extra = self.cell.extra(self.widths[layer])
         return tuple(
             LayerWeights._make(
                 (
                     *[getattr(self, name + suffix, None) for name in _NAMES],
-                    {name: getattr(self, name + suffix) for name in extra} if extra else None,
+                    {name: getattr(self, name + suffix) for name in self._extra} if self._extra else None,
                 )
             )
             for suffix in self._suffixes(layer)

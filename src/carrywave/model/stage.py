@@ -22,7 +22,7 @@ from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.state import Chunk, State
-from carrywave.model.vocabulary_rows import sharing
+from carrywave.model.vocabulary.rows import sharing
 
 __all__ = ["Chunk", "Stage", "State", "regularize"]
 

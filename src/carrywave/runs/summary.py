@@ -12,7 +12,7 @@ from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
-from carrywave.model.vocabulary_split import count_parameters
+from carrywave.model.vocabulary.split import count_parameters
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.cost.footprint import largest_stage

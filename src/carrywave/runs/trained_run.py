@@ -22,8 +22,8 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.parameter_placement import hold
 from carrywave.model.stage import Stage
-from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import check_modules, split_vocabulary
+from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.split import check_modules, split_vocabulary
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, join, leave, raise_on_all

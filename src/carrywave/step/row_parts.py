@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary.rows import Rows
 
 _RANGED = re.compile(r"(.+)/(\d+)-(\d+)")
 

@@ -132,7 +132,7 @@ class Trainer:
             self._optimizer = optimizer_of(self.spec, owned(self.pieces, self.named), self.device)
         else:
             check_separable(optimizer, self.plan)
-            self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
+            self._optimizer = own_optimizer(optimizer, self.held)
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where this guard would copy all tensors: it is
         # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
@@ -158,7 +158,7 @@ class Trainer:
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
         shards = self.engine.shards is not None
-        self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.within, self.mesh, self.spec, shards=shards)
+        self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement, shards=shards)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream

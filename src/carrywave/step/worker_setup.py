@@ -15,8 +15,8 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import Holding, Shared, hold, shared
 from carrywave.model.stage import Stage
-from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import check_modules, split_rows, split_vocabulary
+from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.split import check_modules, split_rows, split_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.launcher_env import launched
@@ -281,13 +281,17 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
-    """The user's optimizer, without the parameters that other workers hold."""
+    """The user's optimizer, without the parameters that other workers hold, and with its state where the parameters are now."""
     kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
     # Some classes (Adagrad) give every parameter its state when they are made.
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and id(each) not in kept]:
         del optimizer.state[parameter]
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and isinstance(parameter, Tensor) and value.dim() and value.device != parameter.device:
+                state[name] = value.to(parameter.device)
     return optimizer
 
 

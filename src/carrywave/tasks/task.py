@@ -22,9 +22,9 @@ from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, allocate
-from carrywave.model.pretrained import load_pretrained
-from carrywave.model.pretrained_lstm import holds_layers, load_lstm, read_lstm
-from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.pretrained.embeddings import load_pretrained
+from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
+from carrywave.model.vocabulary.rows import Rows
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs

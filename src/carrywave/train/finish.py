@@ -13,7 +13,7 @@ from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import fill
-from carrywave.model.vocabulary_split import join_vocabulary
+from carrywave.model.vocabulary.split import join_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs import history

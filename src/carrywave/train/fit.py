@@ -23,7 +23,7 @@ from carrywave.launch.hardware import shares_on
 from carrywave.launch.restart_policy import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
-from carrywave.model.vocabulary_split import check_modules
+from carrywave.model.vocabulary.split import check_modules
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from carrywave.model.model import Model
-    from carrywave.model.vocabulary_rows import Rows
+    from carrywave.model.vocabulary.rows import Rows
 
 BATCHES = 4  # of a language model, cycled through
 

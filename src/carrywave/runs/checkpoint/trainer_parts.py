@@ -18,8 +18,8 @@ from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.model.state import State
-from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import split_rows, whole_shape
+from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.split import split_rows, whole_shape
 from carrywave.runs.checkpoint import replica_parts
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged, weights_metadata

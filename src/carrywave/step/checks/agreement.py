@@ -70,6 +70,7 @@ class Agreement:
         self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
         self._given: StepInputs | None = None
+        self._last: StepInputs | None = None  # of the step, or of the batch to evaluate, that was compared last
         self._values: list[dict[str, Any]] | None = None  # the optimizer's settings, and the same in words
         self._worded = ""
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
@@ -88,7 +89,7 @@ class Agreement:
                 contents = _checksum(batch, contents, self._steps + number)
                 self._on_device += [sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
-        self._given = StepInputs(f"{many} of {where}" if own else many, self._settings(optimizer), contents)
+        self._given = self._last = StepInputs(f"{many} of {where}" if own else many, self._settings(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1 or self.mesh.plan.splits_vocabulary):
             self._gather(self._given)
 
@@ -102,11 +103,21 @@ class Agreement:
                 "load into it what trainer.state_dict() returned before"
             )
 
-    def _gather(self, given: StepInputs) -> None:
-        """Compare a row of every rank. All calls that begin with a comparison send rows of one form, so that any two of them can meet."""
-        rows = [torch.zeros(len(REMEDIES), dtype=torch.int64) for _ in range(self.mesh.world.size)]
-        dist.all_gather(rows, torch.tensor([*given.numbers, 0], dtype=torch.int64), group=self.mesh.world.group)
+    def _gather(self, given: StepInputs, *, flag: bool = False) -> bool:
+        """Compare a row of every rank; returns whether any has raised the flag. All calls that begin with a comparison send rows of one
+        form, so that any two of them can meet.
+        """
+        self._last = given
+        rows = [torch.zeros(len(REMEDIES) + 1, dtype=torch.int64) for _ in range(self.mesh.world.size)]
+        dist.all_gather(rows, torch.tensor([*given.numbers, 0, int(flag)], dtype=torch.int64), group=self.mesh.world.group)
         self._compare(torch.stack(rows).tolist(), given, self._steps)
+        return any(bool(row[-1]) for row in rows)
+
+    def any_of(self, flag: bool) -> bool:
+        """True if any worker has raised its flag; all must be at the same step or batch. Collective: every rank must call it."""
+        if self.mesh.world.size == 1:
+            return flag
+        return self._gather(self._last or StepInputs("nothing", "", 0), flag=flag)
 
     def same_batch(self, batch: Batch | None) -> None:
         """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""

@@ -13,8 +13,8 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.parameter_placement import Holding
 from carrywave.model.portable_names import CLASS_WEIGHTS
-from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import split_rows
+from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.split import split_rows
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, raise_on_all

@@ -31,6 +31,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import all_arrive, all_gather_text, wait_for_all
 from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.own_modules import probe
 from carrywave.step.checks.own_modules.cuts import Extent, cut_of, extent_of
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges, is_power_of_2
@@ -66,11 +67,22 @@ def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
 class SplitCheck:
     """Checks the modules of one worker's stage.
 
-    `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs.
+    `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs. `any_of`: tells
+    whether something is so on any worker; given where workers may be at different steps, which it then reports.
     """
 
-    def __init__(self, model: Model | OpaqueModel, stage: Stage | OpaqueModel, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model | OpaqueModel,
+        stage: Stage | OpaqueModel,
+        mesh: Mesh,
+        *,
+        precision: str,
+        shards: bool = False,
+        any_of: Callable[[bool], bool] | None = None,
+    ) -> None:
         self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
+        self._any = any_of or self._gathered
         self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head
         self._seen = {training: _Seen(stage) for training in (True, False)}
         self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
@@ -102,7 +114,7 @@ class SplitCheck:
         if regular:
             seen.next = seen.looks + max(1, seen.looks // 2)
 
-    def _any(self, mine: bool) -> bool:
+    def _gathered(self, mine: bool) -> bool:
         """True if this is so on any worker. Collective."""
         world = self.mesh.world
         if world.size == 1:
@@ -272,10 +284,11 @@ class _Seen:
 
 
 def split_checks(
-    model: Model | OpaqueModel, stage: Stage | OpaqueModel, within: Mesh, mesh: Mesh, spec: TrainSpec, *, shards: bool
+    model: Model | OpaqueModel, stage: Stage | OpaqueModel, mesh: Mesh, spec: TrainSpec, agreement: Agreement, *, shards: bool
 ) -> tuple[SplitCheck, SplitCheck]:
-    """For those who share a step (`within`) and those who share an evaluation (`mesh`): one check if they are the same."""
-    steps = SplitCheck(model, stage, within, precision=spec.precision, shards=shards)
+    """For those who share a step and those who share an evaluation (`mesh`): one check if they are the same."""
+    within = agreement.mesh
+    steps = SplitCheck(model, stage, within, precision=spec.precision, shards=shards, any_of=agreement.any_of)
     return steps, steps if within is mesh else SplitCheck(model, stage, mesh, precision=spec.precision)
 
 

@@ -1,4 +1,4 @@
-"""Loads the layers of an LSTM that was trained elsewhere: the weights of a torch.nn.LSTM, or of Keras' LSTM layers (`keras_lstm`).
+"""Loads the layers of an LSTM that was trained elsewhere: the weights of a torch.nn.LSTM, or of Keras' LSTM layers (`keras`).
 
 Only the layers are loaded. An embedding or a head from elsewhere would need the vocabulary or the labels that it was trained with.
 """
@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from carrywave.errors import DataError
-from carrywave.model import keras_lstm
+from carrywave.model.pretrained import keras
 from carrywave.model.recurrent import Recurrent
 
-SUFFIXES = (".safetensors", *keras_lstm.SUFFIXES)
+SUFFIXES = (".safetensors", *keras.SUFFIXES)
 _NAME = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<part>(?:weight|bias)_(?:ih|hh|hr))_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 _MOST_LAYERS = 1000  # more cannot be a file of layers, and would only make the message long
 
@@ -33,8 +33,8 @@ def read_lstm(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: file not found; pass a .safetensors, .weights.h5 or .keras file")
-    if str(path).lower().endswith(keras_lstm.SUFFIXES):
-        return keras_lstm.read(path)
+    if str(path).lower().endswith(keras.SUFFIXES):
+        return keras.read(path)
     try:
         return one_stack(load_file(path), str(path))
     except (SafetensorError, OSError, ValueError) as error:

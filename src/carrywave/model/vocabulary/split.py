@@ -18,7 +18,7 @@ from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.model import Model
-from carrywave.model.vocabulary_rows import Exchange, Rows
+from carrywave.model.vocabulary.rows import Exchange, Rows
 
 _REMEDY = "remove plan.split_vocabulary"
 

@@ -1,0 +1,1 @@
+"""A vocabulary whose rows replicas divide among themselves."""
