@@ -103,7 +103,7 @@ class SplitCheck:
         changed = bool(seen.sizes) and seen.changes.due()
         extents = [self._extent(batch, masked=seen.extent is not None and seen.extent.masked) for batch in batches]
         news = [seen.is_new(extent) for extent in extents]
-        if regular or any(news) or self._any(changed):
+        if self._any(regular or any(news) or changed):  # from here on all workers are known to be given the same
             for batch, key, new in zip(batches, keys, news, strict=True):
                 if regular or new or not any(news):
                     self._check(batch, key, training=training, first=training and not seen.sizes, changed=changed)
