@@ -5,6 +5,7 @@ wherever they are written.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import carrywave as cw
 from carrywave.cells.cell import Cell, by_name, names
-from carrywave.errors import SpecError, UserError
+from carrywave.errors import DataError, SpecError, UserError
 from carrywave.exporting.onnx_graph import graph
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Numbers
@@ -24,6 +25,7 @@ from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.portable_names import outside
+from carrywave.model.pretrained.layers import load_lstm
 from carrywave.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -199,6 +201,31 @@ def test_a_cell_without_an_onnx_form_is_refused() -> None:
     portable = Portable(Model(Numbers(3), Odd(3, 4), Forecast(4, 1, 1)))
     with pytest.raises(UserError, match="the cell odd has no ONNX form; use --to torch or --to safetensors"):
         graph(portable)
+
+
+def test_what_a_step_returns_is_checked() -> None:
+    def broken(step: Any) -> Any:
+        return type("Broken", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="broken", backends=None, step=step)})(3, 4)
+
+    cases: list[tuple[Any, str]] = [
+        (lambda gates, carry, weights: carry.h, "must return a tuple of h, c"),
+        (lambda gates, carry, weights: (carry.h,), "must return a tuple of h, c"),
+        (lambda gates, carry, weights: (carry.h, carry.c[:, :1]), "returns c in another shape"),
+    ]
+    for step, message in cases:
+        with pytest.raises(UserError, match=f"step of the cell broken {message}"):
+            broken(step)(torch.zeros(2, 2, 3))
+    with pytest.raises(UserError, match=r"Recurrent names no cell; use cw\.LSTM"):
+        cw.Recurrent(3, 4)
+
+
+@every_cell
+def test_layers_of_another_number_of_gates_are_not_loaded(kind: Any) -> None:
+    gates = kind.cell.gates
+    for hidden in (4, 8):
+        other = {"weight_ih_l0": torch.zeros((gates + 1) * hidden, 3), "weight_hh_l0": torch.zeros((gates + 1) * hidden, hidden)}
+        with pytest.raises(DataError, match=f"has layers of {gates + 1} gates, but the cell {kind.cell.name} has {gates}"):
+            load_lstm(kind(3, 4), other)
 
 
 @every_cell
