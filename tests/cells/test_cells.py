@@ -29,9 +29,8 @@ from carrywave.model.pretrained.layers import load_lstm
 from carrywave.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _odd import Odd
+from _odd import CELLS, Odd
 
-CELLS = {**{name: class_of(name) for name in names()}, "odd": Odd}
 every_cell = pytest.mark.parametrize("kind", CELLS.values(), ids=list(CELLS))
 DOUBLE = torch.float64
 
