@@ -45,10 +45,11 @@ def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | No
 def _direction(
     cell: Cell, gates_TBG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_TB1: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    steps = range(gates_TBG.shape[0])
+    gates = gates_TBG.unbind()  # at once: the gradient of a step taken by its index is as large as all of them
+    steps = range(len(gates))
     outputs: list[Tensor] = [carry[0]] * len(steps)
     for t in reversed(steps) if backwards else steps:
-        carry, outputs[t] = _step(cell, gates_TBG[t], carry, weights, None if real_TB1 is None else real_TB1[t])
+        carry, outputs[t] = _step(cell, gates[t], carry, weights, None if real_TB1 is None else real_TB1[t])
     return torch.stack(outputs), carry
 
 
