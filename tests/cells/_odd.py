@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from carrywave.cells.cell import Cell, Extra, StepWeights
+from carrywave.cells.cell import Cell, Extra, StepWeights, names
+from carrywave.model.lstm import class_of
 from carrywave.model.recurrent import Recurrent
 
 
@@ -32,3 +33,6 @@ def extra(hidden: int) -> dict[str, Extra]:
 
 class Odd(Recurrent):
     cell = Cell("odd", gates=2, carry=Carry, step=step, extra=extra, projects=True, forget_gate=1)
+
+
+CELLS: dict[str, type[Recurrent]] = {**{name: class_of(name) for name in names()}, "odd": Odd}

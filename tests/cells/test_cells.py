@@ -5,8 +5,9 @@ wherever they are written.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import carrywave as cw
 from carrywave.cells.cell import Cell, by_name, names
-from carrywave.errors import SpecError, UserError
+from carrywave.errors import DataError, SpecError, UserError
 from carrywave.exporting.onnx_graph import graph
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Numbers
@@ -24,12 +25,12 @@ from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.portable_names import outside
+from carrywave.model.pretrained.layers import load_lstm
 from carrywave.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _odd import Odd
+from _odd import CELLS, Odd
 
-CELLS = {**{name: class_of(name) for name in names()}, "odd": Odd}
 every_cell = pytest.mark.parametrize("kind", CELLS.values(), ids=list(CELLS))
 DOUBLE = torch.float64
 
@@ -199,6 +200,55 @@ def test_a_cell_without_an_onnx_form_is_refused() -> None:
     portable = Portable(Model(Numbers(3), Odd(3, 4), Forecast(4, 1, 1)))
     with pytest.raises(UserError, match="the cell odd has no ONNX form; use --to torch or --to safetensors"):
         graph(portable)
+
+
+def test_a_gru_is_a_cell_too() -> None:
+    """It needs what comes from the input and from the step before apart, as `step` has them."""
+
+    class Carry(NamedTuple):
+        h: Tensor
+
+    def step(gates: Tensor, carry: Carry, weights: Any) -> tuple[Tensor, ...]:
+        (reset, update, new), (reset_h, update_h, new_h) = (each.chunk(3, dim=-1) for each in (gates, weights.recurrent(carry.h)))
+        new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
+        return (new + (update + update_h).sigmoid() * (carry.h - new),)
+
+    kind: Any = type("Gru", (cw.Recurrent,), {"cell": Cell("gru", gates=3, carry=Carry, step=step)})
+    ours, theirs = (stack(each, 3, 4, 2, bidirectional=True) for each in (kind, torch.nn.GRU))
+    assert ours.load_state_dict(theirs.state_dict())
+    x, h = numbers(6, 2, 3), numbers(4, 2, 4, seed=2)
+    found = []
+    for module in (ours, theirs):
+        y, end = module(x, h)
+        (y.square().sum() + end.sum()).backward()
+        found.append([y, end, *(parameter.grad for parameter in module.parameters())])
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-13)
+
+
+def test_what_a_step_returns_is_checked() -> None:
+    def broken(step: Any) -> Any:
+        return type("Broken", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="broken", backends=None, step=step)})(3, 4)
+
+    cases: list[tuple[Any, str]] = [
+        (lambda gates, carry, weights: carry.h, "must return a tuple of h, c"),
+        (lambda gates, carry, weights: (carry.h,), "must return a tuple of h, c"),
+        (lambda gates, carry, weights: (carry.h, carry.c[:, :1]), "returns c in another shape"),
+    ]
+    for step, message in cases:
+        with pytest.raises(UserError, match=f"step of the cell broken {message}"):
+            broken(step)(torch.zeros(2, 2, 3))
+    with pytest.raises(UserError, match=r"Recurrent names no cell; use cw\.LSTM"):
+        cw.Recurrent(3, 4)
+
+
+@every_cell
+def test_layers_of_another_number_of_gates_are_not_loaded(kind: Any) -> None:
+    gates = kind.cell.gates
+    for hidden in (4, 8):
+        other = {"weight_ih_l0": torch.zeros((gates + 1) * hidden, 3), "weight_hh_l0": torch.zeros((gates + 1) * hidden, hidden)}
+        with pytest.raises(DataError, match=f"has layers of {gates + 1} gates, but the cell {kind.cell.name} has {gates}"):
+            load_lstm(kind(3, 4), other)
 
 
 @every_cell

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from carrywave.benchmarks.pipeline import SCHEDULERS
-from carrywave.cells.cell import names
 from carrywave.data.batch import Batch
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize
-from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
@@ -41,12 +39,11 @@ from carrywave.step.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).parents[1] / "cells"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
 from _chain import Chain
-from _odd import Odd
+from _odd import CELLS
 
 Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
-CELLS = {**{name: class_of(name) for name in names()}, "odd": Odd}
 POOLED = ("classification", "regression")
 STREAMS = ("language", "forecasting")
 

@@ -89,6 +89,7 @@ CASES = {
     "bf16": words(train__precision="bf16"),
     "fp16": words(train__precision="fp16"),
     "numbers": words(task="forecasting", model__numbers=True, model__own_encoder=True, model__tie=False, train__optimizer="sgd"),
+    "another cell": words(model__cell="rnn"),
     "sequences": labelled(),
     "both ways": labelled(task="tagging", model__bidirectional=True, model__learned_carry=False, model__class_weights=True),
 }

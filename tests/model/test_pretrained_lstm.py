@@ -54,7 +54,7 @@ def test_layers_without_biases_get_zeros() -> None:
         (nn.LSTM(3, 8, 2), r"but the model .*; it needs model.layers=2, model.hidden=8, 3 inputs \(model.embedding for tokens\)$"),
         (nn.LSTM(3, 4, bidirectional=True), "but the model no .*_reverse; it needs .*, model.bidirectional=true"),
         (nn.LSTM(3, 4, proj_size=2), "model.projection=2"),
-        (nn.GRU(3, 4), "it needs model.layers=1, model.hidden=3"),
+        (nn.GRU(3, 4), "has layers of 3 gates, but the cell lstm has 4; use weights of that cell"),
         (nn.Linear(3, 4), "holds no LSTM: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM"),
         (nn.ModuleDict({"a": nn.LSTM(3, 4), "b": nn.LSTM(3, 4)}), r"holds several LSTMs \(a\., b\.\); save one of them by itself"),
     ],

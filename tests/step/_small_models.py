@@ -14,14 +14,15 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.model.recurrent import Recurrent
 
 VOCABULARY, WIDTH, CLASSES = 11, 6, 3
 KEY = random.key(3, 1, 4)
 
 
-def build(*, pooled: bool = False, layers: int = 2, dropout: float = 0.3, **options: Any) -> Model:
+def build(*, cell: type[Recurrent] = LSTM, pooled: bool = False, layers: int = 2, dropout: float = 0.3, **options: Any) -> Model:
     torch.manual_seed(0)
-    lstm = LSTM(WIDTH, WIDTH, layers, dropout=dropout, **options)
+    lstm = cell(WIDTH, WIDTH, layers, dropout=dropout, **options)
     head: nn.Module = PooledSoftmax(WIDTH, CLASSES, "mean") if pooled else Softmax(WIDTH, VOCABULARY)
     return Model(Embedding(VOCABULARY, WIDTH, 0.1), lstm, head, dropout_in=Dropout(0.2), dropout_out=Dropout(0.2)).double().train()
 

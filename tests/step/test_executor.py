@@ -18,6 +18,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from _small_models import KEY, VOCABULARY, WIDTH, batch_of, build
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cells"))
+from _odd import CELLS
+
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
 from carrywave.kernels.deferred_gradients import Deferred
@@ -76,10 +79,10 @@ plans = st.builds(
 
 
 @settings(max_examples=25, deadline=None)
-@given(plan=plans, pooled=st.booleans(), lengths=st.lists(st.integers(0, 7), min_size=3, max_size=5))
-def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, pooled: bool, lengths: list[int]) -> None:
+@given(plan=plans, cell=st.sampled_from(list(CELLS)), pooled=st.booleans(), lengths=st.lists(st.integers(0, 7), min_size=3, max_size=5))
+def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, cell: str, pooled: bool, lengths: list[int]) -> None:
     lengths[0] = 7
-    model, batch = build(pooled=pooled), batch_of(7, lengths, pooled=pooled)
+    model, batch = build(cell=CELLS[cell], pooled=pooled), batch_of(7, lengths, pooled=pooled)
     expected = plain(model, batch)
     outcome, gradients = outcome_of(model, batch, plan)
     torch.testing.assert_close(outcome.loss_sum, expected.pop("loss"), **TOLERANCE)
@@ -89,10 +92,13 @@ def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, pooled: bool
 
 
 @pytest.mark.parametrize("options", [{"locked": True, "weight_drop": 0.4}, {"layer_norm": True}, {"learned_carry": True}, {"proj_size": 3}])
-def test_options_survive_chunks(options: dict[str, object]) -> None:
+@pytest.mark.parametrize("cell", CELLS)
+def test_options_survive_chunks(cell: str, options: dict[str, object]) -> None:
+    if options.get("proj_size") and not CELLS[cell].cell.projects:
+        pytest.skip("it has no projection")
     torch.manual_seed(0)
     width = int(options.get("proj_size", WIDTH))  # type: ignore[call-overload]
-    lstm = LSTM(WIDTH, WIDTH, 2, dropout=0.3, **options)  # type: ignore[arg-type]
+    lstm = CELLS[cell](WIDTH, WIDTH, 2, dropout=0.3, **options)  # type: ignore[arg-type]
     model = Model(Embedding(VOCABULARY, WIDTH), lstm, Softmax(width, VOCABULARY)).double().train()
     batch = batch_of(9, [9, 4, 0, 7], pooled=False)
     expected = plain(model, batch)

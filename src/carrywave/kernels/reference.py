@@ -15,7 +15,9 @@ from torch.nn.functional import linear
 
 from carrywave.cells import lstm
 from carrywave.cells.cell import Cell
+from carrywave.errors import UserError
 from carrywave.kernels.carry import AnyCarry
+from carrywave.kernels.derivatives import traced
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import Layer, LayerWeights
 
@@ -34,16 +36,20 @@ def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | No
         ys.append(y_TBP)
         ends.append(end)
     stacked: AnyCarry = cell.carry(*(torch.stack(parts) for parts in zip(*ends, strict=True)))
+    for part, new, old in zip(cell.parts, stacked, carry, strict=True):
+        if not traced() and new.shape != old.shape:
+            raise UserError(f"step of the cell {cell.name} returns {part} in another shape than it was given; return [lane, …] as given")
     return torch.cat(ys, dim=-1), stacked
 
 
 def _direction(
     cell: Cell, gates_TBG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_TB1: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    steps = range(gates_TBG.shape[0])
+    gates = gates_TBG.unbind()  # at once: the gradient of a step taken by its index is as large as all of them
+    steps = range(len(gates))
     outputs: list[Tensor] = [carry[0]] * len(steps)
     for t in reversed(steps) if backwards else steps:
-        carry, outputs[t] = _step(cell, gates_TBG[t], carry, weights, None if real_TB1 is None else real_TB1[t])
+        carry, outputs[t] = _step(cell, gates[t], carry, weights, None if real_TB1 is None else real_TB1[t])
     return torch.stack(outputs), carry
 
 
@@ -52,6 +58,8 @@ def _step(
 ) -> tuple[Sequence[Tensor], Tensor]:
     """The carry after a step and the output."""
     after = cell.step(gates_BG, cell.carry(*carry), weights)
+    if not isinstance(after, tuple) or len(after) != len(carry):
+        raise UserError(f"step of the cell {cell.name} must return a tuple of {', '.join(cell.parts)}")
     if real_B1 is None:
         return after, after[0]
     kept = [torch.where(real_B1, new, old) for new, old in zip(after, carry, strict=True)]

@@ -60,6 +60,8 @@ def check_dtypes(layers: Recurrent, carries: AnyCarries, x: Tensor) -> None:
 def check_options(layers: Recurrent, *, bias: bool, proj_size: int, **fixed: Any) -> None:
     """Refuse what torch's module of this name may be told, but the cell does not do."""
     name = type(layers).__name__
+    if not hasattr(type(layers), "cell"):
+        raise UserError(f"{name} names no cell; use cw.LSTM, or a subclass with cell = …")
     if isinstance(bias, str):  # the place of an option that only torch's module has
         raise UserError(
             f"{name} got bias={bias!r}; pass True or False, and {' and '.join(layers.cell.torch_arguments) or 'others'} by name"

@@ -62,7 +62,8 @@ class Recurrent(nn.Module):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.backends, cls._extra = backends_of(cls.cell), tuple(cls.cell.extra(1))
+        if hasattr(cls, "cell"):
+            cls.backends, cls._extra = backends_of(cls.cell), tuple(cls.cell.extra(1))
 
     def __init__(
         self,

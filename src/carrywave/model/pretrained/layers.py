@@ -68,6 +68,9 @@ def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the st
     The LSTM is unchanged if anything does not fit.
     """
     state = one_stack(given, where)
+    if (gates := _gates(state)) not in (None, lstm.cell.gates):
+        cell = lstm.cell
+        raise DataError(f"{where} has layers of {gates} gates, but the cell {cell.name} has {cell.gates}; use weights of that cell")
     own = {name: parameter for name, parameter in lstm.named_parameters() if _NAME.fullmatch(name)}
     unbiased = not any(name.startswith("bias") for name in state)
     if unbiased:
@@ -81,6 +84,14 @@ def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the st
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(state[name])
+
+
+def _gates(state: Mapping[str, Tensor]) -> int | None:
+    """How many gates the first layer has; None if its shapes do not tell."""
+    if (recurrent := state.get("weight_hh_l0")) is None or recurrent.dim() != 2:
+        return None
+    gates, rest = divmod(recurrent.shape[0], max(1, state.get("weight_hr_l0", recurrent).shape[-1]))
+    return None if rest else gates
 
 
 def _said(name: str, shape: list[int] | None) -> str:
