@@ -21,7 +21,7 @@ from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.parallel import mesh as mesh_module
-from carrywave.step.profiler_ranges import PREFIX
+from carrywave.step.passes.profiler_ranges import PREFIX
 
 T, B, WIDTH, VOCABULARY = 6, 4, 16, 30
 STEPS = 3

@@ -30,8 +30,8 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.micro_batches import flatten
 from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.passes.micro_batches import flatten
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Part
 

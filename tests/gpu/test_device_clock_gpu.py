@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from carrywave.plan.schedule.schedule import StageTask
-from carrywave.step.device_clock import DeviceClock
+from carrywave.step.passes.device_clock import DeviceClock
 
 pytestmark = pytest.mark.gpu
 

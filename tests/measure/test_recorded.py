@@ -11,7 +11,7 @@ from carrywave.measure import recorded
 from carrywave.measure.recorded import chunks_of, enough_chunks, recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Part, Rig
 from carrywave.plan.cost.sample_requests import Ask
-from carrywave.step.task_clock import TaskClock
+from carrywave.step.passes.task_clock import TaskClock
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD, WEIGHTS = 3e-3, 5e-3, 7e-3  # of a task, as the fake graphs below take them

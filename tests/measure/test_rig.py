@@ -14,7 +14,7 @@ from carrywave.measure.rig import Rig, nothing, time_task, time_unit
 from carrywave.model.model import Model
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import Ask
-from carrywave.step.task_clock import TaskClock
+from carrywave.step.passes.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
 
 CPU = torch.device("cpu")

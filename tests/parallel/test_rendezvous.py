@@ -29,9 +29,9 @@ from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, ProgramStep
 from carrywave.plan.schedule.schedule import Phase
-from carrywave.step.executor import run
-from carrywave.step.job import Job
-from carrywave.step.programs import program_for
+from carrywave.step.passes.executor import run
+from carrywave.step.passes.job import Job
+from carrywave.step.passes.programs import program_for
 
 VOCABULARY, WIDTH, CLASSES = 7, 4, 3
 

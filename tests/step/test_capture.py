@@ -19,7 +19,7 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
-from carrywave.step.micro_batches import flatten
+from carrywave.step.passes.micro_batches import flatten
 from carrywave.step.trainer import Trainer
 
 pytestmark = pytest.mark.gpu

@@ -34,8 +34,8 @@ from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.graphs.capture import Capture, _reason
-from carrywave.step.micro_batches import FlatCarry, flatten
 from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.passes.micro_batches import FlatCarry, flatten
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Part
 

@@ -40,14 +40,14 @@ from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
-from carrywave.step import executor
 from carrywave.step.all_reduce import AllReduce, Reduced
-from carrywave.step.executor import run
 from carrywave.step.gradients import Gradients
-from carrywave.step.job import BatchOutcome, Job
-from carrywave.step.micro_batches import flatten
-from carrywave.step.programs import program_for
-from carrywave.step.task_clock import Arrived, TaskClock
+from carrywave.step.passes import executor
+from carrywave.step.passes.executor import run
+from carrywave.step.passes.job import BatchOutcome, Job
+from carrywave.step.passes.micro_batches import flatten
+from carrywave.step.passes.programs import program_for
+from carrywave.step.passes.task_clock import Arrived, TaskClock
 
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-13}

@@ -14,8 +14,8 @@ from _small_models import batch_of, build
 
 import carrywave as cw
 from carrywave.plan.plan import Plan
-from carrywave.step import profiler_ranges
-from carrywave.step.profiler_ranges import PREFIX
+from carrywave.step.passes import profiler_ranges
+from carrywave.step.passes.profiler_ranges import PREFIX
 
 
 def ranges(trainer: cw.Trainer, *, apart: bool = False) -> list[str]:

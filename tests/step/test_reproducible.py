@@ -34,8 +34,8 @@ from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.micro_batches import flatten
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.passes.micro_batches import flatten
 from carrywave.step.reproducible.shard_cost import cost, cost_line
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Part, Task

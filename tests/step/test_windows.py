@@ -35,9 +35,9 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
-from carrywave.step.executor import run
-from carrywave.step.job import BatchOutcome, Job
-from carrywave.step.programs import program_for
+from carrywave.step.passes.executor import run
+from carrywave.step.passes.job import BatchOutcome, Job
+from carrywave.step.passes.programs import program_for
 
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}

@@ -28,8 +28,8 @@ from carrywave.runs.evaluation import evaluate
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step import executor
-from carrywave.step.job import BatchOutcome, Job
+from carrywave.step.passes import executor
+from carrywave.step.passes.job import BatchOutcome, Job
 from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.train import loop as loops

@@ -30,11 +30,11 @@ from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program
-from carrywave.step import executor
-from carrywave.step.job import Job
+from carrywave.step.passes import executor
+from carrywave.step.passes.job import Job
+from carrywave.step.passes.programs import program_for
+from carrywave.step.passes.task_clock import Arrived, TaskClock
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
-from carrywave.step.programs import program_for
-from carrywave.step.task_clock import Arrived, TaskClock
 
 STAGES = 3  # encoder, recurrent layers, head: each is a stage of its own
 LEAST_RUNS, LEAST_SECONDS = 3, 0.06

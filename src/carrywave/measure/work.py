@@ -36,7 +36,7 @@ from carrywave.parallel.world import World
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import OPTIMIZER_SIZES, REDUCED_BYTES, Ask
 from carrywave.plan.plan import Plan
-from carrywave.step.task_clock import TaskClock
+from carrywave.step.passes.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
 
 UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40

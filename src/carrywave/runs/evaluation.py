@@ -23,11 +23,11 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
-from carrywave.step import executor
 from carrywave.step.checks.own_modules.splitting import SplitCheck
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.job import BatchOutcome, Observer
-from carrywave.step.micro_batches import FlatCarry, flatten
+from carrywave.step.passes import executor
+from carrywave.step.passes.job import BatchOutcome, Observer
+from carrywave.step.passes.micro_batches import FlatCarry, flatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric, Row
 from carrywave.tasks.task import Part, Task

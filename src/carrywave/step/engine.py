@@ -18,13 +18,13 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.parallel.mesh import Mesh
-from carrywave.step.compute import Compute
 from carrywave.step.gradients import Flags, Gradients
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.nonfinite import reset_nonfinite_lanes
 from carrywave.step.optim.optimizer import NTASGD
-from carrywave.step.profiler_ranges import span
+from carrywave.step.passes.compute import Compute
+from carrywave.step.passes.micro_batches import FlatCarry
+from carrywave.step.passes.profiler_ranges import span
 from carrywave.step.reproducible.fixed_tree import FixedTree
 from carrywave.step.reproducible.shards import Cut
 from carrywave.step.stats import total

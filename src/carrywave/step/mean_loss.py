@@ -14,10 +14,10 @@ from carrywave.kernels import random
 from carrywave.model.modes import mode
 from carrywave.model.state import State
 from carrywave.plan.canonical_shards import SHARDS, tree
-from carrywave.step import executor
 from carrywave.step.checks.arguments import Lanes, check_batches, check_continued
-from carrywave.step.job import BatchOutcome, Observer
-from carrywave.step.micro_batches import lanes_of
+from carrywave.step.passes import executor
+from carrywave.step.passes.job import BatchOutcome, Observer
+from carrywave.step.passes.micro_batches import lanes_of
 from carrywave.step.reproducible.shards import parts_of
 
 if TYPE_CHECKING:

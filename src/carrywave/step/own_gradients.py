@@ -21,7 +21,7 @@ from carrywave.errors import UserError
 from carrywave.model.state import State
 from carrywave.parallel.world import raise_on_all
 from carrywave.step.engine import Engine
-from carrywave.step.profiler_ranges import span
+from carrywave.step.passes.profiler_ranges import span
 from carrywave.step.update import StepResult
 
 if TYPE_CHECKING:

@@ -46,16 +46,16 @@ from carrywave.step.checks.own_modules.splitting import split_checks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
 from carrywave.step.checks.trainable import TrainableParameters
-from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
 from carrywave.step.evaluated_weights import evaluation_weights
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
-from carrywave.step.micro_batches import flatten, lanes_of
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.own_gradients import OwnGradients
+from carrywave.step.passes.compute import Compute
+from carrywave.step.passes.micro_batches import flatten, lanes_of
 from carrywave.step.precision import configure, with_settled_precision
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step

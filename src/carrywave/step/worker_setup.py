@@ -30,13 +30,13 @@ from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.reached import ReachedParameters
-from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import by_dtype
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.optim.pieces import Pieces
+from carrywave.step.passes.compute import Compute
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.reproducible import fixed_tree
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree

@@ -15,7 +15,7 @@ from carrywave.plan.cost.simulation import TaskSpan
 from carrywave.plan.schedule.schedule import StageTask
 from carrywave.plan.search.predictor import Prediction
 from carrywave.plan.show.text import stage_names
-from carrywave.step.task_clock import TaskClock
+from carrywave.step.passes.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
 
 FIRST, STEPS = 5, 20  # skipped, then timed: first steps are slower (allocation, kernel selection, graph capture)

@@ -39,9 +39,9 @@ from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.step.device_clock import DeviceClock
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.micro_batches import FlatCarry
+from carrywave.step.passes.device_clock import DeviceClock
+from carrywave.step.passes.micro_batches import FlatCarry
 from carrywave.step.trainer import Trainer
 
 CHECKED = 3  # optimizer steps whose losses are compared; they are the warm-up too

@@ -19,7 +19,7 @@ from carrywave.plan.canonical_shards import SHARDS
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.micro_batches import FlatCarry
+from carrywave.step.passes.micro_batches import FlatCarry
 from carrywave.step.trainer import Trainer
 
 REPETITIONS = 4  # the first warms up, the second may be captured as a CUDA graph; the fastest of the rest counts

@@ -13,7 +13,7 @@ from torch import Tensor
 from carrywave.data.loader import Share
 from carrywave.plan import canonical_shards
 from carrywave.plan.plan import Plan
-from carrywave.step.micro_batches import bounds, count_of
+from carrywave.step.passes.micro_batches import bounds, count_of
 
 Axis = Literal["time", "lanes", "both"]
 Span = tuple[int, int]  # half-open

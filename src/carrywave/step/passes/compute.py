@@ -19,15 +19,15 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.schedule.schedule import wavefront
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step import executor
 from carrywave.step.gradients import Gradients
-from carrywave.step.job import BatchOutcome, Job
-from carrywave.step.micro_batches import FlatCarry, flatten
 from carrywave.step.nonfinite import watched_encoder
 from carrywave.step.norms import norm_of_each
-from carrywave.step.programs import Scheduler, program_for
+from carrywave.step.passes import executor
+from carrywave.step.passes.job import BatchOutcome, Job
+from carrywave.step.passes.micro_batches import FlatCarry, flatten
+from carrywave.step.passes.programs import Scheduler, program_for
+from carrywave.step.passes.task_clock import TaskClock
 from carrywave.step.stats import pass_slots, total
-from carrywave.step.task_clock import TaskClock
 
 
 class Compute:

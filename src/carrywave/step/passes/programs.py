@@ -9,7 +9,7 @@ from carrywave.data.batch import Batch
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Program, with_messages
 from carrywave.plan.schedule.schedule import Schedule, wavefront
-from carrywave.step.micro_batches import micro_batches_of
+from carrywave.step.passes.micro_batches import micro_batches_of
 
 # (stages, chunks of each micro-batch, backward=, share_head=True if requested, weights=False if gradients are not deferred) -> Schedule
 Scheduler = Callable[..., Schedule]

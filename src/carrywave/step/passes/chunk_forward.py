@@ -14,7 +14,7 @@ from carrywave.data.batch import Batch
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
-from carrywave.step.job import Job, Observer
+from carrywave.step.passes.job import Job, Observer
 
 
 @dataclass(frozen=True)

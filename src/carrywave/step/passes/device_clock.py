@@ -14,7 +14,7 @@ import torch
 from carrywave.errors import PlanError
 from carrywave.kernels.cuda import clock
 from carrywave.plan.schedule.schedule import StageTask
-from carrywave.step.task_clock import Lap, TaskClock
+from carrywave.step.passes.task_clock import Lap, TaskClock
 
 MOST_LAPS = 8192  # in one step
 

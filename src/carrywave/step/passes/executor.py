@@ -53,15 +53,15 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing
 from carrywave.plan.schedule.schedule import Phase, StageTask, name
-from carrywave.step.chunk_forward import ChunkForward, ChunkOutcome
-from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
-from carrywave.step.job import BatchOutcome, Job, Observer
-from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
+from carrywave.step.passes.chunk_forward import ChunkForward, ChunkOutcome
+from carrywave.step.passes.chunks import Chunks
+from carrywave.step.passes.job import BatchOutcome, Job, Observer
+from carrywave.step.passes.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
+from carrywave.step.passes.profiler_ranges import profiled, span
+from carrywave.step.passes.programs import program_for
+from carrywave.step.passes.task_clock import Arrived, TaskClock
 from carrywave.step.precision import HALVES, autocast
-from carrywave.step.profiler_ranges import profiled, span
-from carrywave.step.programs import program_for
-from carrywave.step.task_clock import Arrived, TaskClock
 
 
 @dataclass
