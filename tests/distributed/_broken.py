@@ -16,7 +16,8 @@ from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
 from carrywave.parallel.sums.row_exchange import RowExchange
-from carrywave.step.passes import executor, trainer, worker_setup
+from carrywave.step import trainer, worker_setup
+from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Job
 from carrywave.step.trainer import Trainer
 

@@ -19,8 +19,8 @@ from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import StageTask
-from carrywave.step import device_clock
 from carrywave.step.graphs.capture import Capture
+from carrywave.step.passes import device_clock
 from carrywave.step.passes.device_clock import DeviceClock
 from carrywave.step.passes.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
