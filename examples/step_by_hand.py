@@ -52,7 +52,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def update(parts: Parts, count: Tensor) -> None:
     """Turn gradients of the summed loss into new weights: divide once, by the number of targets everywhere; clip by the norm of all
-    gradients; take a step of SGD.
+    gradients; take a step of SGD. In the package: `Update` in step/update.py.
     """
     gradients = [parameter.grad / count for parameter in parts.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()  # stages would add up their squares
@@ -74,7 +74,9 @@ def one_device(parts: Parts) -> Tensor:
 
 
 def replicas(parts: Parts) -> Tensor:
-    """Each replica has a copy of the model and half of the lanes. Sums, counts and gradients are added up: an all-reduce."""
+    """Each replica has a copy of the model and half of the lanes. Sums, counts and gradients are added up: an all-reduce, in the package
+    `AllReduce` in step/all_reduce.py.
+    """
     tokens, target = batch()
     copies = [copy.deepcopy(parts) for _ in range(2)]
     totals = []
@@ -92,12 +94,12 @@ def replicas(parts: Parts) -> Tensor:
     return total / count
 
 
-Carry = tuple[Tensor, Tensor]  # (h, c), each [1, lane, unit]
+Carry = tuple[Tensor, Tensor]  # (h, c), each [1, lane, width]
 
 
 class Kept(NamedTuple):
-    """What the backward of a chunk needs from its forward. Each chunk has an autograd graph of its own: it begins at detached leaves, x and
-    the carry that entered, and ends at y (or the loss) and the carry that left.
+    """What the backward of a chunk needs from its forward. Each chunk has an autograd graph of its own: it begins at detached leaves, the
+    carry that entered and, on stage 1, x; it ends at y (or the loss) and the carry that left.
     """
 
     x: Tensor
@@ -114,6 +116,8 @@ def stages(parts: Parts) -> Tensor:
         stage 1      F0 F1 F2 B2 B1 B0
 
     Forward, a stage hands y to the next stage and its carry to its own next chunk. Backward, the gradients of both return the same way.
+    In the package: the ticks are `wavefront` in plan/schedule/schedule.py, the rest is step/passes/executor.py, which also puts off the
+    weight gradients of all chunks to the end, as one product.
     """
     tokens, target = batch()
     spans = [slice(first, first + CHUNK) for first in range(0, STEPS, CHUNK)]
@@ -121,7 +125,7 @@ def stages(parts: Parts) -> Tensor:
     carries = [(torch.zeros(1, LANES, WIDTH).double(), torch.zeros(1, LANES, WIDTH).double()) for _ in range(2)]
     totals = []
 
-    def forward(stage: int, chunk: int) -> None:
+    def forward(stage: int, chunk: int) -> None:  # in the package: `_Run._forward`
         # Stage 1 receives the output of stage 0.
         x = parts.encoder(tokens[spans[chunk]]) if stage == 0 else kept[0, chunk].y.detach().requires_grad_()
         h, c = carries[stage]
@@ -133,7 +137,7 @@ def stages(parts: Parts) -> Tensor:
             totals.append(torch.stack([y.detach(), count]))
         kept[stage, chunk] = Kept(x, entered, y, left)
 
-    def backward(stage: int, chunk: int) -> None:
+    def backward(stage: int, chunk: int) -> None:  # in the package: `_Run._backward`
         done = kept[stage, chunk]
         roots, gradients = [done.y], [None if stage == 1 else kept[1, chunk].x.grad]  # of the loss: 1; of y: received from stage 1
         if (stage, chunk + 1) in kept:  # the chunk that follows has left the gradient of the carry with which it was entered
@@ -155,7 +159,9 @@ def stages(parts: Parts) -> Tensor:
 
 
 def carrywaves(parts: Parts) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step by `cw.Trainer`, from the same weights: the loss, and the new weights by the names that they have above."""
+    """The same step by `cw.Trainer`, from the same weights: the loss, and the new weights by the names that they have above. In one process,
+    as everything here; examples/stages.py starts one for each stage.
+    """
     lstm = cw.LSTM(WIDTH, WIDTH, num_layers=2)
     names = {
         f"{name}_l{number}": f"layers.{number}.{name}_l0"

@@ -110,7 +110,7 @@ def _carry_gradient_dropped(rank: int) -> Any:
     backward = executor._Run._backward
 
     def wrong(self: Any, task: Any) -> None:
-        self.handed_back.clear()
+        self.carry_gradients.clear()
         backward(self, task)
 
     return mock.patch.object(executor._Run, "_backward", wrong)

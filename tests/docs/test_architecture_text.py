@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_quoted_lines_are_those_of_the_engine() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    [quoted] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    quoted, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     source = [line.strip() for line in (ROOT / "src/carrywave/step/engine.py").read_text().splitlines()]
     places = [source.index(line.strip()) for line in quoted.splitlines() if line.strip() != "…"]
     runs = [[source.index(line.strip()) for line in part.strip().splitlines()] for part in quoted.split("…")]

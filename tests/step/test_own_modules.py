@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations as torch_parametrizations
+from torch.nn.utils import parametrize, spectral_norm, weight_norm
 
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
@@ -373,3 +376,71 @@ class Policy(Head):
 
 def test_a_sum_that_cancels_is_no_difference() -> None:
     assert one_answer(head=Policy, close=1e-5) == 7
+
+
+class Plain(NamedTuple):
+    h: Tensor
+
+
+def normed(gates: Tensor, carry: Any, weights: Any) -> tuple[Tensor, ...]:
+    """A recurrent batch norm."""
+    h = (gates + weights.recurrent(carry.h)).tanh()
+    return ((h - h.mean(0)) / (h.std(0) + 0.1),)
+
+
+def zoned(gates: Tensor, carry: Any, weights: Any) -> tuple[Tensor, ...]:
+    """Zoneout from a generator that is not keyed."""
+    new = (gates + weights.recurrent(carry.h)).tanh()
+    return (torch.where(torch.rand_like(new) < 0.2, carry.h, new),)
+
+
+def tanh(gates: Tensor, carry: Any, weights: Any) -> tuple[Tensor, ...]:
+    return ((gates + weights.recurrent(carry.h)).tanh(),)
+
+
+class Noise(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.1 * torch.randn_like(weight)
+
+
+def with_layers(made: nn.Module, plan: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    model = cw.Model(nn.Tanh(), made, Head()).double()
+    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.3, "precision": "fp64"}, plan=plan, device="cpu", keep_state=False)
+    return [float(trainer.step(cw.Batch.of(x, target))) for x, target in batches(3)]
+
+
+def of_cell(step: Callable[..., tuple[Tensor, ...]]) -> nn.Module:
+    class Own(cw.Recurrent):
+        cell = cw.Cell("own", gates=1, carry=Plain, step=step)
+
+    torch.manual_seed(1)
+    return Own(FEATURES, WIDTH, num_layers=2)
+
+
+@pytest.mark.parametrize("plan", [MICRO, CHUNKS, {**CHUNKS, **MICRO}])
+def test_cells_and_parametrizations_of_the_users_own_are_compared_too(plan: dict[str, Any]) -> None:
+    assert with_layers(of_cell(tanh), plan) == pytest.approx(with_layers(of_cell(tanh), {}), rel=1e-9)
+    if "micro_batches" in plan:
+        with pytest.raises(PlanError, match=r"lstm \(Own\) gives different results for a lane"):
+            with_layers(of_cell(normed), plan)
+    with pytest.raises(PlanError, match=r"lstm \(Own\) draws from a random generator that is not keyed"):
+        with_layers(of_cell(zoned), plan)
+    noisy = cw.LSTM(FEATURES, WIDTH)
+    parametrize.register_parametrization(noisy, "weight_hh_l0", Noise())
+    with pytest.raises(PlanError, match=r"lstm.* draws from a random generator that is not keyed"):
+        with_layers(noisy, plan)
+    for normalised in (weight_norm, torch_parametrizations.weight_norm):
+        torch.manual_seed(1)
+        made = [cw.LSTM(FEATURES, WIDTH) for _ in range(2)]
+        made[1].load_state_dict(made[0].state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            one, several = (normalised(each, "weight_hh_l0") for each in made)
+        assert with_layers(several, plan) == pytest.approx(with_layers(one, {}), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
+def test_a_norm_that_would_not_be_computed_is_refused() -> None:
+    with pytest.raises(UserError, match=r"use torch\.nn\.utils\.parametrizations\.spectral_norm"):
+        with_layers(spectral_norm(cw.LSTM(FEATURES, WIDTH), "weight_hh_l0"), {})

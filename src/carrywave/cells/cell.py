@@ -32,7 +32,9 @@ class StepWeights(Protocol):
     """What a step reads of the weights of one direction of a layer."""
 
     def recurrent(self, h_BP: Tensor, /) -> Tensor:
-        """[B, G]: the output of the step before, times `weight_hh`, with its bias."""
+        """[B, G]: the output of the step before, times `weight_hh`, with its bias. May be called again on something else, such as a gated
+        output; the planner counts one product.
+        """
 
     def projected(self, h_BH: Tensor, /) -> Tensor:
         """[B, P]: an output, projected if the layer has a projection."""
@@ -78,13 +80,20 @@ class Cell:
     step: Callable[[Tensor, Carry, StepWeights], Carry]  # the definition, in plain operations on tensors
     extra: Callable[[int], Mapping[str, Extra]] = _none  # from the hidden units to further parameters by name, such as gains of a norm
     projects: bool = False  # its output may be projected to fewer units (`projected`); other parts of the carry keep their width
-    forget_gate: int | None = None  # the gate that `model.forget_bias` is for
+    forget_gate: int | None = None  # the gate that keeps the carry when it is open, which `model.forget_bias` is for
     backends: str | None = None  # a module like `kernels.backends.Backends`; None: the definition runs, differentiated by autograd
     torch_module: str | None = None  # the class in torch.nn that has the same weights and answers
     torch_arguments: Mapping[str, Any] = field(default_factory=dict)  # what that class must be told besides; the cell takes no other value
     onnx: OnnxForm | None = None
-    kept: int = 4  # elements per hidden unit, lane and step that forward keeps for backward, besides the output
+    kept: int = 4  # elements per hidden unit, lane and step that forward keeps for backward, besides the input; about
     launches: int = 0  # operations per step, forward and backward, if each is launched by itself, as autograd does
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail later, in other words."""
+        if not self.name.isidentifier() or self.name != self.name.lower():
+            raise SpecError(f"the cell {self.name!r} needs a name in lower case, that of its file")
+        if self.gates < 1 or not 0 <= (self.forget_gate or 0) < self.gates:
+            raise SpecError(f"the cell {self.name} has gates={self.gates} and forget_gate={self.forget_gate}; gates are numbered from 0")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -104,7 +113,7 @@ class Cell:
 @cache
 def names() -> tuple[str, ...]:
     """The names of all cells."""
-    return tuple(sorted(found.name for found in pkgutil.iter_modules(cells.__path__) if found.name != "cell"))
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(cells.__path__) if found.name != "cell" and found.name[0] != "_"))
 
 
 @cache
@@ -113,4 +122,8 @@ def by_name(name: str) -> Cell:
     if name not in names():
         raise SpecError(f"model.cell={name} is not a cell; use one of {', '.join(names())}")
     cell: Cell = import_module(f"{cells.__name__}.{name}").CELL
+    if cell.name != name:
+        raise SpecError(f"the cell in {name}.py is called {cell.name}; give it the name of its file")
+    if cell.backends is None and not cell.launches:
+        raise SpecError(f"the cell {name} has no backends; say for the planner how many operations a step launches (launches=...)")
     return cell

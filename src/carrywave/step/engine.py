@@ -30,7 +30,7 @@ from carrywave.step.reproducible.shards import Cut
 from carrywave.step.stats import total
 from carrywave.step.update import StatsAhead, StepResult, Update, Votes
 
-Passes = dict[int, Tensor]  # what the passes of each shard reported, added up; a step without shards has one, number 0
+ShardStats = dict[int, Tensor]  # what the passes of each shard reported, added up; a step without shards has one, number 0
 
 
 @dataclass
@@ -56,24 +56,25 @@ class Engine:
         marks = self.update.local_marks(votes)
 
         def captured(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
-            return self._optimize(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
+            return self._run_step(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
 
         with span("step"):
             if graphs is not None and self._is_one_piece(batches):
                 tensors = keys if marks is None else [*keys, marks]
                 result, carry = graphs("step", captured, batches, tensors, carry, under=self._restarts())
             else:
-                result, carry = self._optimize(batches, keys, carry, marks, graphs)
+                result, carry = self._run_step(batches, keys, carry, marks, graphs)
             self.update.check_marks(result)
         return result, carry
 
-    def _optimize(
+    def _run_step(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
-        passes, carry, ahead = self._summed_gradients(batches, keys, carry, marks, graphs)
+        """All of a step, captured or not: the passes, the sums over workers, the update."""
+        stats, carry, ahead = self._summed_gradients(batches, keys, carry, marks, graphs)
         if self.gradients.unreached:
             self._missed.add(_kind(batches))
-        return self._update(passes, marks, graphs, ahead), self._reset(carry)
+        return self._apply_update(stats, marks, graphs, ahead), self._reset(carry)
 
     def backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
@@ -81,31 +82,31 @@ class Engine:
         """A step that ends before the update: the gradient of the mean loss over all workers is left in `.grad`. It is not captured."""
         with span("backward"):
             marks = self.update.local_marks(votes)
-            passes, carry, ahead = self._summed_gradients(batches, keys, carry, marks, None)
-            result = self.update.divide(passes, marks, ahead)
+            stats, carry, ahead = self._summed_gradients(batches, keys, carry, marks, None)
+            result = self.update.divide(stats, marks, ahead)
             self.update.check_marks(result)
         return result, self._reset(carry)
 
     def _summed_gradients(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None
-    ) -> tuple[Passes, FlatCarry, StatsAhead | None]:
+    ) -> tuple[ShardStats, FlatCarry, StatsAhead | None]:
         """Run all passes, and sum their gradients over the workers."""
         self.gradients.begin_step()
-        passes, carry = self.forward_backward(batches, keys, carry, graphs)
+        stats, carry = self.forward_backward(batches, keys, carry, graphs)
         with span("sum of gradients"):
-            ahead = self.gradients.sum_over_workers(meanwhile=lambda: self.update.ahead(passes, marks))
-        return passes, carry, ahead
+            ahead = self.gradients.sum_over_workers(meanwhile=lambda: self.update.ahead(stats, marks))
+        return stats, carry, ahead
 
     def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
-    ) -> tuple[Passes, FlatCarry]:
+    ) -> tuple[ShardStats, FlatCarry]:
         """Run forward and backward of all batches, shard by shard if there are shards."""
         if self.shards is None:
             found, carry = self._run_passes(batches, keys, carry, graphs)
             return {0: found}, carry
         assert isinstance(self.gradients, FixedTree)
         cuts = [Cut(self.mesh, batch, pooled=self.compute.stage.pooled) for batch in batches]
-        passes: Passes = {}
+        stats: ShardStats = {}
         lefts: list[list[Tensor]] = []
         for shard in self.shards:
             parts = [cut.part(shard) for cut in cuts]
@@ -119,11 +120,11 @@ class Engine:
             before = carry
             if carry is not None:
                 before = self.compute.start(own[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, carry)
-            passes[shard], left = self._run_passes(own, own_keys, before, graphs)
+            stats[shard], left = self._run_passes(own, own_keys, before, graphs)
             if left is not None and parts[-1] is not None:
                 # A graph replay for the next shard may overwrite these tensors.
                 lefts.append([tensor.clone() for tensor in left])
-        return passes, None if carry is None else [torch.cat(tensors, dim=1) for tensors in zip(*lefts, strict=True)]
+        return stats, None if carry is None else [torch.cat(tensors, dim=1) for tensors in zip(*lefts, strict=True)]
 
     def _run_passes(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
@@ -151,20 +152,20 @@ class Engine:
     def _pass(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
     ) -> tuple[tuple[Tensor, Flags], FlatCarry]:
-        """One pass; `final`: the last of a step that is not captured, so gradients may be summed as soon as they are complete."""
+        """One pass; `final`: the last of its shard, not captured, so gradients may be summed as soon as they are complete."""
         self.gradients.begin_pass()
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
         return (stats, self.gradients.end_pass()), carry
 
-    def _update(self, passes: Passes, marks: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
+    def _apply_update(self, stats: ShardStats, marks: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
         if graphs is None or not self._is_alone:
             with span("update"):
-                return self.update(passes, marks, ahead)
+                return self.update(stats, marks, ahead)
 
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self.update({0: tensors[0]}, None), None
 
-        return graphs("update", update, [], [passes[0]], None, under=(*self._restarts(), *self.gradients.given))[0]
+        return graphs("update", update, [], [stats[0]], None, under=(*self._restarts(), *self.gradients.given))[0]
 
     def _is_one_piece(self, batches: Sequence[Batch]) -> bool:
         """True if a step is one pass, and nothing in it needs the host."""

@@ -111,18 +111,18 @@ class Update:
         if not self.agreement.at_once:
             self.agreement.after(result.marks)
 
-    def ahead(self, passes: Mapping[int, Tensor], marks: Tensor | None) -> StatsAhead | None:
+    def ahead(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None) -> StatsAhead | None:
         """Begin to share what is known before the gradients are summed; None if that has to wait for them. Collective."""
         if not self.early:
             return None
-        of_passes = total(list(passes.values()))
+        of_passes = total(list(stats_by_shard.values()))
         code = self.nonfinite.code([], self._zeros(0), of_passes, self.gradients)
-        stats = self._packed(passes, marks, squared=None, overflow=None, code=code)
+        stats = self._packed(stats_by_shard, marks, squared=None, overflow=None, code=code)
         return StatsAhead(stats, self.mesh.sum_later(stats.vector))
 
-    def __call__(self, passes: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
-        """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard. `ahead`: from the method."""
-        result, overflowed = self._divide(passes, marks, ahead, self.clip)
+    def __call__(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+        """Take the optimizer step. `stats_by_shard`: what the passes of each shard reported, added up. `ahead`: from the method."""
+        result, overflowed = self._divide(stats_by_shard, marks, ahead, self.clip)
         self._take_step(result.finite, overflowed)
         if self.gradients.scattered:
             for _, parameter in self.named:
@@ -130,9 +130,9 @@ class Update:
         self.nonfinite.note(result.finite, result.codes)
         return result
 
-    def divide(self, passes: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+    def divide(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Leave in `.grad` the gradient of the mean loss over all workers, and the weights as they are."""
-        return self._divide(passes, marks, ahead, None)[0]
+        return self._divide(stats_by_shard, marks, ahead, None)[0]
 
     def norm(self) -> Tensor:
         """The norm of what is in `.grad` on all workers. Collective."""
@@ -157,14 +157,18 @@ class Update:
         return StepResult(one, one, norm, finite, none, torch.stack([finite, sound[1]]), none, codes)
 
     def _divide(
-        self, passes: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None, clip: float | None
+        self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None, clip: float | None
     ) -> tuple[StepResult, Tensor]:
-        """Divide the summed gradients by the number of targets, and clip them; returns the numbers, and whether any worker overflowed."""
+        """Turn summed gradients into those of the mean loss: unscale them (fp16), share the stats of the step with all workers, compare
+        what they were given, divide by the number of targets and clip by the norm. Returns the numbers, and whether any worker overflowed.
+        Collective.
+        """
         if self.pieces is not None and self.gradients.scattered:
             self.pieces.take()
         grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        stats = self._own(passes, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
+        # The all-reduce of a step, unless it has begun already.
+        stats = self._own(stats_by_shard, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
         if self.agreement.at_once:
             self.agreement.after(stats["marks"])
         self.reach.forget(stats["reached"])
@@ -182,16 +186,16 @@ class Update:
         self.hooks.call()
         if self.pieces is not None:
             self.pieces.take()
-        self._optimize(finite, overflowed)
+        self._step_optimizer(finite, overflowed)
         if self.pieces is not None:
             self.pieces.exchange()
 
-    def _own(self, passes: Mapping[int, Tensor], marks: Tensor | None, overflow: Tensor | None) -> StepStats:
+    def _own(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
         counted, of_grads = self._norms()
-        of_passes = total(list(passes.values())) if passes else self._zeros(self.pass_slots.size)
+        of_passes = total(list(stats_by_shard.values())) if stats_by_shard else self._zeros(self.pass_slots.size)
         return self._packed(
-            passes,
+            stats_by_shard,
             marks,
             squared=of_grads.square().sum(),
             overflow=overflow,
@@ -218,12 +222,12 @@ class Update:
         return [p for p, _ in pairs], norms([grad for _, grad in pairs]).to(self.mesh.device)
 
     def _packed(
-        self, passes: Mapping[int, Tensor], marks: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
+        self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
     ) -> StepStats:
         """This worker's numbers in its slots, and zeros in those of others."""
         stats = StepStats(self.slots, self._zeros(self.slots.size))
         rank, stage = self.mesh.world.rank, self.mesh.stage if self.reproducible else 0  # otherwise stages have one place for all
-        for shard, vector in passes.items():
+        for shard, vector in stats_by_shard.items():
             of_pass, score = self.pass_slots.parts(vector), stats["score"][stage, shard]
             score[0].copy_(of_pass["loss"])
             score[1].copy_(of_pass["count"])
@@ -249,7 +253,7 @@ class Update:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
 
-    def _optimize(self, finite: Tensor, overflowed: Tensor) -> None:
+    def _step_optimizer(self, finite: Tensor, overflowed: Tensor) -> None:
         """Step the optimizer; a step that is not finite, or overflowed, leaves the weights unchanged."""
         skip: Tensor | None = None
         if self.scaler is not None:

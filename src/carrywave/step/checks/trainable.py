@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from carrywave.errors import UserError, WorkerError
 from carrywave.model.model import Model
@@ -18,6 +19,12 @@ class TrainableParameters:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
         self.model, self.parts = model, {name: getattr(model, name) for name in ("encoder", "lstm", "head") if isinstance(model, Model)}
+        for hook in model.lstm._forward_pre_hooks.values() if isinstance(model, Model) else ():
+            if isinstance(hook, SpectralNorm):
+                raise UserError(
+                    "torch.nn.utils.spectral_norm on the layers works through a hook that a trainer does not call; use "
+                    "torch.nn.utils.parametrizations.spectral_norm"
+                )
         for each in [model, model.lstm] if isinstance(model, Model) else []:
             if not type(each).forward.__module__.startswith("carrywave.") or "forward" in vars(each):
                 raise UserError(

@@ -139,13 +139,13 @@ class _Run:
             self.batches += split_lanes(job.batch, micro_batches, pooled=stage.pooled)
             self.states += [None] * micro_batches if job.state is None else split_state(job.state, micro_batches, lanes)
         self.forwards = [0] * len(self.batches)  # chunks of each micro-batch that have run forward
-        self.kept: dict[tuple[int, int], _Kept] = {}
-        self.arriving: dict[StageTask, Pending] = {}
-        self.leaving: dict[StageTask, Tensor] = {}
+        self.kept: dict[tuple[int, int], _Kept] = {}  # by chunk and micro-batch
+        self.arriving: dict[StageTask, Pending] = {}  # by the task that reads it
+        self.leaving: dict[StageTask, Tensor] = {}  # by the task that made it
         self.own: dict[StageTask, Tensor] = {}  # what the last stage keeps for itself when it scores a chunk of a shared head
         device = jobs[0].batch.lengths.device
         self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
-        self.handed_back: dict[int, list[Tensor | None]] = {}
+        self.carry_gradients: dict[int, list[Tensor | None]] = {}  # from a chunk to the one before it, by micro-batch
         self.steps = program.stages[place]
         self.last_stage = place == len(program.stages) - 1
         self.share_head = bool(program.schedule.scorers)
@@ -153,7 +153,7 @@ class _Run:
         self.last_backward = backwards[-1] if backwards else None
         self.armed = False  # True from the last backward on: gradients become final one after another
         # Autograd graphs are needed only if the program has a backward pass.
-        self.backward = bool(backwards)
+        self.trains = bool(backwards)
         # Weight gradients that wait for their task, by micro-batch.
         self.deferred = {task.micro_batch: Deferred() for task in program.schedule.stages[place] if task.phase == "W"}
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
@@ -168,7 +168,7 @@ class _Run:
             most=[most for job in jobs for most in most_lanes(plan, job.batch)] if plan.splits_vocabulary else None,
         )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
-        self.forward = ChunkForward(stage, self.dtype, share_head=self.share_head, splits_vocabulary=plan.splits_vocabulary)
+        self.chunk_forward = ChunkForward(stage, self.dtype, share_head=self.share_head, splits_vocabulary=plan.splits_vocabulary)
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
         self.lasts = {step.task.micro_batch: number for number, step in enumerate(self.steps)} if self.in_place else {}
@@ -195,6 +195,7 @@ class _Run:
                     if (self.clock is not None or profiled()) and step.task in self.arriving:
                         with self._timed("wait", step.task):
                             self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
+                    # Also around F: in forward, a layer learns where its weight gradients will go.
                     with self._timed(step.task.phase, step.task), deferring(self.deferred.get(step.task.micro_batch)):
                         run[step.task.phase](step.task)
                     done = step.task
@@ -268,28 +269,28 @@ class _Run:
     def _forward(self, task: StageTask) -> None:
         entered = self._entered(task)
         if self.place > 0:
-            x = self.arriving.pop(task).wait().requires_grad_(self.backward)
+            x = self.arriving.pop(task).wait().requires_grad_(self.trains)
         else:
             first, end = self._span(task)
             x = self.batches[task.micro_batch].inputs[first:end]
-        if self.backward and task.chunk > 0:
+        if self.trains and task.chunk > 0:  # the first chunk keeps its link to an initial carry that may be learned
             entered = entered.leaves()
-        with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
-            done = self._compute(task, x, entered)
+        with torch.set_grad_enabled(self.trains and not self.plan.recompute), self._cast(task):
+            done = self._run_chunk(task, x, entered)
         if done.sums is not None:
             self.sums[self.owner[task.micro_batch]] += done.sums
         # The outputs of the chunk must not stay in memory with its carry.
         self.states[task.micro_batch] = done.left.detach().compact() if self.plan.recompute else done.left.detach()
         self.forwards[task.micro_batch] += 1
         if not self.last_stage or self.share_head:
-            self._hand_on(task, done.y.detach().contiguous())
-        if self.backward:
+            self._queue(task, done.y.detach().contiguous())
+        if self.trains:
             if self.plan.recompute:
                 self.kept[task.chunk, task.micro_batch] = _Kept(x, None if self._place_in_segment(task) else entered)
             else:
                 self.kept[task.chunk, task.micro_batch] = _Kept(x, entered, done.y, done.left, done.root)
 
-    def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
+    def _queue(self, task: StageTask, tensor: Tensor) -> None:
         """Queue a tensor for another stage, or keep it if the last stage scores its own chunk."""
         if outgoing(task, self.program.schedule) is not None:
             self.leaving[task] = tensor
@@ -312,7 +313,7 @@ class _Run:
                 if loss_sum.requires_grad:
                     deferred_gradients.backward([loss_sum], [None if job.scale is None else job.scale.to(loss_sum.dtype)])
             self.sums[self.owner[task.micro_batch], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
-        self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
+        self._queue(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
 
     def _entered(self, task: StageTask) -> State:
         """The state of the micro-batch before this task. One that has not started takes that of the same lanes after the previous job."""
@@ -331,34 +332,34 @@ class _Run:
         entered = self._restored(task) if kept.entered is None else kept.entered
         if self.plan.recompute:
             with torch.enable_grad(), self._cast(task):
-                done = self._compute(task, kept.x, entered)
+                done = self._run_chunk(task, kept.x, entered)
             kept = _Kept(kept.x, entered, done.y, done.left, done.root)
         roots: list[Tensor] = []
-        received: list[Tensor | None] = []
+        root_gradients: list[Tensor | None] = []
         if kept.root is not None and kept.root.requires_grad:
             scale = self.jobs[self.owner[task.micro_batch]].scale
             roots.append(kept.root)
-            received.append(scale.to(kept.root.dtype) if scale is not None else None)
+            root_gradients.append(scale.to(kept.root.dtype) if scale is not None else None)
         if not self.last_stage or self.share_head:
             gradient = self._take(task, "H")
             if kept.y is not None and kept.y.requires_grad:
                 roots.append(kept.y)
-                received.append(gradient)
-        handed = self.handed_back.pop(task.micro_batch, None)
+                root_gradients.append(gradient)
+        handed = self.carry_gradients.pop(task.micro_batch, None)
         if handed is not None and kept.left is not None:
             for tensor, gradient_or_none in zip(flatten(kept.left), handed, strict=True):
                 if gradient_or_none is not None and tensor.requires_grad:
                     roots.append(tensor)
-                    received.append(gradient_or_none)
+                    root_gradients.append(gradient_or_none)
         if task == self.last_backward and self.gradients is not None:
             self.gradients.sum_early(self._pending if self.deferred else None)
             self.armed = True
         if roots:
-            deferred_gradients.backward(roots, received)
+            deferred_gradients.backward(roots, root_gradients)
         if task.chunk == 0:
             self.chunks.finish(task.micro_batch)
         else:
-            self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(entered)]
+            self.carry_gradients[task.micro_batch] = [tensor.grad for tensor in flatten(entered)]
         if self.place > 0:
             self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
 
@@ -373,7 +374,7 @@ class _Run:
             before = self.kept[chunk, task.micro_batch]
             with self._cast(task):
                 _, raw, left = self.stage(before.x, cast(State, before.entered), self._chunk(task._replace(chunk=chunk)))
-            entered = self.forward.with_tail(self._job(task), raw, left).compact().leaves()
+            entered = self.chunk_forward.with_tail(self._job(task), raw, left).compact().leaves()
             if chunk + 1 < task.chunk:
                 self.kept[chunk + 1, task.micro_batch].entered = entered
         return entered
@@ -391,7 +392,7 @@ class _Run:
     def _job(self, task: StageTask) -> Job:
         return self.jobs[self.owner[task.micro_batch]]
 
-    def _compute(self, task: StageTask, x: Tensor, entered: State) -> ChunkOutcome:
+    def _run_chunk(self, task: StageTask, x: Tensor, entered: State) -> ChunkOutcome:
         """Run forward of one chunk."""
         batch, chunks = self.batches[task.micro_batch], self.program.schedule.chunks[task.micro_batch]
-        return self.forward(self._job(task), batch, self._chunk(task), x, entered, self._span(task), last=task.chunk == chunks - 1)
+        return self.chunk_forward(self._job(task), batch, self._chunk(task), x, entered, self._span(task), last=task.chunk == chunks - 1)

@@ -1,4 +1,4 @@
-"""Runs a user's module on the pieces of a sample: an encoder, a head, or a model in one piece, with gradients if they are enabled."""
+"""Runs a user's module on the pieces of a sample: an encoder, layers, a head, or a model in one piece; with gradients if enabled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from carrywave.kernels import random
+from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 from carrywave.step.checks.own_modules.cuts import Piece
-from carrywave.step.checks.own_modules.probe_sample import ProbeSample
+from carrywave.step.checks.own_modules.probe_sample import ProbeSample, numbers
 
 
 @dataclass
@@ -79,6 +80,31 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False) -> Run:
                 score(sample, acc, Piece(0, y.shape[0], low, high), ran)
         if ran.sums and torch.is_grad_enabled():
             _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))
+        return ran
+
+    return run
+
+
+def layers(module: Recurrent, path: str, which: range, width: int) -> Run:
+    """Make a runner for layers whose input has this width: random numbers. The carry passes from chunk to chunk."""
+
+    def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
+        ran = Ran()
+        like = sample.y
+        x = numbers(like.shape[0], like.shape[1], width).to(like)
+        for low, high in dict.fromkeys((at.low, at.high) for at in pieces):
+            carries = module.initial(high - low, like.dtype, like.device, which)
+            weighted: list[Tensor] = []
+            for first, end, *_ in [at for at in pieces if (at.low, at.high) == (low, high)]:
+                lengths = (sample.lengths[low:high] - first).clamp(0, end - first)
+                lanes = sample.lanes[low:high]
+                out, carries = module.run(
+                    x[first:end, low:high], carries, lengths=lengths, lanes=lanes, start=first, key=sample.key, layers=which
+                )
+                ran.outputs.append([out.detach()])
+                weighted.append((out * _weights(out, first, low)).sum())
+            if torch.is_grad_enabled():
+                _add(ran, _gradients(torch.stack(weighted).sum() * sample.scale, module, path))
         return ran
 
     return run

@@ -59,7 +59,7 @@ class ProbeSample:
 def all_of(batch: Batch, key: Tensor, width: int, *, y: Tensor | None = None, seed: int = 0) -> ProbeSample:
     """The whole batch, with `y` for the head, or numbers by this seed. As behind a layer, what the head reads of padding is zero."""
     real_TB1 = real_steps(batch.lengths, batch.steps)
-    y = _numbers(batch.steps, batch.lanes.shape[0], width, seed).to(batch.lengths.device) if y is None else y
+    y = numbers(batch.steps, batch.lanes.shape[0], width, seed).to(batch.lengths.device) if y is None else y
     return ProbeSample(batch.inputs, torch.where(real_TB1, y, 0.0), batch.targets, batch.lengths, batch.lanes, key.to(y.device))
 
 
@@ -75,7 +75,7 @@ def few_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: b
         x = torch.cat((x, x.flip(0)), dim=1)
         targets = None if targets is None else torch.cat((targets, targets if pooled else targets.flip(0)), dim=0 if pooled else 1)
         lengths, lanes = lengths.repeat(2), torch.cat((lanes, lanes + 1))
-    return ProbeSample(x, _numbers(steps, lanes.shape[0], width).to(x.device), targets, lengths, lanes, key.to(x.device))
+    return ProbeSample(x, numbers(steps, lanes.shape[0], width).to(x.device), targets, lengths, lanes, key.to(x.device))
 
 
 def is_absent(targets: Tensor) -> Tensor:
@@ -83,6 +83,6 @@ def is_absent(targets: Tensor) -> Tensor:
     return torch.isnan(targets) if targets.is_floating_point() else targets == IGNORED
 
 
-def _numbers(steps: int, lanes: int, width: int, seed: int = 0) -> Tensor:
+def numbers(steps: int, lanes: int, width: int, seed: int = 0) -> Tensor:
     """[T, B, W] within ±1, drawn on the host from a generator of their own, so that nobody else's random numbers are disturbed."""
     return torch.rand(steps, lanes, width, generator=torch.Generator().manual_seed(seed)) * 2 - 1

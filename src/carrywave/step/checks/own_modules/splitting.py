@@ -25,6 +25,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
 from carrywave.parallel.mesh import Mesh
@@ -35,7 +36,7 @@ from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.own_modules import probe
 from carrywave.step.checks.own_modules.cuts import Extent, cut_of, extent_of
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges, is_power_of_2
-from carrywave.step.checks.own_modules.module_runs import Run, encoder, head, piecewise
+from carrywave.step.checks.own_modules.module_runs import Run, encoder, head, layers, piecewise
 from carrywave.step.checks.own_modules.probe import Finding, Trial, untouched
 from carrywave.step.checks.own_modules.probe_sample import all_of, few_of, is_absent
 from carrywave.step.checks.own_modules.shared_objects import changed_by, hidden_references, shared_objects
@@ -125,12 +126,8 @@ class SplitCheck:
 
     def _concerned_late(self) -> bool:
         """True if a module that was known to be safe no longer is, on all workers: it was given a hook, or another forward."""
-        parts = (
-            {"module": self.model.module}
-            if isinstance(self.model, OpaqueModel)
-            else {"encoder": self.model.encoder, "head": self.model.head}
-        )
-        for path, root in parts.items() if self._splits else ():
+        names = ("module",) if isinstance(self.model, OpaqueModel) else ("encoder", "lstm", "head")
+        for path, root in [(name, getattr(self.model, name)) for name in names] if self._splits else ():
             if _is_safe(self.stage, root):
                 continue
             world = self.mesh.world
@@ -299,13 +296,16 @@ def _modules(stage: Stage | OpaqueModel) -> Iterator[tuple[str, nn.Module, Run]]
         return
     if stage.encoder is not None:
         yield "encoder", stage.encoder, encoder(stage.encoder, "encoder")
+    if stage.layers:
+        yield "lstm", stage.lstm, layers(stage.lstm, "lstm", stage.layers, stage.width_in or stage.lstm.input_size)
     if stage.has_head:  # other stages may share its work, with the same module
         yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head)
 
 
 def _is_safe(stage: Stage | OpaqueModel, module: nn.Module) -> bool:
     """True if a module need not be tried: its owner vouches for it, or it is known. The loss of a `OpaqueModel` may be any function."""
-    return getattr(module, VOUCHED, False) is True or (stepwise(module) and not isinstance(stage, OpaqueModel))
+    own_cell = isinstance(module, Recurrent) and not module.cell.step.__module__.startswith("carrywave.")
+    return getattr(module, VOUCHED, False) is True or (stepwise(module) and not isinstance(stage, OpaqueModel) and not own_cell)
 
 
 def say(found: Finding, root: nn.Module) -> str:
@@ -335,7 +335,7 @@ def say(found: Finding, root: nn.Module) -> str:
         ),
         "gradient": lambda: (
             f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts {when}; "
-            "remove anything in it that scales or clips gradients"
+            "remove anything in it that scales, clips or detaches gradients"
         ),
         "recompute": lambda: (
             f"{what} gives different results while gradients are switched off, as they are when plan.recompute runs it first; do not let "
