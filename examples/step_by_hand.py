@@ -159,8 +159,8 @@ def stages(parts: Parts) -> Tensor:
 
 
 def carrywaves(parts: Parts) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step by `cw.Trainer`, from the same weights: the loss, and the new weights by the names that they have above. In one process,
-    as everything here; examples/stages.py starts one for each stage.
+    """The same step by `cw.Trainer`, from the same weights: the loss, and the new weights by the names that they have above. In one
+    process, as everything here; examples/stages.py starts one for each stage.
     """
     lstm = cw.LSTM(WIDTH, WIDTH, num_layers=2)
     names = {
