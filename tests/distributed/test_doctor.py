@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = """
     import os, time
     from carrywave.doctor import examination, host, measurement, worker
-    from carrywave.doctor.speed import Speed
+    from carrywave.measure.device_speed import DeviceSpeed
 
     fault = os.environ.get("FAULT", "")
     own = os.environ.get("RANK") == os.environ.get("WHO", "")
@@ -40,9 +40,9 @@ PROGRAM = """
         if own and fault == "fails":
             raise RuntimeError("this device is on fire")
         together()
-        return Speed(1e-3, 1e9, 2e-3) if fault != "slow" or not own else Speed(4e-3, 2e8, 6e-3)
+        return DeviceSpeed(1e-3, 1e9, 2e-3) if fault != "slow" or not own else DeviceSpeed(4e-3, 2e8, 6e-3)
 
-    measurement.speed.time_device = time_device
+    measurement.time_device = time_device
     worker.versions = lambda: versions() | ({"torch": "1.0"} if own and fault == "version" else {})
     host.BUSY = 1e9
     examination.MEASURE_SECONDS = float(os.environ.get("MEASURE_SECONDS", "90"))

@@ -71,6 +71,6 @@ def test_sequences_longer_than_cudnn_takes(directions: int, padded: bool) -> Non
     y, _ = aten.layer(x, carry, layer, lengths)
     # An LSTM forgets: the last steps, and the first ones of the other direction, are those of a short sequence from any carry.
     tail, _ = aten.layer(x[-500:], carry, layer, None if lengths is None else lengths - (steps - 500))
-    torch.testing.assert_close(y[-100:, :, :4], tail[-100:, :, :4], rtol=1e-3, atol=1e-4)  # cuDNN may use TF32, with 10 bits
+    torch.testing.assert_close(y[-100:, :, :4], tail[-100:, :, :4], rtol=1e-3, atol=1e-3)  # cuDNN may use TF32, with 10 bits
     if directions == 2:
-        torch.testing.assert_close(y[-100:, :, 4:], tail[-100:, :, 4:], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(y[-100:, :, 4:], tail[-100:, :, 4:], rtol=1e-3, atol=1e-3)

@@ -444,3 +444,41 @@ def test_cells_and_parametrizations_of_the_users_own_are_compared_too(plan: dict
 def test_a_norm_that_would_not_be_computed_is_refused() -> None:
     with pytest.raises(UserError, match=r"use torch\.nn\.utils\.parametrizations\.spectral_norm"):
         with_layers(spectral_norm(cw.LSTM(FEATURES, WIDTH), "weight_hh_l0"), {})
+
+
+class Experts(nn.Module):
+    """Leaves a figure for the head: a mean, or a sum."""
+
+    def __init__(self, *, mean: bool) -> None:
+        super().__init__()
+        self.mean, self.gate = mean, nn.Linear(FEATURES, FEATURES)
+        self.left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.gate(x)
+        self.left = out.square().mean((0, 1)).square().sum() if self.mean else out.square().sum()
+        return out
+
+
+class Balanced(Head):
+    def __init__(self, encoder: Experts) -> None:
+        super().__init__()
+        self.encoder = [encoder]
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        left = self.encoder[0].left
+        assert left is not None
+        return total + 0.1 * left * (target.numel() if self.encoder[0].mean else 1), count
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("plan", [MICRO, CHUNKS])
+def test_a_head_that_reads_what_the_encoder_left_is_tried_after_it(plan: dict[str, Any], mean: bool) -> None:
+    made: list[Experts] = []
+
+    def encoder() -> nn.Module:
+        made.append(Experts(mean=mean))
+        return made[-1]
+
+    assert one_answer(encoder, lambda: Balanced(made[-1]), plan) == (0 if mean else 7)

@@ -48,9 +48,9 @@ def encoder(module: nn.Module, path: str) -> Run:
     return run
 
 
-def head(module: Any, path: str, *, pooled: bool, whole: bool = False) -> Run:
+def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: nn.Module | None = None) -> Run:
     """Make a runner for a head: its loss, its output if it has one, and the gradients of its parameters and its input. `whole`: it reads
-    whole sequences, and their lengths.
+    whole sequences, and their lengths. `before`: an encoder that runs on each piece before it, and may leave something for it.
     """
     shows = type(module).forward is not nn.Module.forward
     accumulates = pooled and not whole
@@ -65,16 +65,25 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False) -> Run:
             own = sample.targets[at.low : at.high] if pooled else sample.targets[at.first : at.end, at.low : at.high]
             ran.sums.append(checked_score(module.loss(read, own, *lengths), f"loss of the head {type(module).__name__}"))
 
+    def encode(sample: ProbeSample, at: Piece) -> None:
+        if before is not None:
+            like = next(before.parameters(), sample.x)
+            x = sample.x[at.first : at.end, at.low : at.high]
+            with random.scope(sample.key, sample.lanes[at.low : at.high], at.first):
+                before(x.to(like.dtype) if x.is_floating_point() and like.is_floating_point() else x)
+
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
         y = sample.y.detach().requires_grad_()
         if not accumulates:
             for at in pieces:
+                encode(sample, at)
                 score(sample, y[at.first : at.end, at.low : at.high], at, ran)
         else:
             for low, high in dict.fromkeys((at.low, at.high) for at in pieces):
                 acc = module.start(high - low, y.dtype, y.device)
                 for at in [each for each in pieces if (each.low, each.high) == (low, high)]:
+                    encode(sample, at)
                     lengths = (sample.lengths[low:high] - at.first).clamp(0, at.end - at.first)
                     acc = module.pool(y[at.first : at.end, low:high], lengths, acc)
                 score(sample, acc, Piece(0, y.shape[0], low, high), ran)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,9 @@ class SplitCheck:
                         yield Finding("shared", path, type(root).__name__, kind), True
                         return
             for sample in samples:
-                for found in probe.probe(run, root, path, sample, [cut], how):
+                with self._encoder_untouched(path):
+                    faults = probe.probe(run, root, path, sample, [cut], how)
+                for found in faults[:1]:
                     yield found, True
                     return  # one is enough to refuse the plan
             thorough = False
@@ -216,8 +218,15 @@ class SplitCheck:
             few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
             cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
             cuts += [] if self._cuts_lanes else [few.halves]
-            for found in probe.probe(run, root, path, few, cuts, Trial((True, False), thorough, self.precision)):
+            with self._encoder_untouched(path):
+                faults = probe.probe(run, root, path, few, cuts, Trial((True, False), thorough, self.precision))
+            for found in faults:
                 yield found, False
+
+    def _encoder_untouched(self, path: str) -> AbstractContextManager[object]:
+        """While a head is tried, an encoder of the user's runs before it."""
+        encoder = self.stage.encoder if path == "head" and isinstance(self.stage, Stage) else None
+        return nullcontext() if encoder is None else untouched(encoder, self.mesh.device, self.stage.dtype)
 
     def _head_input(self, batch: Batch, key: Tensor) -> Tensor | None:
         """What the head really reads of this batch, if this worker has all layers; None if the other modules cannot make it."""
@@ -299,7 +308,8 @@ def _modules(stage: Stage | OpaqueModel) -> Iterator[tuple[str, nn.Module, Run]]
     if stage.layers:
         yield "lstm", stage.lstm, layers(stage.lstm, "lstm", stage.layers, stage.width_in or stage.lstm.input_size)
     if stage.has_head:  # other stages may share its work, with the same module
-        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head)
+        before = None if stage.encoder is None or _is_safe(stage, stage.encoder) else stage.encoder
+        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head, before=before)
 
 
 def _is_safe(stage: Stage | OpaqueModel, module: nn.Module) -> bool:
