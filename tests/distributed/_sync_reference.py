@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _sync_definition import simulate
 from torch import Tensor, nn
 
+from _sync_definition import simulate
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader, Share
 from carrywave.data.order import Cursor

@@ -19,6 +19,7 @@ from carrywave.step.sync.outer import bounds, fragments_due
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _loop_parts import SYNCED, batch, model, train
+
 from _sync_definition import simulate
 
 WORKER = Path(__file__).with_name("_loop_parts.py")

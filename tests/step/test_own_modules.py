@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -482,3 +482,95 @@ def test_a_head_that_reads_what_the_encoder_left_is_tried_after_it(plan: dict[st
         return made[-1]
 
     assert one_answer(encoder, lambda: Balanced(made[-1]), plan) == (0 if mean else 7)
+
+
+class Shared(nn.Module):
+    """Takes its scale from the first call, into a dict of the class."""
+
+    kept: ClassVar[dict[str, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x / self.kept.setdefault("scale", x.detach().std((0, 1))))  # type: ignore[no-any-return]
+
+
+class Slots:
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(CLASSES).double()
+
+
+class Running(Head):
+    """Keeps a running mean, in an array and behind slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array, self.slots = np.zeros(CLASSES), Slots()
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.out(y)
+        centre = torch.as_tensor(self.array.copy()) + self.slots.mean
+        self.array *= 0.9
+        self.array += 0.1 * out.detach().double().mean((0, 1)).numpy()
+        self.slots.mean = self.slots.mean * 0.9 + 0.1 * out.detach().double().mean((0, 1))
+        return (out - centre).square().sum(), torch.tensor(target.numel())
+
+
+def test_state_in_odd_places_is_refused_when_split_and_untouched_by_the_trial_on_one_device() -> None:
+    Shared.kept.clear()
+    with pytest.raises(PlanError, match="gives different results"):
+        train(Shared, Head, MICRO, batches(2), never)
+    Shared.kept.clear()
+    (x, target), *_ = data = batches(2)
+    train(Shared, Head, {}, data, never)
+    assert torch.equal(Shared.kept["scale"], x.std((0, 1)))
+    Shared.kept.clear()
+    made: list[Running] = []
+
+    def head() -> nn.Module:
+        made.append(Running())
+        return made[-1]
+
+    losses = train(nn.Tanh, head, {}, data, never)
+    torch.manual_seed(0)
+    model = cw.Model(nn.Tanh(), cw.LSTM(FEATURES, WIDTH), Running()).double()
+    y, _ = model(x)
+    assert losses[0] == pytest.approx(float(model.head.loss(y.detach(), target)[0].detach()) / target.numel(), rel=1e-9)
+    with pytest.raises(PlanError, match=r"changes its (array|slots) in forward"):
+        train(nn.Tanh, Running, MICRO, data, never)
+
+
+POND: list[Tensor] = []
+
+
+def ponders(gates: Tensor, carry: Any, weights: Any) -> tuple[Tensor, ...]:
+    h = (gates + weights.recurrent(carry.h)).tanh()
+    POND.append(h.detach().sum())
+    return (h,)
+
+
+@pytest.mark.parametrize("plan", [RECOMPUTE, MICRO])
+def test_what_a_cell_leaves_in_a_global_is_state(plan: dict[str, Any]) -> None:
+    POND.clear()
+    with pytest.raises(PlanError, match=r"lstm \(Own\) changes its variable POND in forward"):
+        with_layers(of_cell(ponders), plan)
+    assert not POND
+
+
+class Penalised(Head):
+    """A gradient penalty, where there are gradients."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        if not y.requires_grad:
+            return total, count
+        (gradient,) = torch.autograd.grad(self.out(y).square().sum(), y, create_graph=True)
+        return total + 0.0 * gradient.square().sum(), count
+
+
+def test_a_gradient_penalty_may_look_whether_there_are_gradients() -> None:
+    assert one_answer(head=Penalised, plan=RECOMPUTE) == 7

@@ -97,7 +97,8 @@ def _functions(root: object) -> Iterator[FunctionType]:
             hooks = [hook for store in (module._forward_hooks, module._forward_pre_hooks) for hook in store.values()]
             methods = [value for kind in own_classes(module) for value in vars(kind).values()]
             for value in (*vars(module).values(), *hooks, *methods):
-                inner = (value.fget,) if isinstance(value, property) else (getattr(value, "__func__", value),)
+                held = [] if isinstance(value, FunctionType | type | nn.Module) else list(getattr(value, "__dict__", {}).values())
+                inner = (value.fget,) if isinstance(value, property) else (getattr(value, "__func__", value), *held)
                 for each in inner:
                     if isinstance(each, FunctionType):
                         yield each

@@ -74,7 +74,7 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
-        y = sample.y.detach().requires_grad_()
+        y = sample.y.detach().requires_grad_(torch.is_grad_enabled())
         if not accumulates:
             for at in pieces:
                 encode(sample, at)

@@ -22,6 +22,7 @@ _TORCHS = frozenset(vars(nn.Module())) - {"_buffers", "_parameters"} | {"_flat_w
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _DEPTH, _MOST = 4, 256  # how deep to descend into containers and objects, and how many members of each to compare
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_STORES = ("_parameters", "_buffers", "_modules")
 _GENERATORS = (torch.Generator, python_random.Random, np.random.Generator)
 
 
@@ -36,24 +37,38 @@ class Kept:
             (kind, name, value)
             for kind in {kind for module in self._modules for kind in own_classes(module)}
             for name, value in vars(kind).items()
-            if isinstance(value, _PLAIN) and not name.startswith("__")
+            if not name.startswith("__") and not callable(value) and not isinstance(value, (property, staticmethod, classmethod))
         ]
         self._outside = [(place, place.read()) for place in places([root])]
-        values = [*(value for each in self._attributes for value in each.values()), *(value for _, value in self._outside)]
-        self._contents: list[tuple[Any, Any]] = []
+        self._contents: list[tuple[Any, Any]] = [
+            (value, value.copy())
+            for each in self._attributes
+            for name, value in each.items()
+            if name in _STORES and type(value) in _CONTAINERS
+        ]
+        self._slots: list[tuple[Any, str, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._values: list[tuple[Tensor, int, Tensor]] = []  # with torch's counter of changes
+        values = [value for each in self._attributes for name, value in each.items() if name not in _STORES]
+        values += [value for _, value in self._outside] + [value for _, _, value in self._classes]
         seen: set[int] = set()
         for value in values:
             self._keep(value, seen, _DEPTH)
         self._copies: dict[int, Tensor] = {}
-        self._values: list[tuple[Tensor, Tensor]] = []
         self._dtype: torch.dtype | None = None
 
     def _keep(self, value: Any, seen: set[int], depth: int) -> None:
         """Keep what a container or an object holds, and what that holds in turn."""
-        if not depth or id(value) in seen or isinstance(value, (*_PLAIN, Tensor, nn.Module, type, np.ndarray)):
+        if not depth or id(value) in seen or isinstance(value, (*_PLAIN, nn.Module, type)):
             return
         seen.add(id(value))
+        if isinstance(value, np.ndarray):
+            self._arrays.append((value, value.copy()))
+            return
+        if isinstance(value, Tensor):
+            self._keep_value(value)
+            return
         if isinstance(value, _GENERATORS):
             self._generators.append((value, _state_of(value)))
             return
@@ -61,6 +76,9 @@ class Kept:
         if store is None and not is_foreign(type(value).__module__) and isinstance(getattr(value, "__dict__", None), dict):
             store = vars(value)
         inner = [] if store is None else list(store.values() if isinstance(store, dict) else store)
+        for name in _slots_of(value):
+            self._slots.append((value, name, getattr(value, name)))
+            inner.append(getattr(value, name))
         if store is not None:
             self._contents.append((store, store.copy()))
         elif isinstance(value, tuple):
@@ -70,10 +88,14 @@ class Kept:
         for each in inner[:_MOST]:
             self._keep(each, seen, depth - 1)
 
-    def keep_values(self) -> None:
-        """Keep the values of buffers and of tensors among the attributes too, which may be changed in place."""
-        tensors = [value for module in self._modules for value in (*module._buffers.values(), *vars(module).values())]
-        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
+    def _keep_value(self, tensor: Tensor) -> None:
+        if not tensor.is_meta and not tensor.is_inference() and not (tensor.requires_grad and tensor.is_leaf):
+            self._values.append((tensor, tensor._version, tensor.detach().clone()))
+
+    def keep_buffers(self) -> None:
+        """Keep the values of buffers too, which may be changed in place."""
+        for buffer in [each for module in self._modules for each in module._buffers.values() if each is not None]:
+            self._keep_value(buffer)
 
     def copy_tensors(self, dtype: torch.dtype) -> None:
         """Replace parameters and buffers by copies, floating-point ones in this dtype; tied tensors stay tied.
@@ -127,9 +149,15 @@ class Kept:
         for store, before in self._contents:
             store.clear()
             (store.extend if isinstance(store, (list, deque)) else store.update)(before)
-        for tensor, values in self._values:
-            with torch.no_grad():
-                tensor.copy_(values)
+        for holder, name, value in self._slots:
+            if getattr(holder, name, None) is not value:
+                setattr(holder, name, value)
+        for array, before in self._arrays:
+            array[...] = before
+        for tensor, version, before in self._values:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)
         for generator, state in self._generators:
             _set_state(generator, state)
 
@@ -162,8 +190,8 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
             elif name not in _TORCHS:
                 found[path, name] = held(value)
         for kind in own_classes(module):
-            plain = {name: value for name, value in vars(kind).items() if isinstance(value, _PLAIN) and not name.startswith("__")}
-            found |= {(path, f"class attribute {name}"): value for name, value in plain.items()}
+            own = {name: value for name, value in vars(kind).items() if not name.startswith("__") and not callable(value)}
+            found |= {(path, f"class attribute {name}"): held(value) for name, value in own.items()}
     return found
 
 
@@ -171,6 +199,8 @@ def held(value: Any, depth: int = _DEPTH) -> Any:
     """A copy of a value for later comparison; None if the value cannot be compared."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, _GENERATORS):
@@ -184,7 +214,8 @@ def held(value: Any, depth: int = _DEPTH) -> Any:
         return [held(inner, depth - 1) for inner in [*value][-_MOST:]], len(value)
     if isinstance(value, (set, frozenset)):
         return len(value)
-    return held(dict(vars(value)), depth - 1) if hasattr(value, "__dict__") else None
+    inside = getattr(value, "__dict__", {}) | {name: getattr(value, name) for name in _slots_of(value)}
+    return held(inside, depth - 1) if inside else None
 
 
 def same(one: Any, other: Any) -> bool:
@@ -195,11 +226,20 @@ def same(one: Any, other: Any) -> bool:
         if one.is_meta or other.is_meta:
             return True  # a weight that another stage holds
         return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other or one != one)
+
+
+def _slots_of(value: Any) -> list[str]:
+    """The slots of an object of a class of the user's that hold something."""
+    kinds = [kind for kind in type(value).__mro__ if not is_foreign(kind.__module__)]
+    names = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
+    return [name for name in names if isinstance(name, str) and name != "__dict__" and hasattr(value, name)]
 
 
 def _state_of(generator: Any) -> Any:

@@ -99,7 +99,7 @@ class _Probe:
     def _fresh(self) -> Kept:
         """The state from which every run starts."""
         fresh = Kept(self.root)
-        fresh.keep_values()
+        fresh.keep_buffers()
         return fresh
 
     def findings(self, cuts: Sequence[Cut], how: Trial) -> list[Finding]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -234,7 +234,9 @@ class SplitCheck:
         if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None:
             return None
         chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
-        with untouched(stage.encoder, device, stage.dtype), untouched(stage.head, device, stage.dtype), suppress(Exception):
+        with ExitStack() as restored, suppress(Exception):
+            for module in [each for each in (stage.encoder, stage.lstm, stage.head) if not _is_safe(stage, each)]:
+                restored.enter_context(untouched(module, device, stage.dtype))
             with torch.no_grad(), autocast(self.precision, device):
                 y: Tensor = stage(batch.inputs.clone(), stage.start(batch.lanes.shape[0], device).detach(), chunk)[0]
             return y.detach()
