@@ -574,3 +574,44 @@ class Penalised(Head):
 
 def test_a_gradient_penalty_may_look_whether_there_are_gradients() -> None:
     assert one_answer(head=Penalised, plan=RECOMPUTE) == 7
+
+
+class Weighted(Head):
+    """Learned weights, whose sum is the count."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        each = functional.cross_entropy(self.out(y).flatten(0, 1), target.flatten(), reduction="none")
+        weight = self.out(y)[..., 0].sigmoid().flatten()
+        return (weight * each).sum(), weight.sum()
+
+
+def test_a_count_with_a_gradient_is_refused() -> None:
+    with pytest.raises(UserError, match=r"returns a number of targets that requires grad.*; detach it"):
+        train(nn.Tanh, Weighted, {}, batches(1), never)
+
+
+class Transcribed(nn.Module):
+    """CTC, whose loss on a CPU takes a target of -100 for an address."""
+
+    reads_whole, pooled = True, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 4)
+        self.targets: list[int] = []
+
+    def loss(self, y: Tensor, target: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        assert int(target.min()) >= 0
+        scores = self.out(y).log_softmax(-1)
+        return functional.ctc_loss(scores, target, lengths, torch.full((len(target),), 3), reduction="sum"), torch.tensor(len(target))
+
+
+def test_targets_that_are_never_missing_are_not_masked_for_a_head_that_reads_whole_sequences() -> None:
+    data = [(x, torch.randint(1, 4, (x.shape[1], 3), generator=torch.Generator().manual_seed(1))) for x, _ in batches(3)]
+    losses = []
+    for plan in ({}, MICRO):
+        torch.manual_seed(0)
+        model = cw.Model(nn.Tanh(), cw.LSTM(FEATURES, WIDTH), Transcribed()).double()
+        trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1, "precision": "fp64"}, plan=plan, device="cpu")
+        losses.append([float(trainer.step(cw.Batch.of(x, target, pooled=True))) for x, target in data])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)

@@ -195,6 +195,11 @@ def checked_score(score: Any, whose: str) -> Score:
     total, count = score
     if not isinstance(count, Tensor):
         return total, torch.full((), count, dtype=torch.float64, device=total.device)
+    if count.requires_grad:
+        raise UserError(
+            f"{whose} returns a number of targets that requires grad, but the division by it comes after backward, so its gradient would "
+            "be missing; detach it"
+        )
     return total, count.to(total.device)  # a user's torch.tensor(n) is on the host
 
 

@@ -208,8 +208,8 @@ class _Probe:
         targets = self.sample.targets
         if targets is None:
             return []
-        if targets.is_cuda and not bool(is_absent(targets).any()):
-            return []  # a head that does not handle masked targets may trigger a device-side assertion, which kills the process
+        if (targets.is_cuda or not self.sample.maskable) and not bool(is_absent(targets).any()):
+            return []  # what does not handle masked targets may kill the process, on a GPU by a device-side assertion
         kept = self.sample
         self.sample = replace(kept, targets=torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORED))
         try:

@@ -16,6 +16,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -209,7 +210,7 @@ class SplitCheck:
                         return
             for sample in samples:
                 with self._encoder_untouched(path):
-                    faults = probe.probe(run, root, path, sample, [cut], how)
+                    faults = probe.probe(run, root, path, replace(sample, maskable=self._maskable), [cut], how)
                 for found in faults[:1]:
                     yield found, True
                     return  # one is enough to refuse the plan
@@ -219,9 +220,15 @@ class SplitCheck:
             cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
             cuts += [] if self._cuts_lanes else [few.halves]
             with self._encoder_untouched(path):
-                faults = probe.probe(run, root, path, few, cuts, Trial((True, False), thorough, self.precision))
+                faults = probe.probe(
+                    run, root, path, replace(few, maskable=self._maskable), cuts, Trial((True, False), thorough, self.precision)
+                )
             for found in faults:
                 yield found, False
+
+    @property
+    def _maskable(self) -> bool:
+        return isinstance(self.stage, Stage) and not self.stage.whole_head
 
     def _encoder_untouched(self, path: str) -> AbstractContextManager[object]:
         """While a head is tried, an encoder of the user's runs before it."""
