@@ -92,9 +92,10 @@ class DataSpec(Section):
         None, description="forecasting: quantiles to forecast, in increasing order"
     )
     context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
-    standardize: bool | Literal["sequence"] = Field(
+    standardize: bool | Literal["sequence", "window"] = Field(
         True,
-        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series",
+        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "
+        "window: forecasting, with those of the last values before each step (model.linear of them, or 96)",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 

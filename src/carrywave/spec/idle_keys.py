@@ -104,6 +104,7 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout_hidden": _dropout_hidden,
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
+    "model.linear": _tasks("forecasting"),
     "train.momentum": _optimizers("sgd"),
     "train.betas": _optimizers("adam", "adamw"),
     "train.nonmono": _optimizers("ntasgd"),

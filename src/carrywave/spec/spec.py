@@ -16,6 +16,8 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.section import Section
 from carrywave.spec.train_spec import TrainSpec, check_best
 
+PAST_STEPS = 96  # values behind a scale that follows the data, unless a linear part says how many it reads
+
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 
 
@@ -60,6 +62,8 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
+        if self.model.linear and self.task == "forecasting" and self.data.residual != "last":
+            raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
@@ -88,6 +92,11 @@ class Spec(Section):
     def tokens(self) -> int:
         """Steps in a batch of separate sequences, padding included."""
         return self.batch.tokens or 4096
+
+    @property
+    def past_steps(self) -> int:
+        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
+        return self.model.linear or (PAST_STEPS if self.data.standardize == "window" else 0)
 
     @property
     def plans_itself(self) -> bool:
