@@ -62,6 +62,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         pass
     elif view.targets_at is not None:
         ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
+        ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
     elif view.labels is not None:
         targets = _ignoring(view.labels[known], sequence < 0)

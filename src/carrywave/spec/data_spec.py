@@ -155,6 +155,12 @@ class BatchSpec(Section):
     steps: Positive | None = Field(
         None, description="steps of a window of back-propagation through time; the carry is kept between windows; by default 64"
     )
+    windows: Literal["contiguous", "random"] = Field(
+        "contiguous",
+        description="forecasting: windows follow each other in every lane, which keeps its carry, or come in random order, each after "
+        "batch.warmup steps that warm up its carry and are not scored",
+    )
+    warmup: Annotated[int, Field(ge=0)] | None = Field(None, description="random windows: steps of warm-up; by default batch.steps")
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(
         None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"

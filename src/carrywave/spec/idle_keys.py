@@ -105,6 +105,8 @@ ACTS: Mapping[str, Rule] = {
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
     "model.linear": _tasks("forecasting"),
+    "batch.windows": _tasks("forecasting"),
+    "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),
     "train.betas": _optimizers("adam", "adamw"),
     "train.nonmono": _optimizers("ntasgd"),

@@ -64,6 +64,8 @@ class Spec(Section):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
         if self.model.linear and self.task == "forecasting" and self.data.residual != "last":
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
+        if self.batch.windows == "random" and self.batch.vary:
+            raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
         check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
@@ -92,6 +94,11 @@ class Spec(Section):
     def tokens(self) -> int:
         """Steps in a batch of separate sequences, padding included."""
         return self.batch.tokens or 4096
+
+    @property
+    def warmup_steps(self) -> int:
+        """Random windows: steps before each that are not scored."""
+        return self.steps if self.batch.warmup is None else self.batch.warmup
 
     @property
     def past_steps(self) -> int:
