@@ -105,7 +105,7 @@ class Softmax(nn.Module):
         self.rows = rows
         self.width = width
         self.classes = classes
-        self.weight = nn.Parameter(torch.empty(held, width, device=device).uniform_(-0.1, 0.1)) if tied is None else tied
+        self.weight = nn.Parameter(torch.empty(held, width, device=device).uniform_(-(width**-0.5), width**-0.5)) if tied is None else tied
         self.bias = nn.Parameter(torch.zeros(held, device=device)) if bias else None
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))

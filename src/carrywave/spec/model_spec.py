@@ -44,6 +44,11 @@ class ModelSpec(Section):
     layer_norm: bool = Field(False, description="normalise each layer's output")
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
     init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the weights of the layers are initialised")
+    init_scale: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="embeddings and softmax are drawn within ± this; by default embeddings have variance 1 and the softmax lies within "
+        "±1/√width, as in PyTorch, and a matrix that both share (tie) within ±0.1",
+    )
     forget_bias: float | None = Field(None, description="initial bias of the forget gate")
     pool: Literal["last", "mean"] = Field(
         "last", description="classification, regression: the last real step, or the mean of all real steps"

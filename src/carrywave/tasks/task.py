@@ -158,7 +158,7 @@ class Task:
             allocate(model, holding)
         if not draw:
             return model
-        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
+        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias, init_scale=spec.init_scale)
         model.drawn = holding is not None
         model.rounded_by_host = rounded_by_host(model, spec.init)
         if isinstance(model.head, Forecast) and model.head.line is not None:
