@@ -12,8 +12,8 @@ from torch import nn
 _FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
 
 
-class Place(NamedTuple):
-    """Where a value lies that code reads: a name in the globals of a file, or a cell of a closure."""
+class Variable(NamedTuple):
+    """A variable that code reads: a name in the globals of a file, or a cell of a closure."""
 
     name: str
     holder: dict[str, Any] | CellType
@@ -35,12 +35,12 @@ class Place(NamedTuple):
             self.holder.cell_contents = value
 
 
-def places(roots: Sequence[object]) -> list[Place]:
+def variables_read_by(roots: Sequence[object]) -> list[Variable]:
     """Those that the code of these modules and functions reads, and the functions of the user's that it calls.
 
     Files, functions, modules and others' classes are not values.
     """
-    found: dict[tuple[int, str], Place] = {}
+    found: dict[tuple[int, str], Variable] = {}
     seen: set[int] = set()
     waiting = [function for root in roots for function in _functions(root)]
     while waiting:
@@ -49,16 +49,16 @@ def places(roots: Sequence[object]) -> list[Place]:
             continue
         seen.add(id(function.__code__))
         names = _names(function.__code__)
-        read = [Place(name, function.__globals__) for name in names if name in function.__globals__]
-        read += [Place(name, cell) for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
-        files = [each for place in read if isinstance(each := place.read(), ModuleType) and not _is_installed(vars(each))]
-        read += [Place(name, vars(each)) for each in files for name in names if name in vars(each)]
-        for place in read:
-            value = place.read()
+        read = [Variable(name, function.__globals__) for name in names if name in function.__globals__]
+        read += [Variable(name, cell) for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
+        files = [each for variable in read if isinstance(each := variable.read(), ModuleType) and not _is_installed(vars(each))]
+        read += [Variable(name, vars(each)) for each in files for name in names if name in vars(each)]
+        for variable in read:
+            value = variable.read()
             if isinstance(value, FunctionType | MethodType):
                 waiting += _functions(value)
             elif not isinstance(value, ModuleType | nn.Module | BuiltinFunctionType) and not _is_others_class(value):
-                found[id(place.holder), place.name] = place
+                found[id(variable.holder), variable.name] = variable
     return list(found.values())
 
 

@@ -162,9 +162,10 @@ class SplitCheck:
         if first and self.mesh.plan.stages > 1 and isinstance(self.model, Model):
             errors += hidden_references(self.model.encoder, self.model.head)
         whole = self._whole(batch)
+        shared = self._shared() if tried else []
         # Replicas have the same modules, so one of them tries those of its stage on behalf of all, unless only others were changed.
         for path, root, run in tried if (self.mesh.replica == 0 or changed) and not errors else []:
-            for found, harmful in self._found(path, root, run, whole, key, training=training, first=first):
+            for found, harmful in self._found(path, root, run, whole, key, shared, training=training, first=first):
                 cause = found.cause if harmful and not errors else cause
                 if harmful or found.fault not in ("raises", "unknown"):  # if this plan does not cut, the step itself shows what is wrong
                     (errors if harmful else warned).append(say(found, root))
@@ -189,7 +190,7 @@ class SplitCheck:
         return self.mesh.plan.chunk_steps is not None and not self.whole_time
 
     def _found(
-        self, path: str, root: nn.Module, run: Run, batch: Batch, key: Tensor, *, training: bool, first: bool
+        self, path: str, root: nn.Module, run: Run, batch: Batch, key: Tensor, shared: Sequence[object], *, training: bool, first: bool
     ) -> Iterator[tuple[Finding, bool]]:
         """What is found, and whether it changes the result of this plan."""
         plan, width = self.mesh.plan, self.stage.width_head
@@ -202,7 +203,7 @@ class SplitCheck:
             samples = [all_of(own, key, width, y=real)] if real is not None else []
             if first or real is None:
                 samples.append(all_of(own, key, width, seed=self._seen[training].looks))
-            if plan.stages > 1 and isinstance(self.model, Model) and (shared := shared_objects(self.model.encoder, self.model.head)):
+            if shared:
                 with untouched(root, self.mesh.device, self.stage.dtype), suppress(Exception):
                     kind = changed_by(lambda: run(samples[-1], samples[-1].whole.pieces), shared)
                     if kind is not None:
@@ -225,6 +226,13 @@ class SplitCheck:
                 )
             for found in faults:
                 yield found, False
+
+    def _shared(self) -> list[object]:
+        """What encoder and head share while they are on different stages. The code of known modules reads nothing of the user's."""
+        if self.mesh.plan.stages == 1 or not isinstance(self.model, Model):
+            return []
+        encoder, head = self.model.encoder, self.model.head
+        return [] if stepwise(encoder) or stepwise(head) else shared_objects(encoder, head)
 
     @property
     def _maskable(self) -> bool:

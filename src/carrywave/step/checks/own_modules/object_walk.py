@@ -1,0 +1,84 @@
+"""Walks through what a user's modules hold: the one set of rules for what is entered, what is a leaf, and how far the walk goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from carrywave.step.checks.own_modules.module_reads import Variable, is_foreign
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
+_LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType, property)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_DEPTH, _MOST = 5, 256  # how deep to descend, and how many members of each to visit
+
+Path = tuple[Any, ...]  # names of attributes, keys and numbers, from a root
+
+
+class Met(NamedTuple):
+    """A value that was met on the way."""
+
+    path: Path
+    value: Any
+    within: Path | None = None  # the outermost list, set or deque that it is or lies in: what is in those comes and goes
+
+
+def walk(roots: Iterable[Met], *, foreign: bool = True, seen: dict[int, Any] | None = None) -> Iterator[Met]:
+    """Yield these values and what they hold in turn, nearest first, every object once. Modules are not entered.
+
+    `foreign`: also enter objects of torch, numpy and Python, unless they are callable. `seen`: what was met before, and is now.
+    """
+    seen = {} if seen is None else seen  # it keeps values alive, so that no identity is used again
+    waiting = deque((met, _DEPTH) for met in roots)
+    while waiting:
+        met, depth = waiting.popleft()
+        path, value, within = met
+        if not isinstance(value, PLAIN):
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+        if within is None and isinstance(value, list | set | frozenset | deque):
+            within = path
+        yield Met(path, value, within)
+        if depth and not isinstance(value, _LEAVES):
+            waiting += [(Met((*path, name), each, within), depth - 1) for name, each in _members(value, foreign=foreign)]
+
+
+def is_users(value: object) -> bool:
+    """True for an object of a class of the user's, or one that only groups values of the user's."""
+    return not is_foreign(type(value).__module__) or isinstance(value, SimpleNamespace)
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """What is in the slots of an object."""
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(value, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)}
+
+
+def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
+    """What a function, a class, a container or an object holds: of a sequence the last, of all else the first."""
+    inside: Mapping[Any, Any] = {}
+    if isinstance(value, FunctionType):
+        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *(value.__closure__ or ()))
+        inside = {number: Variable("", each).read() if isinstance(each, CellType) else each for number, each in enumerate(held)}
+    elif isinstance(value, MethodType):
+        inside = {"function": value.__func__, "self": value.__self__}
+    elif isinstance(value, partial):
+        inside = {"function": value.func, "arguments": value.args, **value.keywords}
+    elif isinstance(value, type):
+        inside = {} if is_foreign(value.__module__) else {name: each for name, each in vars(value).items() if not name.startswith("__")}
+    elif isinstance(value, Mapping):
+        inside = value
+    elif isinstance(value, _SEQUENCES):
+        return enumerate([*value][-_MOST:])
+    if (is_users(value) and not isinstance(value, type)) or (foreign and not inside and not callable(value)):
+        inside = {**inside, **slots_of(value), **getattr(value, "__dict__", {})}
+    return islice(inside.items(), _MOST)
