@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from carrywave.step.checks.own_modules.module_reads import Variable, own_classes, variables_read_by
-from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, walk
+from carrywave.step.checks.own_modules.module_reads import Variable, variables_read_by
+from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, own_classes, walk
 from carrywave.step.checks.own_modules.stepwise import HOOKS
 
 ALWAYS = 8  # changes of a value that all count
@@ -76,70 +76,55 @@ class _Marks:
             self._count += 1
             if self._count > _MOST_MARKS:
                 return
-            self._note(met)
-
-    def _note(self, met: Met) -> None:
-        value = met.value
-        if isinstance(value, bool | str | bytes | None.__class__ | np.bool_):
-            self._switch(met, value)
-        elif isinstance(value, int | float | np.integer | np.floating):
-            self._switch(met, bool(value > 0) - bool(value < 0))
-            self._value(met, value if value == value else None)  # NaN differs from itself
-        elif isinstance(value, Tensor):
-            self._note_tensor(met, value)
-        elif isinstance(value, np.ndarray):
-            self._value(met, (value.shape, value.dtype.hasobject or zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)))
-        elif isinstance(value, nn.Module):
-            self._note_module(met, value)
-        elif isinstance(value, FunctionType):
-            self._switch(met, value.__code__)
-        elif isinstance(value, type):
-            self._switch(met, value)
-        elif isinstance(value, list | set | frozenset | deque):
-            self._value(met, len(value))
-        elif isinstance(value, PLAIN):
-            self._value(met, str(value))
-        else:
-            self._switch(met, str(type(value)))
+            self._mark(met, *_marks_of(met.value))
+            if isinstance(met.value, nn.Module) and not isinstance(met.value, torch.jit.ScriptModule):  # which cannot be tried either
+                self._note_module(met, met.value)
 
     def _note_module(self, met: Met, module: nn.Module) -> None:
-        """Note a module and those in it."""
-        if isinstance(module, torch.jit.ScriptModule):
-            self._switch(met, module)  # it cannot be tried either
-            return
-        self._switch(met, (module, type(module).forward))
+        """Note what a module holds, and the modules in it."""
         for name, parameter in module._parameters.items():
-            inner = Met((*met.path, name), parameter, met.within)
-            self._switch(inner, None if parameter is None else parameter.requires_grad)
-            if parameter is not None and not parameter.requires_grad:
-                self._note_tensor(inner, parameter)
+            trained, value = (None, None) if parameter is None else (parameter.requires_grad, _marks_of_tensor(parameter))
+            self._mark(Met((*met.path, name), parameter, met.within), trained, value)
         held = {name: value for kind in own_classes(module) for name, value in vars(kind).items() if not name.startswith("__")}
         held |= {name: value for name, value in vars(module).items() if name not in TORCHS} | module._buffers
         held |= {name: each for name, each in module._modules.items() if each is not None}
         hooks = [(store, key, hook) for store in HOOKS for key, hook in getattr(module, store).items()]
         self.note(Met((*met.path, *names), value, met.within) for *names, value in [*held.items(), *hooks])
 
-    def _note_tensor(self, met: Met, tensor: Tensor) -> None:
-        """By value where that is cheap: `.data` changes it without a trace. Elsewhere by torch's counter of changes."""
-        if tensor.requires_grad and tensor.is_leaf:
-            return
-        if tensor.device.type == "cpu" and tensor.numel() <= SMALL and tensor.layout == torch.strided:
-            values = tuple(tensor.detach().reshape(-1).tolist())
-            (self._switch if tensor.dtype == torch.bool else self._value)(met, values)
-        else:
-            self._value(met, (id(tensor), None if tensor.is_inference() else tensor._version))
-
-    def _switch(self, met: Met, mark: Hashable) -> None:
+    def _mark(self, met: Met, switch: Hashable, value: Any) -> None:
         if met.within is None:
-            self.switches[met.path] = mark
-        else:
-            self._value(met, mark)
+            self.switches[met.path], self.values[met.path] = switch, value
+        else:  # what comes and goes is no switch
+            self.values.setdefault(met.within, {})[met.path] = switch, value
 
-    def _value(self, met: Met, mark: Any) -> None:
-        if met.within is None:
-            self.values[met.path] = mark
-        else:
-            self.values.setdefault(met.within, {})[met.path] = mark
+
+def _marks_of(value: Any) -> tuple[Hashable, Any]:
+    """What tells whether something was switched, and whether a value has changed, without what it holds."""
+    if isinstance(value, bool | str | bytes | None.__class__ | np.bool_ | type):
+        return value, None
+    if isinstance(value, int | float | np.integer | np.floating):
+        return bool(value > 0) - bool(value < 0), value if value == value else None  # NaN differs from itself
+    if isinstance(value, Tensor):
+        return _marks_of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return None, (value.shape, value.dtype.hasobject or zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data))
+    if isinstance(value, nn.Module):
+        return (value, getattr(type(value), "forward", None)), None
+    if isinstance(value, FunctionType):
+        return value.__code__, None
+    if isinstance(value, list | set | frozenset | deque):
+        return None, len(value)
+    return (None, str(value)) if isinstance(value, PLAIN) else (str(type(value)), None)
+
+
+def _marks_of_tensor(tensor: Tensor) -> tuple[Hashable, Any]:
+    """By value where that is cheap: `.data` changes it without a trace. Elsewhere by torch's counter of changes."""
+    if tensor.requires_grad and tensor.is_leaf:
+        return None, None
+    if tensor.device.type == "cpu" and tensor.numel() <= SMALL and tensor.layout == torch.strided:
+        values = tuple(tensor.detach().reshape(-1).tolist())
+        return (values, None) if tensor.dtype == torch.bool else (None, values)
+    return None, (id(tensor), None if tensor.is_inference() else tensor._version)
 
 
 def is_power_of_2(number: int) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-_FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
+from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, own_classes, walk
 
 
 class Variable(NamedTuple):
@@ -62,16 +61,6 @@ def variables_read_by(roots: Sequence[object]) -> list[Variable]:
     return list(found.values())
 
 
-def own_classes(module: nn.Module) -> list[type]:
-    """The user's classes that a module is made of."""
-    return [kind for kind in type(module).__mro__ if not is_foreign(kind.__module__)]
-
-
-def is_foreign(name: str | None) -> bool:
-    """True for what is neither the user's nor from a library that knows nothing of us, by the name of its file's module."""
-    return str(name).partition(".")[0] in _FOREIGN
-
-
 def _is_installed(file: dict[str, Any]) -> bool:
     """True for the globals of a library's file: what it keeps there is its own affair."""
     return is_foreign(file.get("__name__")) or "site-packages" in str(file.get("__file__"))
@@ -87,18 +76,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _functions(root: object) -> Iterator[FunctionType]:
-    """The code of a function, or of a module and its submodules: methods, and functions among their attributes and hooks."""
-    if isinstance(root, MethodType):
-        root = root.__func__
-    if isinstance(root, FunctionType):
-        yield root
-    elif isinstance(root, nn.Module):
-        for module in root.modules():
-            hooks = [hook for store in (module._forward_hooks, module._forward_pre_hooks) for hook in store.values()]
-            methods = [value for kind in own_classes(module) for value in vars(kind).values()]
-            for value in (*vars(module).values(), *hooks, *methods):
-                held = [] if isinstance(value, FunctionType | type | nn.Module) else list(getattr(value, "__dict__", {}).values())
-                inner = (value.fget,) if isinstance(value, property) else (getattr(value, "__func__", value), *held)
-                for each in inner:
-                    if isinstance(each, FunctionType):
-                        yield each
+    """The code of a function, or of a module and its submodules: methods, and all functions that they hold, such as hooks."""
+    roots = [root]
+    if isinstance(root, nn.Module):
+        modules = list(root.modules())
+        roots = [value for module in modules for kind in (module, *own_classes(module)) for value in vars(kind).values()]
+    return (met.value for met in walk(Met((), value) for value in roots) if isinstance(met.value, FunctionType))

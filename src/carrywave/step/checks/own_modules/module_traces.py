@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import random as python_random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from carrywave.step.checks.own_modules.module_reads import is_foreign, own_classes, variables_read_by
-from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, is_users, slots_of, walk
+from carrywave.step.checks.own_modules.module_reads import variables_read_by
+from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, is_foreign, is_users, own_classes, slots_of, walk
 
-_STORES = ("_parameters", "_buffers", "_modules")
 _GENERATORS = (torch.Generator, python_random.Random, np.random.Generator)
 
 
@@ -29,52 +29,50 @@ class Kept:
         self._modules = list(root.modules())
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._stores = [{name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")} for module in self._modules]
-        self._outside = [(variable, variable.read()) for variable in variables_read_by([root])]
-        self._contents: list[tuple[Any, Any]] = [
-            (value, value.copy())
-            for each in self._attributes
-            for name, value in each.items()
-            if name in _STORES and isinstance(value, dict)
-        ]
-        self._fields: list[tuple[Any, str, Any]] = []  # of objects with slots, and of classes
-        self._generators: list[tuple[Any, Any]] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._values: list[tuple[Tensor, int, Tensor]] = []  # with torch's counter of changes
-        held = [value for each in self._attributes for name, value in each.items() if name not in _STORES]
-        held += [value for _, value in self._outside] + [kind for module in self._modules for kind in own_classes(module)]
+        self._undo: list[Callable[[], None]] = []  # what restores everything else
+        held: list[Any] = [kind for module in self._modules for kind in own_classes(module)]
+        for variable in variables_read_by([root]):
+            held.append(variable.read())
+            if isinstance(held[-1], PLAIN):
+                self._undo.append(partial(variable.write, held[-1]))
+        for attributes in self._attributes:
+            for name, value in attributes.items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    held.append(value)
+                elif isinstance(value, dict):
+                    self._undo.append(partial(_refill, value, dict(value)))
         for met in walk((Met((), value) for value in held), foreign=False):
             self._keep(met.value)
         self._copies: dict[int, Tensor] = {}
         self._dtype: torch.dtype | None = None
 
     def _keep(self, value: Any) -> None:
-        """Keep what this value itself holds, if that can change."""
-        if isinstance(value, np.ndarray):
-            self._arrays.append((value, value.copy()))
-        elif isinstance(value, Tensor):
-            self._keep_value(value)
+        """Keep what this value itself holds, if that can change. Modules of the root are kept as a whole, others are not restored."""
+        fields: dict[str, Any] = {}
+        if isinstance(value, Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._undo.append(partial(np.copyto, value, value.copy()))
         elif isinstance(value, _GENERATORS):
-            self._generators.append((value, _state_of(value)))
+            self._undo.append(partial(_set_state, value, _state_of(value)))
+        elif isinstance(value, list | set | deque | dict):
+            self._undo.append(partial(_refill, value, dict(value) if isinstance(value, dict) else [*value]))
         elif isinstance(value, type):
-            self._fields += [(value, name, each) for name, each in class_values(value).items()]
-        elif isinstance(value, nn.Module):
-            pass  # those of this root are kept as a whole, others are not restored
-        else:
-            if isinstance(value, list | set | deque | dict):
-                self._contents.append((value, dict(value) if isinstance(value, dict) else [*value]))
-            if is_users(value):
-                self._fields += [(value, name, each) for name, each in slots_of(value).items()]
-                if isinstance(getattr(value, "__dict__", None), dict):
-                    self._contents.append((vars(value), dict(vars(value))))
+            fields = class_values(value)
+        if is_users(value) and not isinstance(value, nn.Module | type):
+            fields = slots_of(value)
+            if isinstance(getattr(value, "__dict__", None), dict):
+                self._undo.append(partial(_refill, vars(value), dict(vars(value))))
+        self._undo += [partial(_reassign, value, name, each) for name, each in fields.items()]
 
-    def _keep_value(self, tensor: Tensor) -> None:
+    def _keep_tensor(self, tensor: Tensor) -> None:
         if not tensor.is_meta and not tensor.is_inference() and not (tensor.requires_grad and tensor.is_leaf):
-            self._values.append((tensor, tensor._version, tensor.detach().clone()))
+            self._undo.append(partial(_rewrite, tensor, tensor._version, tensor.detach().clone()))
 
     def keep_buffers(self) -> None:
         """Keep the values of buffers too, which may be changed in place."""
         for buffer in [each for module in self._modules for each in module._buffers.values() if each is not None]:
-            self._keep_value(buffer)
+            self._keep_tensor(buffer)
 
     def copy_tensors(self, dtype: torch.dtype) -> None:
         """Replace parameters and buffers by copies, floating-point ones in this dtype; tied tensors stay tied.
@@ -119,24 +117,8 @@ class Kept:
         for module, attributes in zip(self._modules, self._attributes, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
-        for variable, value in self._outside:
-            if isinstance(value, PLAIN) and variable.read() is not value:
-                variable.write(value)
-        for store, before in self._contents:
-            if [*map(id, _flat(store))] != [*map(id, _flat(before))]:  # some cannot be filled, and do not change
-                store.clear()
-                (store.extend if isinstance(store, list | deque) else store.update)(before)
-        for holder, name, value in self._fields:
-            if (vars(holder).get(name) if isinstance(holder, type) else getattr(holder, name, None)) is not value:
-                setattr(holder, name, value)
-        for array, before in self._arrays:
-            array[...] = before
-        for tensor, version, before in self._values:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(before)
-        for generator, state in self._generators:
-            _set_state(generator, state)
+        for undo in self._undo:
+            undo()
 
 
 class Left:
@@ -212,8 +194,25 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other or one != one)
 
 
-def _flat(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+def _refill(container: Any, before: Any) -> None:
+    """Give a container its content back. Some cannot be filled, and do not change."""
+    now, then = ([*each, *each.values()] if isinstance(each, dict) else [*each] for each in (container, before))
+    if [*map(id, now)] != [*map(id, then)]:
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+def _reassign(holder: Any, name: str, value: Any) -> None:
+    """Give a class or an object with slots its field back."""
+    if (vars(holder).get(name) if isinstance(holder, type) else getattr(holder, name, None)) is not value:
+        setattr(holder, name, value)
+
+
+def _rewrite(tensor: Tensor, version: int, before: Tensor) -> None:
+    """Give a tensor its values back, unless torch's counter says that they are unchanged."""
+    if tensor._version != version:
+        with torch.no_grad():
+            tensor.copy_(before)
 
 
 def _state_of(generator: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -12,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from carrywave.step.checks.own_modules.module_reads import Variable, is_foreign
-
+_FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
-_LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType, property)
+_LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-_DEPTH, _MOST = 5, 256  # how deep to descend, and how many members of each to visit
+_DEPTH, _MOST = 6, 256  # how deep to descend, and how many members of each to visit
 
 Path = tuple[Any, ...]  # names of attributes, keys and numbers, from a root
 
@@ -52,6 +52,16 @@ def walk(roots: Iterable[Met], *, foreign: bool = True, seen: dict[int, Any] | N
             waiting += [(Met((*path, name), each, within), depth - 1) for name, each in _members(value, foreign=foreign)]
 
 
+def is_foreign(name: str | None) -> bool:
+    """True for what is neither the user's nor from a library that knows nothing of us, by the name of its file's module."""
+    return str(name).partition(".")[0] in _FOREIGN
+
+
+def own_classes(module: nn.Module) -> list[type]:
+    """The user's classes that a module is made of."""
+    return [kind for kind in type(module).__mro__ if not is_foreign(kind.__module__)]
+
+
 def is_users(value: object) -> bool:
     """True for an object of a class of the user's, or one that only groups values of the user's."""
     return not is_foreign(type(value).__module__) or isinstance(value, SimpleNamespace)
@@ -67,10 +77,13 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     """What a function, a class, a container or an object holds: of a sequence the last, of all else the first."""
     inside: Mapping[Any, Any] = {}
     if isinstance(value, FunctionType):
-        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *(value.__closure__ or ()))
-        inside = {number: Variable("", each).read() if isinstance(each, CellType) else each for number, each in enumerate(held)}
-    elif isinstance(value, MethodType):
-        inside = {"function": value.__func__, "self": value.__self__}
+        inside = dict(enumerate((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *(value.__closure__ or ()))))
+    elif isinstance(value, CellType):
+        inside = {} if value == CellType() else {"value": value.cell_contents}  # empty: not assigned yet
+    elif isinstance(value, MethodType | staticmethod | classmethod):
+        inside = {"function": value.__func__, "self": getattr(value, "__self__", None)}
+    elif isinstance(value, property):
+        inside = {"get": value.fget, "set": value.fset}
     elif isinstance(value, partial):
         inside = {"function": value.func, "arguments": value.args, **value.keywords}
     elif isinstance(value, type):

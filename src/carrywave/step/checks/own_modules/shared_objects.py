@@ -15,6 +15,7 @@ from torch import nn
 from carrywave.step.checks.own_modules.module_reads import variables_read_by
 from carrywave.step.checks.own_modules.module_traces import held, same
 from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, is_users, walk
+from carrywave.step.checks.own_modules.stepwise import stepwise
 
 
 def hidden_references(encoder: nn.Module, head: nn.Module) -> Iterator[str]:
@@ -34,7 +35,9 @@ def hidden_references(encoder: nn.Module, head: nn.Module) -> Iterator[str]:
 
 
 def shared_objects(encoder: nn.Module, head: nn.Module) -> list[Any]:
-    """The containers, and objects of classes of the user's, that both reach."""
+    """The containers, and objects of classes of the user's, that both reach. The code of known modules reads none."""
+    if stepwise(encoder) or stepwise(head):
+        return []
     of_encoder = _reached(encoder)
     shared = [value for each, value in _reached(head).items() if each in of_encoder]
     return [each for each in shared if isinstance(each, dict | list | set | deque) or is_users(each)]

@@ -159,10 +159,11 @@ class SplitCheck:
         for path, root, _ in modules if first else ():
             for sentence, always in known(root, path):
                 (errors if always or self._splits else warned).append(sentence)
-        if first and self.mesh.plan.stages > 1 and isinstance(self.model, Model):
-            errors += hidden_references(self.model.encoder, self.model.head)
+        shared: list[object] = []
+        if self.mesh.plan.stages > 1 and isinstance(self.model, Model):
+            errors += hidden_references(self.model.encoder, self.model.head) if first else ()
+            shared = shared_objects(self.model.encoder, self.model.head) if tried else []
         whole = self._whole(batch)
-        shared = self._shared() if tried else []
         # Replicas have the same modules, so one of them tries those of its stage on behalf of all, unless only others were changed.
         for path, root, run in tried if (self.mesh.replica == 0 or changed) and not errors else []:
             for found, harmful in self._found(path, root, run, whole, key, shared, training=training, first=first):
@@ -226,13 +227,6 @@ class SplitCheck:
                 )
             for found in faults:
                 yield found, False
-
-    def _shared(self) -> list[object]:
-        """What encoder and head share while they are on different stages. The code of known modules reads nothing of the user's."""
-        if self.mesh.plan.stages == 1 or not isinstance(self.model, Model):
-            return []
-        encoder, head = self.model.encoder, self.model.head
-        return [] if stepwise(encoder) or stepwise(head) else shared_objects(encoder, head)
 
     @property
     def _maskable(self) -> bool:
