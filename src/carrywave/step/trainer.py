@@ -364,9 +364,9 @@ class Trainer:
         before, self._sound = self._sound, None
         self._sound = look(self, result, before)
 
-    def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
-        """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
-        return own_part(self.mesh, self.stage, batch, scores=self.stage.scores if scores is None else scores, pooled=self.model.pooled)
+    def own_part(self, batch: Batch) -> Batch:
+        """This worker's lanes of a batch, reduced to what its stage reads, on its device."""
+        return own_part(self.mesh, self.stage, batch, scores=self.stage.scores, pooled=self.model.pooled)
 
     def _place(self, batch: Batch) -> int:
         """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""
