@@ -415,7 +415,7 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
 class Doubled:
     """A sum on the stream of the device: as if another worker had the same."""
 
-    in_stream = True
+    on_device = True
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.mul_(2.0)

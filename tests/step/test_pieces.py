@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 class Together:
     """What replicas exchange, in one process: the rows of all are set before the last one gathers."""
 
-    in_stream = False
+    on_device = False
 
     def __init__(self) -> None:
         self.rows: list[dict[int, Tensor]] = []  # by round

@@ -161,8 +161,8 @@ class Trainer:
         self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement, shards=shards)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
-        in_stream = self.mesh.messages_in_stream
-        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
+        on_device = self.mesh.messages_on_device
+        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, on_device=on_device) if known else None
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.

@@ -135,7 +135,7 @@ class Loop:
     def forward_backward(self) -> None:
         """Everything of a step up to its summed gradients; in one graph, if the step as a whole would be."""
         trainer, engine = self.trainer, self.trainer.engine
-        one_piece = trainer.mesh.in_stream and engine.gradients.in_stream
+        one_piece = trainer.mesh.on_device and engine.gradients.on_device
         if trainer.capture is not None and one_piece:
             trainer.capture("forward_backward", self._forward_backward, [self.part], [self.key], None)
         else:
