@@ -271,9 +271,9 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
     check_head(plan, pooled=model.pooled or model.whole_head)
     if model.whole_head and plan.chunk_steps is not None:
         instead = "use plan.micro_batches=2 or more, which divide lanes instead" if plan.stages > 1 else "remove plan.chunk_steps"
+        cut = f"{plan.stages} stages cut time" if plan.stages > 1 else "the plan cuts time"
         raise PlanError(
-            f"the head {type(model.head).__name__} reads whole sequences, but the plan cuts time into chunks of {plan.chunk_steps} steps; "
-            f"{instead}"
+            f"the head {type(model.head).__name__} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}"
         )
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)

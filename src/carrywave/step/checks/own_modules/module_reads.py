@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, own_classes, walk
+from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, is_users, own_classes, walk
 
 
 class Variable(NamedTuple):
@@ -77,7 +77,7 @@ def _names(code: CodeType) -> set[str]:
 
 def _functions(root: object) -> Iterator[FunctionType]:
     """The code of a function, or of a module and its submodules: methods, and all functions that they hold, such as hooks."""
-    roots = [root]
+    roots = [root, *(vars(type(root)).values() if is_users(root) else ())]
     if isinstance(root, nn.Module):
         modules = list(root.modules())
         roots = [value for module in modules for kind in (module, *own_classes(module)) for value in vars(kind).values()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random as python_random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,21 +17,36 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.step.checks.own_modules.module_reads import variables_read_by
-from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, is_foreign, is_users, own_classes, slots_of, walk
+from carrywave.step.checks.own_modules.object_walk import (
+    PLAIN,
+    TORCHS,
+    Met,
+    Path,
+    attributes_of,
+    is_foreign,
+    is_users,
+    own_classes,
+    slots_of,
+    walk,
+)
 
 _GENERATORS = (torch.Generator, python_random.Random, np.random.Generator)
 
 
 class Kept:
-    """A copy of the current state of a module and its submodules, and of what their code reads and may change, to be restored later."""
+    """A copy of the current state of a module and its submodules, and of what their code reads and may change, to be restored later.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = list(root.modules())
+    `beside`: what is called with it, such as a loss.
+    """
+
+    def __init__(self, root: nn.Module, beside: Iterable[object] = ()) -> None:
+        roots = [root, *beside]
+        self._modules = [module for each in roots if isinstance(each, nn.Module) for module in each.modules()]
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._stores = [{name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")} for module in self._modules]
         self._undo: list[Callable[[], None]] = []  # what restores everything else
-        held: list[Any] = [kind for module in self._modules for kind in own_classes(module)]
-        for variable in variables_read_by([root]):
+        held: list[Any] = [*roots, *(kind for module in self._modules for kind in own_classes(module))]
+        for variable in variables_read_by(roots):
             held.append(variable.read())
             if isinstance(held[-1], PLAIN):
                 self._undo.append(partial(variable.write, held[-1]))
@@ -124,13 +139,15 @@ class Kept:
 class Left:
     """A record of what modules hold, apart from torch's own attributes, and of the variables that their code reads, at one moment."""
 
-    def __init__(self, paths: Mapping[str, nn.Module]) -> None:
+    def __init__(self, paths: Mapping[str, nn.Module], beside: Mapping[str, object]) -> None:
         root = next(iter(paths))
-        self._outside = [(root, variable) for variable in variables_read_by([paths[root]])]
+        self._beside = {path: getattr(each, "__self__", each) for path, each in beside.items() if path not in paths}
+        self._outside = [(path, variable) for path, each in {root: paths[root], **beside}.items() for variable in variables_read_by([each])]
         self._values = self._now(paths)
 
     def _now(self, paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
-        return _values(paths) | {(root, f"variable {variable.name}"): held(variable.read()) for root, variable in self._outside}
+        found = _values(paths) | {(path, f"variable {variable.name}"): held(variable.read()) for path, variable in self._outside}
+        return found | {(path, name): held(value) for path, each in self._beside.items() for name, value in attributes_of(each).items()}
 
     def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
         """What differs now, as (module path, attribute)."""

@@ -73,6 +73,11 @@ def slots_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)}
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in slots and attributes."""
+    return {**slots_of(value), **getattr(value, "__dict__", {})}
+
+
 def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     """What a function, a class, a container or an object holds: of a sequence the last, of all else the first."""
     inside: Mapping[Any, Any] = {}
@@ -93,5 +98,5 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     elif isinstance(value, _SEQUENCES):
         return enumerate([*value][-_MOST:])
     if (is_users(value) and not isinstance(value, type)) or (foreign and not inside and not callable(value)):
-        inside = {**inside, **slots_of(value), **getattr(value, "__dict__", {})}
+        inside = {**inside, **attributes_of(value)}
     return islice(inside.items(), _MOST)

@@ -199,7 +199,7 @@ class SplitCheck:
         if self._splits:
             own = batch.to(self.mesh.device)
             cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
-            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute))
+            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), self._beside)
             real = self._head_input(own, key) if path == "head" else None
             samples = [all_of(own, key, width, y=real)] if real is not None else []
             if first or real is None:
@@ -221,12 +221,15 @@ class SplitCheck:
             few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
             cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
             cuts += [] if self._cuts_lanes else [few.halves]
+            how = Trial((True, False), thorough, self.precision, beside=self._beside)
             with self._encoder_untouched(path):
-                faults = probe.probe(
-                    run, root, path, replace(few, maskable=self._maskable), cuts, Trial((True, False), thorough, self.precision)
-                )
+                faults = probe.probe(run, root, path, replace(few, maskable=self._maskable), cuts, how)
             for found in faults:
                 yield found, False
+
+    @property
+    def _beside(self) -> dict[str, object]:
+        return self.stage.own_loss if isinstance(self.stage, OpaqueModel) else {}
 
     @property
     def _maskable(self) -> bool:
@@ -343,8 +346,8 @@ def say(found: Finding, root: nn.Module) -> str:
             "was stopped; use nn.Dropout, which is made keyed, instead of functional dropout or noise"
         ),
         "state": lambda: (
-            f"{what} changes its {found.detail} in forward, so its result depends on how often it is called, which a plan decides; "
-            "change it between steps, outside forward"
+            f"{what} changes its {found.detail} {'when it is called' if found.path == 'loss' else 'in forward'}, so its result depends on "
+            f"how often it is called, which a plan decides; change it between steps, outside {'it' if found.path == 'loss' else 'forward'}"
         ),
         "output": lambda: {
             "time": f"{what} gives different results for a step depending on the other steps in its input; {_STEP_BY_STEP}",
