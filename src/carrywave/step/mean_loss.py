@@ -19,7 +19,7 @@ from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import lanes_of
 from carrywave.step.reproducible.shards import parts_of
 from carrywave.step.trainer_view import TrainerView
-from carrywave.step.worker_setup import own_part
+from carrywave.step.worker_setup import local_part
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[
             if trainer.keep_state:
                 lanes = check_continued(batch, lanes)
             trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
-            own = own_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
+            own = local_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
             # number of replicas.
             for shard, part in parts_of(mesh, own, shards, pooled=model.pooled):

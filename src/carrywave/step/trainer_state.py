@@ -33,11 +33,11 @@ _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 def whole_weights(trainer: TrainerView) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    found = row_parts.joined(collect(trainer.mesh.world, _own_part(trainer, trainer.parameters())))
+    found = row_parts.joined(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
     return {name: found[name] for name in tensors_of(trainer.model) if name in found}
 
 
-def _own_part(trainer: TrainerView, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _local_part(trainer: TrainerView, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica, or its rows."""
     return row_parts.named(tensors, trainer.held.rows, others=trainer.mesh.replica == 0)
 
@@ -60,12 +60,12 @@ def state_dict(trainer: TrainerView) -> dict[str, Any]:
     trainer.agreement.settle()
     world = trainer.mesh.world
     weights = whole_weights(trainer)
-    own = _own_optimizer(trainer) if trainer.own_optimizer else None
+    own = _user_optimizer(trainer) if trainer.user_optimizer else None
     state: dict[str, Tensor] = {}
     if trainer.pieces is not None:
         state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
-    elif not trainer.own_optimizer:
-        state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
+    elif not trainer.user_optimizer:
+        state = _local_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
     own_carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state and low < high else {}
@@ -91,7 +91,7 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
     told, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
-            _check(given, own_optimizer=trainer.own_optimizer)
+            _check(given, user_optimizer=trainer.user_optimizer)
             told, tensors = pack(given)
     told = all_gather_text(world, told)[0]
     state = unpack(told, broadcast(world, tensors))
@@ -100,8 +100,8 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
     with raise_on_all(world):
         # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
-        carry = _own_carry(trainer, state["carry"])
-        if not trainer.own_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
+        carry = _local_carry(trainer, state["carry"])
+        if not trainer.user_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
             many = len(state["groups"])
             raise RunError(
                 f"the state has {many} parameter groups, but the spec's optimizer has one; pass the state of a trainer with one group"
@@ -109,7 +109,7 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
         if trainer.scaler is not None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
-        if trainer.own_optimizer:
+        if trainer.user_optimizer:
             held_rows = {name: (own.low, own.high) for name, own in rows.items()}
             own_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
             optimizer_state.load(trainer.optimizer, trainer.held.parameters, own_state)
@@ -155,10 +155,10 @@ def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda pair: pair[0])], dim=1) for name, parts in pieces.items()}
 
 
-def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
+def _check(given: Mapping[str, Any], *, user_optimizer: bool) -> None:
     if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
         raise RunError("not a trainer state; pass what trainer.state_dict() returned on rank 0")
-    if (given["own_optimizer"] is not None) != own_optimizer:
+    if (given["own_optimizer"] is not None) != user_optimizer:
         kinds = ("your own optimizer", "the spec's optimizer")
         there, here = kinds if given["own_optimizer"] is not None else kinds[::-1]
         raise RunError(f"the state is from a trainer with {there}, but this one has {here}; use the same in both")
@@ -196,7 +196,7 @@ def load_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], named: Seq
     optimizers.load_state(trainer.optimizer, named, piece_state.assembled(given, wanted, whole), averages=averages)
 
 
-def _own_optimizer(trainer: TrainerView) -> optimizer_state.Saved | None:
+def _user_optimizer(trainer: TrainerView) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
     world, has_part = trainer.mesh.world, trainer.mesh.replica == 0 or bool(trainer.held.rows)
     with raise_on_all(world):
@@ -239,7 +239,7 @@ def _take_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], groups: S
                 own[name] = value
 
 
-def _own_carry(trainer: TrainerView, carry: Mapping[str, Tensor]) -> State | None:
+def _local_carry(trainer: TrainerView, carry: Mapping[str, Tensor]) -> State | None:
     """The carry of this worker's lanes and layers."""
     if not carry or not trainer.keep_state:
         return None

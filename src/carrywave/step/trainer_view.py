@@ -31,7 +31,7 @@ class TrainerView(Protocol):
     held: HeldStage
     stage: Stage | OpaqueModel
     keep_state: bool
-    own_optimizer: bool
+    user_optimizer: bool
     pieces: Pieces | None
     scaler: Scaler | None
     engine: Engine

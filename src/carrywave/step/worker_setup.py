@@ -280,7 +280,7 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
         model.lstm.kernel = plan.kernel
 
 
-def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
+def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
     """The user's optimizer, without the parameters that other workers hold, and with its state where the parameters are now."""
     kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:
@@ -302,7 +302,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}
 
 
-def own_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
+def local_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
     """A worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: it reads the targets."""
     if batch.part_of is None and mesh.plan.replicas > 1:
         batch = batch.take(*mesh.share().bounds(batch.lanes.shape[0]), pooled=pooled)

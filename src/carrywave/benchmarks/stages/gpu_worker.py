@@ -123,7 +123,7 @@ class Loop:
         self.trainer.compute.scheduler = SCHEDULERS[split.family]
         self.clock = DeviceClock(world.device) if clock else None
         self.trainer.compute.clock = self.clock
-        part = self.trainer.own_part(self.batch)
+        part = self.trainer.local_part(self.batch)
         # As the loader hands it out: on the device, and marked as a part, so that ranks do not compare their batches at every step.
         self.part = replace(part, part_of=part.part_of or (self.batch.real, self.batch.lanes.shape[0]))
         self.key = random.key(self.trainer.spec.seed, self.batch.epoch, self.batch.step)
