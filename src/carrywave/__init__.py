@@ -67,14 +67,18 @@ _HOMES = {
 }
 
 
+def _cells() -> set[str]:
+    return {name.upper() for name in importlib.import_module("carrywave.cells.cell").names()}
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         module, attribute = _HOMES[name]
         return getattr(importlib.import_module(module), attribute)
-    if name.isupper() and name.lower() in importlib.import_module("carrywave.cells.cell").names():
+    if name.isupper() and name in _cells():
         return getattr(importlib.import_module("carrywave.model.lstm"), name)  # the layers of a cell
     raise AttributeError(f"module 'carrywave' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_cells()})

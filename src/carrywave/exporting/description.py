@@ -48,6 +48,7 @@ def _network(model: Model) -> dict[str, Any]:
         "embedding": [model.encoder.vocabulary, model.encoder.width] if isinstance(model.encoder, Embedding) else None,
         "categories": [list(table) for table in model.encoder.inputs.tables] if isinstance(model.encoder, Features) else [],
         "cell": lstm.cell.name,
+        "torch_module": lstm.cell.torch_module,
         "lstm": arguments(lstm),
         "layer_norm": lstm.layer_norm,
         "learned_carry": lstm.learned_carry,

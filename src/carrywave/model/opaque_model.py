@@ -63,6 +63,11 @@ class OpaqueModel(nn.Module):
         return True
 
     @property
+    def own_loss(self) -> dict[str, object]:
+        """The loss, by its name in messages, if it is not the module's own."""
+        return {} if getattr(self._loss, "__self__", None) is self.module else {"loss": self._loss}
+
+    @property
     def head(self) -> nn.Module:
         """The module itself, for error messages."""
         return self.module

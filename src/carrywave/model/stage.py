@@ -160,7 +160,8 @@ class Stage(nn.Module):
     def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
-        return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
+        with random.scope(chunk.key, chunk.lanes, chunk.start):
+            return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], or nothing."""

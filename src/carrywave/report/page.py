@@ -205,7 +205,7 @@ def _schedule(record: RunRecord) -> str:
     chunks = known.chunks(steps)
     if chunks * micro_batches * stages == 1 or chunks * micro_batches > MOST_PICTURED or stages > MOST_PICTURED:
         return ""
-    return show(wavefront(stages, chunks, micro_batches, share_head=bool(plan.get("share_head")), weights=not plan.get("recompute")))
+    return show(wavefront(stages, chunks, micro_batches, share_head=bool(plan.get("share_head")), defer_weights=not plan.get("recompute")))
 
 
 def _samples(samples: Samples) -> dict[str, Any]:

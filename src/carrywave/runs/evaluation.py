@@ -167,7 +167,7 @@ def _walk(
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)
     if capture is None:
-        capture = Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream)
+        capture = Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
     forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
     splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision, shards=shards is not None)
     states: dict[int, State] = {}

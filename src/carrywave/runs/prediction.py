@@ -36,7 +36,6 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
 
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
-AT_ONCE = 4096  # rows of a forecast that are written together
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def summarize(
         lines.append(f"kernels   {_by_layer(names)}")
     chunks = 1 if model.reads_whole else plan.chunks(widest)
     if chunks * plan.micro_batches <= 12 and chunks * plan.micro_batches * plan.stages > 1:
-        schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, weights=not plan.recompute)
+        schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, defer_weights=not plan.recompute)
         lines += [f"          {row}" for row in show(schedule).splitlines()]
     return "\n".join(lines)
 
@@ -83,9 +83,9 @@ def summarize(
 def transports_of_run(mesh: Mesh, model: Model | OpaqueModel, spec: Spec) -> Transports:
     """How the workers of this run reach each other, and what of a step will be recorded."""
     on_gpu = mesh.device.type == "cuda"
-    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream) is None:
+    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device) is None:
         return Transports(mesh.messages, mesh.sums, "", on_gpu)
-    one_piece = mesh.in_stream and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
+    one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
     return Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
 
 

@@ -32,7 +32,7 @@ class Outputs:
             spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
         self._spec = spec
         mesh = saved.mesh
-        self._capture = Capture.of(mesh.device, mesh.plan, saved.model, in_stream=mesh.messages_in_stream)
+        self._capture = Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device)
 
     def of(self, data: Sequences) -> list[Numbers]:
         """The output for the whole of each sequence (classification, regression), its tags (tagging), or the forecast after its last step.

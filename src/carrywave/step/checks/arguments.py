@@ -70,11 +70,11 @@ def train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
     return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
 
 
-def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
+def check_spec(spec: TrainSpec, *, user_optimizer: bool) -> None:
     """Refuse settings that have no effect on a step in a user's own loop."""
     usual = TrainSpec()
     for key in sorted(spec.model_fields_set):
-        if own_optimizer and key in OPTIMIZER_KEYS:
+        if user_optimizer and key in OPTIMIZER_KEYS:
             remedy = "average with torch.optim.swa_utils.AveragedModel" if key == "ema" else f"remove train.{key}"
             raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; {remedy}")
         if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
