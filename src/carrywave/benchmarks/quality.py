@@ -151,7 +151,8 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         name, theirs = str(row["data"]), row["median"]
         own = ours.get(name)
-        if row["column"] in ("torch", "simple") and isinstance(own, float) and isinstance(theirs, float):
-            if (own < theirs) if higher[name] else (own > theirs):
-                lines.append(f"{name}: ours {own:.4g} is behind {row['column']} {theirs:.4g}")
+        if row["column"] not in ("torch", "simple") or not isinstance(own, float) or not isinstance(theirs, float):
+            continue
+        if (own < theirs) if higher[name] else (own > theirs):
+            lines.append(f"{name}: ours {own:.4g} is behind {row['column']} {theirs:.4g}")
     return lines

@@ -126,9 +126,10 @@ def _tagged(data: Sequences) -> tuple[Ints, Ints]:
 
 
 def _mean(task: Task, train: Sequences, part: Part) -> dict[str, float]:
-    assert train.labels is not None and part.data.labels is not None
     meter = task.meter(torch.device("cpu"), part)
     assert meter is not None
+    assert train.labels is not None
+    assert part.data.labels is not None
     wanted = torch.tensor(np.asarray(part.data.labels))
     meter.update(torch.tensor(np.asarray(train.labels).mean(0)).expand_as(wanted), wanted)
     return meter.values()
@@ -176,7 +177,7 @@ def _ridge(task: Task, parts: Mapping[str, Part], metric: str, lags: int) -> Rea
         rows = _less_last(past_NL)
         products += rows.T @ rows
         sums += rows.T @ (future_NH - past_NL[:, -1:])
-    return np.linalg.solve(products + RIDGE * np.eye(lags + 1), sums)
+    return np.asarray(np.linalg.solve(products + RIDGE * np.eye(lags + 1), sums), np.float64)
 
 
 def _columns(task: Task, part: Part, metric: str, lengths: Ints) -> Iterator[tuple[int, Reals]]:

@@ -91,7 +91,7 @@ def train(task: Task, parts: Mapping[str, Part], scored: str, *, steps: int | No
             assert batch.targets is not None
             loss, count = loss_of(out, batch.targets)
             optimizer.zero_grad()
-            (loss / count).backward()
+            (loss / count).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             done += 1
             if done == (steps or spec.train.max_steps):

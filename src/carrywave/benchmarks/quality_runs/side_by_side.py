@@ -104,6 +104,8 @@ def _trained(cell: Cell, call: _Calls) -> Result:
     else:
         rows = [row for row in metrics if row["split"] == cell.data_set.part]
         scored = min(rows, key=lambda row: row["loss"])  # of test there is one row, of the weights that are best on valid
+    if cell.data_set.metric not in scored:
+        raise RunError(f"the run has no {cell.data_set.metric}")
     return Result(cell, scored[cell.data_set.metric], seconds, steps, f"{steps} steps")
 
 
