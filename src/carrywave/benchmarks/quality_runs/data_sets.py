@@ -78,14 +78,19 @@ def read_long(path: Path) -> dict[str, list[list[str]]]:
 
 
 def _joined(files: Files, folder: Path, _: Path | None) -> Files:
-    """Each series of train, continued by that of test: forecasts are made from where train ends."""
+    """Each series of train, continued by that of test: forecasts are made from where train ends.
+
+    Hours are counted so that all series end in the same one: an origin is a moment, and the files have a number in place of one.
+    """
     train, test = read_long(files["train"]), read_long(files["test"])
+    whole = {name: [*rows, *test.get(name, [])] for name, rows in train.items()}
+    longest = max(map(len, whole.values()))
     path = folder / "train-and-test.csv"
     with path.open("w", encoding="utf-8", newline="") as out:
-        rows = csv.writer(out, lineterminator="\n")
-        rows.writerow(["unique_id", "ds", "y"])
-        for name, known in train.items():
-            rows.writerows([*known, *test.get(name, [])])
+        lines = csv.writer(out, lineterminator="\n")
+        lines.writerow(["unique_id", "ds", "y"])
+        for name, rows in whole.items():
+            lines.writerows([name, longest - len(rows) + place, row[2]] for place, row in enumerate(rows, start=1))
     return {"train": files["train"], "follows": path}
 
 
