@@ -213,6 +213,14 @@ def test_a_cell_is_median_and_spread_and_where_ours_is_behind_is_said() -> None:
     expected = {"metric": "test accuracy", "median": 0.11, "lowest": 0.1, "highest": 0.12, "seeds": 3, "seconds": 2.0}
     assert expected.items() <= rows[1].items()
     assert rows[0]["note"] == "seed 1 failed: exit code 2: no"
+    assert quality.shown(rows)[0] | {"note": ""} == dict.fromkeys(("recipe", "torch", "simple", "note"), "") | {
+        "data": "readme",
+        "metric": "valid bits",
+        "ours": "failed",
+    }
+    cells = {"ours": "0.11 (0.1–0.12), 2 s", "recipe": "0.9, 1 s", "torch": "0.19, 1 s"}
+    assert cells.items() <= quality.shown(rows)[1].items()
+    assert quality.shown(rows)[2]["simple"] == "0.1, mean"
     assert quality.conclusions(rows) == [
         "readme: ours has no figure",
         "acsf1: ours 0.11 is behind torch 0.19",

@@ -91,7 +91,7 @@ def bench(
     if unknown := [option for option in asked if option not in known]:
         raise UserError(f"bench {name} has no --{unknown[0].replace('_', '-')}; remove it")
     found: list[dict[str, object]] = module.run(quick=quick, **asked)
-    show(table_of(f"bench {name}", found))
+    show(table_of(f"bench {name}", module.shown(found) if hasattr(module, "shown") else found))
     for line in module.conclusions(found) if hasattr(module, "conclusions") else ():
         typer.echo(line)
     write_rows(json_file, found)
