@@ -11,6 +11,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("carrywave train words.yaml --devices 4 --run runs/words", "on four devices, split as the planner thinks best"),
         ("carrywave train --run runs/words --resume train.epochs=40", "continue, here with more epochs than before"),
     ),
+    "tune": (
+        ("carrywave tune words.yaml model.hidden=64,128,256 train.lr=1e-4..1e-2", "20 trials, one for each GPU at a time"),
+        ("carrywave tune words.yaml model.dropout=0..0.6 train.epochs=10 --hours 8 --run runs/search", "for a night, 10 epochs each"),
+        ("carrywave tune --run runs/search --resume --trials 60", "continue, here with more trials than before"),
+    ),
     "plan": (
         ("carrywave plan words.yaml --devices 4", "the best split over four devices of this machine"),
         ("carrywave plan words.yaml --profile h200 --facts vocabulary=33278", "for GPUs that are elsewhere, without the data"),
