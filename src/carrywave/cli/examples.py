@@ -7,9 +7,9 @@ from rich.markup import escape
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "train": (
         ("carrywave train", "a small character model, to see that everything works"),
-        ("carrywave train words.yaml train.epochs=6 model.hidden=200", "a spec, with two keys changed"),
-        ("carrywave train words.yaml --devices 4 --run runs/words", "on four devices, split as the planner thinks best"),
+        ("carrywave train words.yaml train.epochs=6 --devices 4 --run runs/words", "a spec with a key changed, on four devices"),
         ("carrywave train --run runs/words --resume train.epochs=40", "continue, here with more epochs than before"),
+        ("carrywave train words.yaml --seeds 5 --run runs/five", "five runs side by side, to predict with all of them"),
     ),
     "tune": (
         ("carrywave tune words.yaml model.hidden=64,128,256 train.lr=1e-4..1e-2", "20 trials, one for each GPU at a time"),
