@@ -83,6 +83,6 @@ def test_a_value_may_need_another_key() -> None:
 
 
 def test_a_seed_that_picks_what_is_held_out_is_not_searched() -> None:
-    with pytest.raises(SpecError, match="set data.valid"):
+    with pytest.raises(SpecError, match=r"set data\.valid"):
         check_space({"task": "classification", "data": {"train": "a.jsonl"}}, space_of(["train.seed=1,2"])[0])
     check_space(BASE, space_of(["train.seed=1,2"])[0])

@@ -46,7 +46,9 @@ def test_the_best_spec_is_written_and_every_trial_has_a_folder(tmp_path: Path) -
     assert json.loads((tmp_path / "s" / "trial-3" / "trial.json").read_text())["state"] == "finished"
     assert len(lines) == 4
     page = (tmp_path / "s" / "tune.html").read_text()
-    assert "loss by trial" in page and "loss by train.lr" in page and page.count("<svg") == 3
+    assert "loss by trial" in page
+    assert "loss by train.lr" in page
+    assert page.count("<svg") == 3
 
 
 def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
@@ -73,10 +75,12 @@ def test_no_combination_of_choices_is_tried_twice(tmp_path: Path) -> None:
 def test_a_hopeless_trial_is_stopped_and_its_folder_says_so(tmp_path: Path) -> None:
     found = tune(tmp_path / "s", {"train.lr": (1e-3, 1.0)}, trials=14)
     pruned = [row for row in found.rows if row["state"] == "pruned"]
-    assert pruned and all(row["trial"] > study.STARTUP for row in pruned)
+    assert pruned
+    assert all(row["trial"] > study.STARTUP for row in pruned)
     for row in pruned:
         told = json.loads((tmp_path / "s" / f"trial-{row['trial']}" / "trial.json").read_text())
-        assert told["state"] == "pruned" and row["epochs"] == len(told["values"]) < 4
+        assert told["state"] == "pruned"
+        assert row["epochs"] == len(told["values"]) < 4
     assert found.value == min(row["loss"] for row in found.rows if row["state"] == "finished")
     assert all(row["state"] == "finished" for row in tune(tmp_path / "t", {"train.lr": (1e-3, 1.0)}, trials=8, prune=False).rows)
 
@@ -85,8 +89,11 @@ def test_a_run_that_dies_ends_only_its_trial(tmp_path: Path) -> None:
     lines: list[str] = []
     found = tune(tmp_path / "s", {"model.hidden": [4, 13, 14]}, trials=3, say=lines.append)
     why = {row["model.hidden"]: row.get("why", "") for row in found.rows}
-    assert why[4] == "" and "brings bad luck" in why[13] and "SIGKILL" in why[14]
-    assert found.best is not None and found.best.model.hidden == 4
+    assert why[4] == ""
+    assert "brings bad luck" in why[13]
+    assert "SIGKILL" in why[14]
+    assert found.best is not None
+    assert found.best.model.hidden == 4
 
 
 def test_a_search_in_which_all_fail_ends(tmp_path: Path) -> None:
@@ -118,7 +125,8 @@ def test_a_search_that_is_stopped_goes_on_with_the_same_trial(tmp_path: Path) ->
     keys = {"model.hidden": [15, 16]}
     first = cw.tune(SPEC, keys, run=tmp_path / "s", seed=_seed_with_15_first(keys), device="cpu")
     thread.join()
-    assert first.ending == "terminated" and first.best is None
+    assert first.ending == "terminated"
+    assert first.best is None
     assert [row["state"] for row in first.rows] == ["stopped"]
     again = cw.tune(SPEC, keys, run=tmp_path / "s", seed=_seed_with_15_first(keys), device="cpu", resume=True)
     assert [(row["model.hidden"], row["state"]) for row in again.rows] == [(15, "finished"), (16, "finished")]

@@ -35,11 +35,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "evaluate": (
         ("carrywave evaluate runs/words", "on the run's own test or validation data"),
         ("carrywave evaluate runs/words --data other.txt --json result.json", "on other data, with the figures in a file"),
+        ("carrywave evaluate runs/five/seed-1 runs/five/seed-2 runs/five/seed-3", "several runs as one"),
     ),
     "predict": (
         ('carrywave predict runs/words --prompt "The carry" --tokens 100 --temperature 0.8', "continue a text"),
         ("carrywave predict runs/vowels new.jsonl -o labels.jsonl", "a label for each sequence of a file"),
         ("carrywave predict runs/load recent.csv -o forecast.csv", "forecast what follows"),
+        ("carrywave predict runs/five/seed-1 runs/five/seed-2 recent.csv -o forecast.csv", "the mean of what several runs forecast"),
     ),
     "export": (
         ("carrywave export runs/words --to safetensors -o words", "weights under the names of torch.nn.LSTM"),
