@@ -119,7 +119,7 @@ def series(folder: Path) -> Path:
     draw = np.random.default_rng(4)
     lines = ["unique_id,ds,y"]
     for name, level in (("a", 10.0), ("b", 500.0)):
-        values = level * (1 + 0.1 * np.sin(np.arange(80) / 3) + 0.02 * draw.normal(size=80))
+        values = level * (1 + 0.1 * np.sin(np.arange(20) / 3) + 0.02 * draw.normal(size=20))
         lines += [f"{name},2026-01-01 {hour // 60:02d}:{hour % 60:02d}:00,{value}" for hour, value in enumerate(values)]
     (folder / "series.csv").write_text("\n".join(lines) + "\n")
     return folder / "series.csv"
@@ -128,10 +128,10 @@ def series(folder: Path) -> Path:
 @pytest.mark.parametrize("quantiles", [None, [0.1, 0.5, 0.9]])
 def test_forecasts_are_averaged_in_the_units_of_the_data(folder: Path, series: Path, quantiles: list[float] | None) -> None:
     """One run with a residual, one with a scale of its own: they add and multiply different things."""
-    data = {"train": str(series), "split": [50, 15, 15], "horizon": 3, "quantiles": quantiles}
+    data = {"train": str(series), "split": [10, 5, 5], "horizon": 3, "quantiles": quantiles}
     kind = "points" if quantiles is None else "quantiles"
     first = learn(folder, f"{kind}-1", "forecasting", {**data, "residual": "last"})
-    second = learn(folder, f"{kind}-2", "forecasting", {**data, "split": [40, 25, 15]}, 2, model={"hidden": 4, "layers": 1})
+    second = learn(folder, f"{kind}-2", "forecasting", {**data, "split": [8, 7, 5]}, 2, model={"hidden": 4, "layers": 1})
     runs = [first, second]
     one, two, both = (cw.predict(some, str(series), device="cpu") for some in (first, second, runs))
     columns = [name for name in both[0] if name.startswith("y")]
@@ -154,8 +154,7 @@ def _mean_errors(runs: list[Path], series: Path) -> dict[str, float]:
     whole = pd.read_csv(series)
     truth = {name: part["y"].to_numpy() for name, part in whole.groupby("unique_id")}
     gaps: dict[str, list[float]] = {name: [] for name in truth}
-    origins = range(1, 78) if not open_run(runs[0], "cpu").task.codec.targets == () else range(0)
-    for origin in origins:
+    for origin in range(1, 18):
         made = cw.predict(runs, whole.groupby("unique_id").head(origin), device="cpu", note=lambda _: None)
         for row in made:
             value = row.get("y", row.get("y-q0.5"))
@@ -166,7 +165,7 @@ def _mean_errors(runs: list[Path], series: Path) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def speakers(folder: Path) -> list[Path]:
     (folder / "text.txt").write_text("abcdefgh\nhgfedcba\n" * 60)
-    batch = {"lanes": 3, "steps": 7}
+    batch = {"lanes": 3, "steps": 7, "eval_lanes": 1}
     first = learn(folder, "speaker-1", "language", {"train": str(folder / "text.txt")}, batch=batch)
     model = {"hidden": 6, "layers": 1, "softmax": "adaptive", "cutoffs": [4]}
     second = learn(folder, "speaker-2", "language", {"train": str(folder / "text.txt")}, 2, batch={"lanes": 2, "steps": 5}, model=model)
@@ -177,18 +176,7 @@ def test_the_perplexity_is_that_of_the_mean_probability_of_each_token(folder: Pa
     (folder / "other.txt").write_text("abcdefgh\nhgfedcba\nabab\n")
     saved = [open_run(run, "cpu") for run in speakers]
     ids = torch.from_numpy(np.asarray(saved[0].task.codec.encode("abcdefgh\nhgfedcba\nabab\n"), dtype=np.int64))
-    lanes = cw.evaluate(speakers[0], str(folder / "other.txt"), "cpu")
-    shares = []
-    # In the lanes of the first run, as evaluation cuts the text: each lane by itself.
-    steps = (len(ids) - 1) // 3 if (len(ids) - 1) % 3 == 0 else None
-    assert steps is not None
-    assert lanes["split"] == str(folder / "other.txt")
-    for member in saved:
-        logits = []
-        for lane in range(3):
-            y, _ = member.model(ids[lane * steps : (lane + 1) * steps, None])
-            logits.append(member.model.head(y)[:, 0])  # type: ignore[operator]
-        shares.append(torch.softmax(torch.cat(logits), dim=-1))
+    shares = [torch.softmax(member.model.head(member.model(ids[:-1, None])[0])[:, 0], dim=-1) for member in saved]  # type: ignore[operator]
     right = ((shares[0] + shares[1]) / 2).gather(1, ids[1:, None])[:, 0]
     found = cw.evaluate(speakers, str(folder / "other.txt"), "cpu")
     assert found["loss"] == pytest.approx(-right.log().mean().item(), rel=1e-12)
