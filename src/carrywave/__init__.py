@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from carrywave.train.callbacks import Callback, Moment
     from carrywave.train.fit import fit
     from carrywave.train.forecaster import Forecaster
+    from carrywave.tuning.tune import tune
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "fit",
     "load_spec",
     "predict",
+    "tune",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
     "predict": ("carrywave.runs.prediction", "predict"),
+    "tune": ("carrywave.tuning.tune", "tune"),
 }
 
 

@@ -44,14 +44,15 @@ def render(records: Sequence[RunRecord], samples: Sequence[Samples | None], *, l
     views = [_view(number, record, some, most) for number, (record, some) in enumerate(zip(records, samples, strict=True))]
     title = records[0].name if len(records) == 1 else f"{len(records)} runs"
     return (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(title=title, runs=views, compared=_compared(records) if len(records) > 1 else None, live=live, parts=figures.PARTS)
     )
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Where templates come from."""
     found = Environment(
         loader=PackageLoader("carrywave.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
