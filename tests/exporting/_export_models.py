@@ -37,6 +37,10 @@ MODELS: dict[str, Callable[[], Model]] = {
     "language, projection": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2, proj_size=3), Softmax(3, 23)),
     "classification": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2), PooledSoftmax(8, 3)),
     "classification, mean": lambda: Model(Numbers(4), cw.LSTM(4, 8, num_layers=2, learned_carry=True), PooledSoftmax(8, 3, "mean")),
+    "classification, max": lambda: Model(Numbers(4), cw.LSTM(4, 8), PooledSoftmax(8, 3, "max")),
+    "classification, attention": lambda: Model(_tokens(), cw.LSTM(6, 8), PooledSoftmax(8, 3, "attention")),
+    "classification, mean and max": lambda: Model(Numbers(4), cw.LSTM(4, 8), PooledSoftmax(8, 3, "mean_max")),
+    "regression, attention, both ways": lambda: Model(Numbers(4), cw.LSTM(4, 8, bidirectional=True), PooledNumbers(16, 2, "attention")),
     "classification, both ways": lambda: Model(
         Numbers(4), cw.LSTM(4, 8, num_layers=2, bidirectional=True, layer_norm=True), PooledSoftmax(16, 3)
     ),

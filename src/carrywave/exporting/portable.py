@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, Pooled, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.state import State
 
@@ -86,8 +86,8 @@ class Portable(nn.Module):
         lstm, ports = self.model.lstm, []
         for layer in range(lstm.num_layers):
             ports += [Port(f"{part}_l{layer}", dtype, (BATCH, width)) for part, width in lstm.carry_widths(layer).items()]
-        if self.model.pooled:
-            ports += [Port("pooled", dtype, (BATCH, lstm.output_size)), Port("count", torch.int64, (BATCH, 1))]
+        if isinstance(self.model.head, Pooled):
+            ports += [Port("pooled", dtype, (BATCH, self.model.head.row_width)), Port("count", torch.int64, (BATCH, 1))]
         return tuple(ports)
 
     def _result(self) -> tuple[int | str, ...]:
@@ -160,4 +160,6 @@ class Portable(nn.Module):
                 found.append(flags)
             else:
                 found.append(torch.randn(shape, generator=draw, dtype=torch.float32).to(port.dtype))
+                if port.name == "pooled" and getattr(self.model.head, "pooling", "") == "attention":
+                    found[-1][:, -2] = 1.0 + found[-1][:, -2].abs()  # a sum of weights, of which one is 1
         return found

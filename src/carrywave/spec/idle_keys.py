@@ -112,7 +112,7 @@ ACTS: Mapping[str, Rule] = {
     "train.patience": _patience,
     "train.every": _schedules("step"),
     "train.min_lr": _min_lr,
-    "train.class_weights": _tasks(*LABELS),
+    **dict.fromkeys(("train.class_weights", "train.label_smoothing"), _tasks(*LABELS)),
     "train.loss": _loss,
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
@@ -169,7 +169,7 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
 
 def idle_beside_own(spec: Spec) -> Iterator[str]:
     """Lines for keys that describe the built-in model, if the user passes one of their own."""
-    keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights")
+    keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights", "train.label_smoothing")
     for key in keys:
         if is_set(spec, key):
             yield f"{key} is for the model that a spec describes, but you pass a model of your own; remove it"

@@ -45,8 +45,10 @@ class ModelSpec(Section):
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
     init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the weights of the layers are initialised")
     forget_bias: float | None = Field(None, description="initial bias of the forget gate")
-    pool: Literal["last", "mean"] = Field(
-        "last", description="classification, regression: the last real step, or the mean of all real steps"
+    pool: Literal["last", "mean", "max", "attention", "mean_max"] = Field(
+        "last",
+        description="classification, regression: what the head reads of the real steps: the last, their mean, the maximum of each unit, "
+        "a mean with learned weights (attention), or mean and maximum side by side",
     )
     pretrained: str | None = Field(
         None,

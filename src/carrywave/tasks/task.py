@@ -177,10 +177,17 @@ class Task:
                 rows = encoder.rows if isinstance(encoder, Embedding) else None
                 return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
             case "tagging":
-                return Softmax(width, len(facts.labels), weights=self._class_weights(train))
+                return Softmax(
+                    width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing
+                )
             case "classification":
                 return PooledSoftmax(
-                    width, len(facts.labels), spec.model.pool, self._class_weights(train), bidirectional=spec.model.bidirectional
+                    width,
+                    len(facts.labels),
+                    spec.model.pool,
+                    self._class_weights(train),
+                    bidirectional=spec.model.bidirectional,
+                    label_smoothing=spec.train.label_smoothing,
                 )
             case "regression":
                 return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
