@@ -39,9 +39,7 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
 def _plain(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     weights_V = None if weights_V is None else weights_V.to(logits_NV.dtype)
-    return functional.cross_entropy(
-        logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
-    )
+    return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
 
 
 def _serves(logits_NV: Tensor, target_N: Tensor) -> bool:

@@ -102,6 +102,7 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout_words": _not_forecasting(),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
+    "model.front_dropout": lambda spec: None if spec.model.front_layers else "is for model.front, which is none; remove it, or set a front",
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
     "train.momentum": _optimizers("sgd"),
@@ -120,7 +121,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
-        *("cell", "layer_norm", "learned_carry", "init", "forget_bias", "pretrained"),
+        *("cell", "front", "layer_norm", "learned_carry", "init", "forget_bias", "pretrained"),
     ),
     "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),
     "train": (

@@ -45,6 +45,7 @@ from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.parallel.links.device_links import DeviceLinks, Message
@@ -254,7 +255,7 @@ class _Run:
         head = line.phase == "H" or (line.phase == "B" and line.sender < line.receiver)
         from_below = self.place == (line.receiver if line.phase == "F" else line.sender)
         width = self.stage.width_head if head else self.stage.width_in if from_below else self.stage.width_out
-        return end - first, self.batches[task.micro_batch].lanes.shape[0], width
+        return shorter(end - first, self.stage.stride), self.batches[task.micro_batch].lanes.shape[0], width
 
     def _messages(self) -> dict[Channel, list[Message]]:
         """Every message that this stage sends or receives, by channel, in order."""
