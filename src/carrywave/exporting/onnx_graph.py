@@ -12,7 +12,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
@@ -23,6 +22,7 @@ from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax
+from carrywave.model.over_time.front import Front
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
@@ -46,11 +46,13 @@ class _Graph:
         nodes, portable, lstm = self.nodes, self.portable, self.model.lstm
         x_TB = nodes.add("Transpose", "x", perm=[1, 0, *range(2, len(portable.inputs[0].shape))])
         lanes = self._lanes(x_TB)
-        y_TBO = x_TB
-        if isinstance(self.model.encoder, Embedding):
-            y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", self.model.encoder.weight), x_TB)
-        elif isinstance(self.model.encoder, Features):
-            y_TBO = nodes.add("Concat", x_TB, *self._categories(self.model.encoder), axis=-1)
+        y_TBO, encoder = x_TB, portable.encoder
+        if isinstance(encoder, Embedding):
+            y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", encoder.weight), x_TB)
+        elif isinstance(encoder, Features):
+            y_TBO = nodes.add("Concat", x_TB, *self._categories(encoder), axis=-1)
+        if isinstance(self.model.encoder, Front):
+            y_TBO, lanes = onnx_layers.front(nodes, self.model.encoder, y_TBO, lanes)
         for layer in range(lstm.num_layers):
             y_TBO, ends = onnx_layers.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
             if portable.stateful:
@@ -79,8 +81,7 @@ class _Graph:
         if self.portable.stateful:
             ready_B = nodes.add("Squeeze", "ready", nodes.constant([1]))
             lengths = nodes.add("Where", ready_B, "lengths", nodes.constant(0))
-        lengths32 = nodes.add("Cast", lengths, to=nodes.kind(torch.int32))
-        return Lanes(count, lengths, lengths32, nodes.real_steps(lengths, x_TB))
+        return onnx_layers.lanes_of(nodes, count, lengths, x_TB)
 
     def _carry(self, layer: int, lanes: Lanes) -> Ends | None:
         """The carry that comes in, replaced by the initial one where a lane is fresh."""

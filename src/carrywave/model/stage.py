@@ -127,7 +127,7 @@ class Stage(nn.Module):
 
     def _check_encoded(self, x: Any, steps: int) -> None:
         """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
-        if isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != shorter(steps, self.stride):
+        if not self.has_front and isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != steps:
             raise UserError(
                 f"the encoder {type(self.encoder).__name__} makes {x.shape[0]} steps of {steps}, so that lengths no longer fit; "
                 "use cw.Front as the encoder, whose lengths follow"

@@ -79,6 +79,11 @@ class Spec(Section):
             raise ValueError(
                 f"model.front makes one step of {stride}, but tagging labels every step; list layers with a stride of 1, or remove it"
             )
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.front reads whole sequences; use plan.micro_batches, "
+                "which divides lanes instead, or remove it"
+            )
         if stride > 1 and self.train.beta:
             raise ValueError(
                 f"train.beta={self.train.beta:g} penalises changes from step to step, which model.front has merged; remove one of them"
