@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from carrywave.kernels.carry import Carry
     from carrywave.model.lstm import LSTM
     from carrywave.model.model import Model
+    from carrywave.model.over_time.front import Front
     from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
     from carrywave.runs.prediction import predict
@@ -33,6 +34,7 @@ __all__ = [
     "Carry",
     "Cell",
     "Forecaster",
+    "Front",
     "Model",
     "Moment",
     "Plan",
@@ -54,6 +56,7 @@ _HOMES = {
     "Carry": ("carrywave.kernels.carry", "Carry"),
     "Cell": ("carrywave.cells.cell", "Cell"),
     "Forecaster": ("carrywave.train.forecaster", "Forecaster"),
+    "Front": ("carrywave.model.over_time.front", "Front"),
     "LSTM": ("carrywave.model.lstm", "LSTM"),
     "Model": ("carrywave.model.model", "Model"),
     "Moment": ("carrywave.train.callbacks", "Moment"),

@@ -18,6 +18,7 @@ from carrywave.errors import UserError
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
+from carrywave.model.over_time.front import Front
 from carrywave.model.recurrent import Recurrent
 
 
@@ -63,6 +64,29 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
         scale, bias = (nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias"))
         y_TBO = nodes.add("LayerNormalization", y_TBO, scale, bias, axis=-1, epsilon=norm.eps)
     return y_TBO, ends
+
+
+def lanes_of(nodes: Nodes, count: str, lengths_B: str, x_TB: str) -> Lanes:
+    """The lanes of x, whose real steps are known."""
+    return Lanes(count, lengths_B, nodes.add("Cast", lengths_B, to=nodes.kind(torch.int32)), nodes.real_steps(lengths_B, x_TB))
+
+
+def front(nodes: Nodes, module: Front, x_TBF: str, lanes: Lanes) -> tuple[str, Lanes]:
+    """The convolutions before the layers, and the lanes after them, which are shorter."""
+    zero = nodes.constant(0.0, _numpy(next(module.parameters()).dtype))
+    for index, (layer, convolution, norm) in enumerate(zip(module.layers, module.convolutions, module.norms, strict=True)):
+        assert lanes.lengths is not None
+        assert lanes.real_TB1 is not None
+        name, pad = f"front.{index}", layer.kernel // 2
+        x_BFT = nodes.add("Transpose", nodes.add("Where", lanes.real_TB1, x_TBF, zero), perm=[1, 2, 0])
+        weights = [nodes.weight(f"{name}.{part}", getattr(convolution, part)) for part in ("weight", "bias")]
+        y_BCT = nodes.add("Conv", x_BFT, *weights, kernel_shape=[layer.kernel], strides=[layer.stride], pads=[pad, pad])
+        scales = [nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias")]
+        y_TBC = nodes.add("Transpose", y_BCT, perm=[2, 0, 1])
+        x_TBF = nodes.add("Relu", nodes.add("LayerNormalization", y_TBC, *scales, axis=-1, epsilon=norm.eps))
+        lengths_B = nodes.add("Add", lanes.lengths, nodes.constant(layer.stride - 1))
+        lanes = lanes_of(nodes, lanes.number, nodes.add("Div", lengths_B, nodes.constant(layer.stride)), x_TBF)
+    return x_TBF, lanes
 
 
 def initial(nodes: Nodes, layers: Recurrent, index: int, lanes: Lanes) -> Ends:

@@ -115,7 +115,7 @@ def _value(
             value.view(-1, steps + 1)[:, 0] = -0.5 * steps * math.log1p(1.0 / max(1, steps))
         return value
     if isinstance(module, (Softmax, Forecast, Pooled)):
-        return torch.zeros(shape) if name == "bias" else Uniform(1.0 / math.sqrt(shape[-1]))
+        return torch.zeros(shape) if name in ("bias", "query") else Uniform(1.0 / math.sqrt(shape[-1]))
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
         return torch.ones(shape) if name == "weight" else torch.zeros(shape)
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):

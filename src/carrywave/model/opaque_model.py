@@ -29,6 +29,8 @@ class OpaqueModel(nn.Module):
     """
 
     reads_whole = True
+    stride = 1  # it may do with time what it likes
+    has_front = False
     has_encoder = has_head = scores = True
     width_in = width_out = width_head = 0
     layers = range(0)

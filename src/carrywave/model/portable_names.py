@@ -2,7 +2,8 @@
 
 One nn.LSTM holds all layers if they are equally wide and nothing stands between them; otherwise each layer is an nn.LSTM of its own,
 `lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Of another cell, it is torch's module of that cell, under the same names. Each
-categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, ….
+categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, …. The convolutions of a front are `nn.Conv1d`s, `front.0`,
+`front.1`, …, and the `nn.LayerNorm` after each is `front_norms.0`, `front_norms.1`, ….
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from carrywave.model.recurrent import Recurrent
 
 _NORM = re.compile(r"lstm\.norm_l(?P<layer>\d+)\.(?P<part>weight|bias)")
 _TABLE = re.compile(r"encoder\.tables\.(?P<table>\d+)")
+_FRONT = re.compile(r"encoder\.(?P<kind>convolutions|norms)\.(?P<layer>\d+)\.(?P<part>weight|bias)")
 _CARRY = re.compile(r"lstm\.carry_(?P<part>\w+)_l(?P<layer>\d+)")
 _LAYER = re.compile(r"lstm\.(?P<part>\w+)_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 CLASS_WEIGHTS = "head.weights"  # of the loss, which is not exported
@@ -32,8 +34,10 @@ def outside(names: Iterable[str], layers: Recurrent) -> dict[str, str]:
 
 
 def _outside(name: str, one: bool) -> str:
-    if name == "encoder.weight":
+    if name in ("encoder.weight", "encoder.step_encoder.weight"):
         return "embedding.weight"
+    if (found := _FRONT.fullmatch(name)) is not None:
+        return f"{'front' if found['kind'] == 'convolutions' else 'front_norms'}.{found['layer']}.{found['part']}"
     if (found := _TABLE.fullmatch(name)) is not None:
         return f"categories.{found['table']}.weight"
     if (found := _NORM.fullmatch(name)) is not None:

@@ -12,6 +12,7 @@ from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.over_time.front import Front
 from carrywave.model.vocabulary.split import count_parameters
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
@@ -94,7 +95,7 @@ def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, d
     if isinstance(model, OpaqueModel):
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
-    steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
+    steps = -(-window.steps // model.stride) if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
     lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.micro_batches))
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
@@ -150,7 +151,9 @@ def _network(model: Model | OpaqueModel, *, tied: bool) -> str:
     lstm = model.lstm
     widths = lstm.widths
     shape = f"{len(widths)} x {widths[0]}" if len(set(widths)) == 1 else " -> ".join(map(str, widths))
+    front = model.encoder.layers if isinstance(model.encoder, Front) else ()
     extras = [
+        f"front of {_count(len(front), 'convolution')}, {_count(model.stride, 'step')} to 1" if front else "",
         f"projection {lstm.proj_size}" if lstm.proj_size else "",
         "bidirectional" if lstm.bidirectional else "",
         "tied" if tied else "",

@@ -73,9 +73,9 @@ class Trainer:
     layers. All start from the weights of rank 0.
 
     A user's `optimizer` replaces the one in the spec, and the user sets its learning rate. `keep_state` passes the carry from step to step,
-    for lanes that are not fresh; by default it is on unless the head pools or the model is bidirectional. On CUDA, steps whose shapes recur
-    are captured as CUDA graphs, except in a pipeline whose messages pass through the host, and with user-defined modules, whose code a
-    replay would not run; CARRYWAVE_CAPTURE=0 turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
+    for lanes that are not fresh; by default it is on unless the head pools or the model reads whole sequences. On CUDA, steps whose shapes
+    recur are captured as CUDA graphs, except in a pipeline whose messages pass through the host, and with user-defined modules, whose code
+    a replay would not run; CARRYWAVE_CAPTURE=0 turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
 
     >>> import torch
     >>> import carrywave as cw
@@ -105,7 +105,7 @@ class Trainer:
         self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError("a bidirectional model, or a head that reads whole sequences, has no state to keep; remove keep_state")
+            raise UserError("a bidirectional model, a front, or a head that reads whole sequences has no state to keep; remove keep_state")
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, user_optimizer=optimizer is not None)

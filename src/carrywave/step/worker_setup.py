@@ -269,12 +269,16 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
             )
         return
     check_head(plan, pooled=model.pooled or model.whole_head)
-    if model.whole_head and plan.chunk_steps is not None:
+    if model.has_front:
+        # Otherwise the weight gradients of convolutions may be summed in another order from one run to the next.
+        torch.backends.cudnn.deterministic = True
+    if model.stride > 1 and spec.beta:
+        raise UserError(f"train.beta={spec.beta:g} penalises changes from step to step, which a front has merged; remove it")
+    if (model.whole_head or model.has_front) and plan.chunk_steps is not None:
         instead = "use plan.micro_batches=2 or more, which divide lanes instead" if plan.stages > 1 else "remove plan.chunk_steps"
         cut = f"{plan.stages} stages cut time" if plan.stages > 1 else "the plan cuts time"
-        raise PlanError(
-            f"the head {type(model.head).__name__} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}"
-        )
+        reader = f"the head {type(model.head).__name__}" if model.whole_head else "the front"
+        raise PlanError(f"{reader} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}")
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel

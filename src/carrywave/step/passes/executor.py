@@ -45,6 +45,7 @@ from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.parallel.links.device_links import DeviceLinks, Message
@@ -256,7 +257,7 @@ class _Run:
         head = channel.phase == "H" or (channel.phase == "B" and channel.sender < channel.receiver)
         from_below = self.stage_number == (channel.receiver if channel.phase == "F" else channel.sender)
         width = self.stage.width_head if head else self.stage.width_in if from_below else self.stage.width_out
-        return end - first, self.batches[task.micro_batch].lanes.shape[0], width
+        return shorter(end - first, self.stage.stride), self.batches[task.micro_batch].lanes.shape[0], width
 
     def _messages(self) -> dict[Channel, list[Message]]:
         """Every message that this stage sends or receives, by channel, in order."""

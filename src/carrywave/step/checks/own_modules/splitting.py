@@ -85,7 +85,7 @@ class SplitCheck:
     ) -> None:
         self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
         self._any = any_of or self._gathered
-        self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head
+        self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head or stage.has_front
         self._seen = {training: _Seen(stage) for training in (True, False)}
         self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
 
@@ -243,7 +243,7 @@ class SplitCheck:
     def _head_input(self, batch: Batch, key: Tensor) -> Tensor | None:
         """What the head really reads of this batch, if this worker has all layers; None if the other modules cannot make it."""
         stage, device = self.stage, self.mesh.device
-        if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None:
+        if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None or stage.stride > 1:
             return None
         chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
         with ExitStack() as restored, suppress(Exception):
