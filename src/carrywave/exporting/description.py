@@ -72,15 +72,18 @@ def _network(model: Model) -> dict[str, Any]:
 
 
 def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
-    """What each number of `x` and each of `codes` is: a column's value, its change since so many rows ago, or its value so many ahead."""
+    """What each number of `x` and each of `codes` is: a column's value, its change since so many rows ago, or its value so many ahead;
+    with `window`, in the scale of so many last values.
+    """
     at, codec, data = Layout.of(task.codec), task.codec, task.spec.data
+    window = {int(place): {"window": task.spec.scale_steps} for place in at.scaled if task.spec.scale_steps}
     names = (*codec.columns, *codec.categorical)
     changing = at.changing if data.residual == "season" else at.changing[:0]
     ahead = range(1, data.horizon + 1)
     return {
         "x": [
-            *({"column": names[place]} for place in at.numbers),
-            *({"column": names[place], "change": data.season} for place in changing),
+            *({"column": names[place], **window.get(place, {})} for place in at.numbers.tolist()),
+            *({"column": names[place], "change": data.season, **window.get(place, {})} for place in changing.tolist()),
             *({"column": names[place], "ahead": step} for step in ahead for place in at.known),
         ],
         "codes": [

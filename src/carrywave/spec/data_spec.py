@@ -85,16 +85,19 @@ class DataSpec(Section):
     )
     horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
-    residual: Literal["none", "last", "season"] = Field(
-        "last", description="forecasting: the model forecasts the difference from this naive forecast"
+    residual: Literal["auto", "none", "last", "season"] = Field(
+        "auto",
+        description="forecasting: the model forecasts the difference from this naive forecast; auto: season if data.season is set, otherwise "
+        "last",
     )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
         None, description="forecasting: quantiles to forecast, in increasing order"
     )
     context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
-    standardize: bool | Literal["sequence"] = Field(
+    standardize: bool | Literal["sequence", "window"] = Field(
         True,
-        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series",
+        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "
+        "window (forecasting): what the model reads, then also with those of the last 96 values up to each step",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 

@@ -16,6 +16,7 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.section import Section
 from carrywave.spec.train_spec import TrainSpec, check_best
 
+LAGS = 96  # last values that a line reads if nothing says how many
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 
 
@@ -60,6 +61,8 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
+        if self.data.standardize == "window" and self.task != "forecasting":
+            raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
         check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
@@ -88,6 +91,16 @@ class Spec(Section):
     def tokens(self) -> int:
         """Steps in a batch of separate sequences, padding included."""
         return self.batch.tokens or 4096
+
+    @property
+    def scale_steps(self) -> int:
+        """How many last values have the scale in which a forecaster reads each step (`data.standardize: window`); 0: none have."""
+        return self.lags if self.data.standardize == "window" else 0
+
+    @property
+    def lags(self) -> int:
+        """How many last values a straight line reads, or have a scale: those of the model's linear part, or else 96."""
+        return getattr(self.model, "linear", 0) or LAGS
 
     @property
     def plans_itself(self) -> bool:

@@ -70,7 +70,8 @@ class Task:
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
-                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), views.Layout.of(self.codec))
+                layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
+                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), layout, scale_steps=steps)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
@@ -190,7 +191,7 @@ class Task:
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         return (
-            views.series(data, self.spec.data, views.Layout.of(self.codec))
+            views.series(data, self.spec.data, views.Layout.of(self.codec), scale_steps=self.spec.scale_steps)
             if self.spec.task == "forecasting"
             else View(data.inputs, data.starts, data.lengths)
         )
