@@ -48,6 +48,11 @@ def test_what_is_given_stays() -> None:
 
 def test_a_season_is_what_forecasts_are_relative_to_unless_something_else_is_asked_for() -> None:
     facts = DataFacts(features=1, steps=1000)
-    for data, wanted in (({}, "last"), ({"season": 24}, "season"), ({"season": 24, "residual": "last"}, "last"), ({"residual": "none"}, "none")):
+    for data, wanted in (
+        ({}, "last"),
+        ({"season": 24}, "season"),
+        ({"season": 24, "residual": "last"}, "last"),
+        ({"residual": "none"}, "none"),
+    ):
         assert fitted(Spec.model_validate({"task": "forecasting", "data": data}), facts).data.residual == wanted
     assert fitted(Spec(), facts).data.residual == "auto"
