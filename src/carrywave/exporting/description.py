@@ -17,6 +17,8 @@ from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
+FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
+
 
 def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     """The description as JSON."""
@@ -37,7 +39,10 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
-    step = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    step: dict[str, Any] = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    if task.codec.channels:
+        [target] = task.codec.targets
+        step["lane"] = {"column": task.codec.columns[target], "one_of": list(task.codec.channels)}
     whole |= {"model": _network(model), "data": _data(task.spec), **step, "codec": json.loads(task.codec.to_json())}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
@@ -95,5 +100,5 @@ def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
 
 def _data(spec: Spec) -> dict[str, Any]:
     """What of the spec's data section says how numbers are made; the codec has the rest."""
-    wanted = {"forecasting": {"horizon", "quantiles", "season", "residual", "context"}}.get(spec.task, set[str]())
+    wanted = FORECASTING if spec.task == "forecasting" else ()
     return {name: value for name, value in spec.data.model_dump(mode="json").items() if name in wanted}

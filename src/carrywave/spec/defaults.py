@@ -42,11 +42,15 @@ def _with(spec: Spec, batch: BatchSpec) -> Spec:
 
 
 def with_residual(spec: Spec) -> Spec:
-    """The spec with a naive forecast in place of `auto`: the last season if there is one and the model has no linear part to find it."""
+    """The spec with a naive forecast in place of `auto`: the last season if there is one and the model has no linear part to find it.
+
+    A linear part starts from the last value. Differences have none to start from: that the last one will come again says little.
+    """
     if spec.data.residual != AUTO or spec.task != "forecasting":
         return spec
-    seasonal = spec.data.season > 1 and not getattr(spec.model, "linear", 0)
-    return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": "season" if seasonal else "last"})})
+    linear = bool(getattr(spec.model, "linear", 0))
+    found = "last" if linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 
 def suited(*, made_for_bf16: bool) -> Literal["bf16", "fp32"]:

@@ -11,6 +11,7 @@ from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO, with_precision
 from carrywave.spec.load import with_new_names
+from carrywave.spec.section import Section
 from carrywave.spec.spec import Spec
 
 # Settings in the train section that may change when a run is resumed.
@@ -64,7 +65,7 @@ def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
     """
     spec = spec_of(snapshot)
     left_out = {name: getattr(spec.batch, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
-    sections = {"batch": asked.batch.model_copy(update=left_out)}
+    sections: dict[str, Section] = {"batch": asked.batch.model_copy(update=left_out)}
     if asked.data.residual == AUTO:
         sections["data"] = asked.data.model_copy(update={"residual": spec.data.residual})
     return with_precision(asked.model_copy(update=sections), spec.train.precision)
