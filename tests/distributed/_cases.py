@@ -109,7 +109,8 @@ def model_of(case: Case) -> Model:
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
-            head = Forecast(width, HORIZON, NUMBERS, (0.1, 0.5, 0.9) if asked["quantiles"] else None)
+            quantiles, past = (0.1, 0.5, 0.9) if asked["quantiles"] else None, asked.get("past", 0)
+            head = Forecast(width, HORIZON, NUMBERS, quantiles, linear=past > 0, scaled=past > 1, past_steps=past)
     model = Model(
         encoder,
         lstm,
@@ -164,9 +165,10 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     else:
         targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
         targets[unused] = 1 if odd else 0
-    return Batch.of(
-        inputs, targets, lengths_B, fresh=torch.tensor(asked["fresh"]), pooled=task in POOLED, epoch=case.get("epoch", 0), step=place
-    )
+    past = model.get("past", 0)
+    history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
+    fresh, pooled, epoch = torch.tensor(asked["fresh"]), task in POOLED, case.get("epoch", 0)
+    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history)
 
 
 def train(case: Case, mesh: Mesh) -> Run:

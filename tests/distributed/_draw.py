@@ -86,6 +86,7 @@ def _models(draw: st.DrawFn, task: str, layers: int) -> dict[str, Any]:
         "class_weights": task in ("tagging", "classification") and draw(chance),
         "pool": draw(st.sampled_from(("last", "mean"))),
         "quantiles": draw(chance),
+        "past": draw(st.sampled_from((0, 1, 4))) if task == "forecasting" else 0,
     }
     if not any(model[kind] for kind in ("dropout", "weight_drop", "dropout_in", "dropout_out")):
         model["dropout_out"] = 0.3  # dropout is on in every case

@@ -182,9 +182,10 @@ def test_every_mistake_is_tried() -> None:
         a_case(),
         a_case(model__tie=False, plan__recompute="twice"),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
+        a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "both ways"],
+    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}

@@ -52,6 +52,10 @@ MODELS: dict[str, Callable[[], Model]] = {
     "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
     "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
     "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),
+    "forecasting, linear": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, linear=True, past_steps=5)),
+    "forecasting, linear, scaled, quantiles": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9), linear=True, scaled=True, past_steps=6)
+    ),
     # Two categorical columns, of which the first is known for the two steps ahead, and then two of which both are.
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
     "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),

@@ -276,7 +276,7 @@ def test_a_picture_is_xml_in_which_names_are_text() -> None:
     found = [element.tag.rpartition("}")[2] for element in root.iter()]
     assert "script" not in found
     assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
-    flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1))]
+    flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
     assert "nan" not in picture.draw(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
 
 

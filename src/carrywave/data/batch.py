@@ -46,6 +46,7 @@ class Batch:
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
     numbers: tuple[int, ...] | None = None  # `lanes` of the full batch as the user gave them, on the host; None: 0, 1, …
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
+    history: Tensor | None = None  # [N - 1 + T, B, C] past values that a head reads: N up to each step; rows before the first repeat it
 
     @staticmethod
     def of(
@@ -58,6 +59,7 @@ class Batch:
         step: int | None = None,
         lanes: Tensor | Sequence[int] | None = None,
         pooled: bool | None = None,
+        history: Tensor | None = None,
     ) -> Batch:
         """Make a batch from time-first tensors: inputs [T, B] of tokens or [T, B, F] of numbers.
 
@@ -65,7 +67,8 @@ class Batch:
         are masked. Without `lengths` every step is real. Every lane starts a new sequence unless `fresh` says otherwise:
         `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step) and by the numbers in `lanes`, by
         default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
-        A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed.
+        A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed. `history` [N - 1 + T, B, C]
+        holds past values for a head that reads the last N at every step.
         """
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
@@ -107,6 +110,7 @@ class Batch:
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
             numbers=None if lanes is None else tuple(lanes_B.tolist()),
             pooled=known,
+            history=history,
             unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
         )
 
@@ -163,15 +167,16 @@ class Batch:
             lanes=self.lanes[low:high],
             sequence=self.sequence[low:high],
             offset=self.offset[low:high],
+            history=None if self.history is None else self.history[:, low:high],
             # The number of real steps in a subset of lanes is not known on the host.
             real=self.steps * (high - low) if full else -1,
             part_of=self.part_of or (self.real, total),
         )
 
     def without(self, *, inputs: bool, targets: bool) -> Batch:
-        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither."""
+        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither. Past values go with the targets."""
         empty = self.inputs.new_empty((*self.inputs.shape[:2], 0)) if inputs else self.inputs
-        return replace(self, inputs=empty, targets=None if targets else self.targets)
+        return replace(self, inputs=empty, targets=None if targets else self.targets, history=None if targets else self.history)
 
     def _idle(self, pooled: bool) -> Batch:
         one = self.take(0, 1, pooled=pooled)
@@ -188,6 +193,7 @@ class Batch:
             offset=torch.zeros_like(one.offset),
             real=0,
             part_of=one.part_of or (self.real, self.lanes.shape[0]),
+            history=None if one.history is None else torch.zeros_like(one.history),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -195,7 +201,7 @@ class Batch:
         to_device = device.type != "cpu"  # a non-blocking copy from GPU to CPU would return before the data has arrived
         moved = {
             name: getattr(self, name).to(device, non_blocking=to_device)
-            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset")
+            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history")
             if getattr(self, name) is not None
         }
         return replace(self, **moved)

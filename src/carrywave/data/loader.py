@@ -24,7 +24,7 @@ from torch import Tensor
 
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.data.order import Cursor, Order, Window
-from carrywave.data.sequences import Ints, View
+from carrywave.data.sequences import History, Ints, View
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,12 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     padded_TB = time_T1 >= length
     inputs = _inputs(view, rows_TB, padded_TB) if share.inputs else np.empty((*rows_TB.shape, 0), dtype=np.float32)
     targets = None
+    history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, view.starts[known])
     if not share.targets:
         pass
     elif view.targets_at is not None:
         ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
+        ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
     elif view.labels is not None:
         targets = _ignoring(view.labels[known], sequence < 0)
@@ -78,6 +80,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         begun=int((window.length > 0).sum()),
         # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
         part_of=(int(window.length.sum()), total) if given else None,
+        history=None if history is None else torch.from_numpy(history),
     )
 
 
@@ -86,6 +89,13 @@ def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_]) -> NDArray[
     inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
     inputs[padded_TB] = 0
     return inputs
+
+
+def _history(view: View, history: History, rows_TB: Ints, starts_B: Ints) -> NDArray[np.float32]:
+    """Past values [N - 1 + T, B, C]; the first of them come before the window."""
+    before = np.arange(1 - history.steps, 0)[:, None]
+    rows = np.concatenate([np.maximum(rows_TB[0] + before, starts_B), rows_TB])
+    return np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
 
 
 class Loader:

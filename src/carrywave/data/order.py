@@ -36,6 +36,7 @@ class Window:
     offset: Ints  # [B] first step within its sequence
     length: Ints  # [B] real steps, 0 … steps
     fresh: NDArray[np.bool_]  # [B] True if a sequence, or a piece of one, starts here
+    skip: Ints | None = None  # [B] leading steps that warm up the carry and are not scored
 
 
 class Order(Protocol):
@@ -60,7 +61,7 @@ class StreamOrder:
     def __init__(
         self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True, dealing: Dealing = LATEST
     ) -> None:
-        lengths = _checked(lengths)
+        lengths = checked_lengths(lengths)
         total = int(lengths.sum())
         if cut and total < lanes:
             raise DataError(f"batch.lanes={lanes} is more than the {total} steps in train; use batch.lanes<={total}")
@@ -82,7 +83,7 @@ class StreamOrder:
     def window(self, cursor: Cursor) -> Window:
         """Return the window at a cursor."""
         layout, at = self._layout(self._key(cursor.epoch)), cursor.step
-        number = _in_range(at, len(layout.edges) - 1)
+        number = in_range(at, len(layout.edges) - 1)
         lanes = np.arange(self.lanes)
         # For a lane without pieces the search returns another lane's piece, or -1; its length is set to 0 below.
         piece = np.searchsorted(layout.keys, lanes * (number + 1) + at, side="right") - 1
@@ -144,7 +145,7 @@ class SequenceOrder:
     def __init__(self, lengths: Ints, *, tokens: int, seed: int = 0, shuffle: bool = True, max_shapes: int = 64) -> None:
         if max_shapes < 3:
             raise ValueError(f"max_shapes={max_shapes} leaves no room for a grid; use 3 or more")
-        self._lengths = _checked(lengths)
+        self._lengths = checked_lengths(lengths)
         self._seed, self._shuffle = seed, shuffle
         self.oversized = int((self._lengths > tokens).sum())
         """Sequences over the budget; each is a batch of its own."""
@@ -162,7 +163,7 @@ class SequenceOrder:
 
     def window(self, cursor: Cursor) -> Window:
         """Return the batch at a cursor."""
-        _in_range(cursor.step, len(self._steps))
+        in_range(cursor.step, len(self._steps))
         members, order = self._table(cursor.epoch if self._shuffle else 0)
         batch = order[cursor.step]
         sequence = members[self._starts[batch] : self._starts[batch + 1]]
@@ -215,14 +216,16 @@ def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:
     return np.concatenate([*starts, [int(counts.sum())]]), np.concatenate(steps)
 
 
-def _checked(lengths: Ints) -> Ints:
+def checked_lengths(lengths: Ints) -> Ints:
+    """Return the lengths of sequences if an order can be made of them, otherwise raise."""
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) == 0 or int(lengths.min()) < 1:
         raise ValueError("an order needs at least one sequence, and at least one step in each")
     return lengths
 
 
-def _in_range(step: int, number: int) -> int:
+def in_range(step: int, number: int) -> int:
+    """Return the number of steps of an epoch if it has this one, otherwise raise."""
     if not 0 <= step < number:
         raise IndexError(f"step {step} is out of range for an epoch of {number} steps")
     return number

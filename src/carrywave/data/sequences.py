@@ -40,6 +40,14 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class History:
+    """The last `steps` values of some columns, up to and including each step; what lies before a sequence is its first value."""
+
+    steps: int
+    columns: Ints
+
+
+@dataclass(frozen=True)
 class View:
     """Sequence i is the steps `starts[i] … starts[i] + lengths[i] - 1` of `inputs`."""
 
@@ -50,3 +58,4 @@ class View:
     labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
     inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
+    history: History | None = None  # the past values that a head reads beside each step

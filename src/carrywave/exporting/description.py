@@ -70,6 +70,9 @@ def _network(model: Model) -> dict[str, Any]:
             "horizon": head.horizon,
             "columns": head.outputs,
             "quantiles": None if head.quantiles is None else list(head.quantiles),
+            "past_steps": head.past_steps,
+            "linear": head.line is not None,
+            "scaled": head.scaled,
         }
     elif isinstance(head, Pooled):
         described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling}

@@ -45,7 +45,7 @@ def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part, *, most
     state: list[torch.Tensor] | None = None
     for batch in loader.batches(Cursor(0, 0)):
         lanes = batch.lengths.shape[0]
-        named = {**portable.step_of(batch.inputs), "lengths": batch.lengths}
+        named = {**portable.step_of(batch.inputs, batch.history), "lengths": batch.lengths}
         begins = state is None or not spec.streams or state[0].shape[0] != lanes
         if portable.stateful:
             named |= {"fresh": (batch.fresh | begins)[:, None], "ready": (batch.lengths > 0)[:, None]}

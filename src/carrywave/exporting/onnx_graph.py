@@ -22,7 +22,7 @@ from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
-from carrywave.model.heads import Forecast, Pooled, Softmax
+from carrywave.model.heads import LEAST_DEVIATION, Forecast, Line, Pooled, Softmax
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
@@ -147,9 +147,34 @@ class _Graph:
 
     def _forecast(self, head: Forecast, out: str) -> str:
         nodes = self.nodes
-        if head.quantiles is None:
-            return nodes.reshape(out, 0, 0, head.horizon, head.outputs)
-        out = nodes.reshape(out, 0, 0, head.horizon, head.outputs, len(head.quantiles))
+        out = nodes.reshape(out, 0, 0, head.horizon, head.outputs, len(head.quantiles or (0.5,)))
+        out = out if head.quantiles is None else self._quantiles(head, out)
+        if head.past_steps:
+            past_TBCN = nodes.add("Transpose", "past", perm=[1, 0, 2, 3])
+            out = self._scaled(head, out, past_TBCN) if head.scaled else out
+            out = out if head.line is None else nodes.add("Add", out, self._line(head.line, past_TBCN))
+        return out if head.quantiles is not None else nodes.add("Squeeze", out, nodes.constant([4]))
+
+    def _scaled(self, head: Forecast, out: str, past_TBCN: str) -> str:
+        """Forecasts in units of the deviation of the last values."""
+        nodes, dtype = self.nodes, np.dtype(str(head.weight.dtype).removeprefix("torch."))
+        gaps = nodes.add("Sub", past_TBCN, nodes.add("ReduceMean", past_TBCN, axes=[3], keepdims=1))
+        variance = nodes.add("ReduceMean", nodes.add("Mul", gaps, gaps), axes=[3], keepdims=0)
+        unit_TBC = nodes.add("Sqrt", nodes.add("Max", variance, nodes.constant(LEAST_DEVIATION**2, dtype)))
+        return nodes.add("Mul", out, nodes.add("Unsqueeze", unit_TBC, nodes.constant([2, 4])))
+
+    def _line(self, line: Line, past_TBCN: str) -> str:
+        """What a linear function of the last values adds, [T, B, K, C, 1]."""
+        nodes = self.nodes
+        gaps = nodes.add("Sub", past_TBCN, nodes.slice(past_TBCN, 3, line.weight.shape[1] - 1, line.weight.shape[1]))
+        gaps_TBC1N = nodes.add("Unsqueeze", gaps, nodes.constant([3]))
+        ahead_TBC1K = nodes.add("MatMul", gaps_TBC1N, nodes.weight("head.line.weight", line.weight))
+        ahead_TBC1K = nodes.add("Add", ahead_TBC1K, nodes.weight("head.line.bias", line.bias[:, None]))
+        return nodes.add("Transpose", ahead_TBC1K, perm=[0, 1, 4, 2, 3])
+
+    def _quantiles(self, head: Forecast, out: str) -> str:
+        nodes = self.nodes
+        assert head.quantiles is not None
         first = nodes.slice(out, 4, 0, 1)
         shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), np.dtype(str(head.weight.dtype).removeprefix("torch.")))
         rises = nodes.add("Softplus", nodes.add("Sub", nodes.slice(out, 4, 1), shift))

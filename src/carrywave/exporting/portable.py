@@ -49,8 +49,8 @@ class Port:
 
 
 class Portable(nn.Module):
-    """A model behind ports: x [B, T, …], codes [B, T, K] of categories if it reads any and, where they matter, lengths [B]; if stateful,
-    fresh and ready [B, 1] and the state.
+    """A model behind ports: x [B, T, …], codes [B, T, K] of categories if it reads any, past values [B, T, C, N] if its head does and,
+    where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
     """
 
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
@@ -69,7 +69,9 @@ class Portable(nn.Module):
         lengths = (Port("lengths", torch.int64, (BATCH,)),) if self.takes_lengths else ()
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
         self.state = self._state(dtype) if stateful else ()
-        self.inputs = (*step, *lengths, *flags, *self.state)
+        head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
+        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.outputs, head.past_steps)),)
+        self.inputs = (*step, *self.past, *lengths, *flags, *self.state)
         result = Port(OUTPUTS[type(model.head)], dtype, self._result())
         self.outputs = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
@@ -116,20 +118,21 @@ class Portable(nn.Module):
             carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
             state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         y, state = self.model(x, state, lengths_B, fresh=fresh_B)
-        out = self.model.output(y, state)
+        out = self.model.output(y, state, past=named["past"].transpose(0, 1) if self.past else None)
         out = out if self.model.pooled else out.transpose(0, 1)
         if not self.stateful:
             return (out,)
         carried = [part[0] for carry in state.carries for part in carry]
         return out, *carried, *((state.acc[0], state.acc[1][:, None]) if self.model.pooled else ())
 
-    def step_of(self, inputs_TB: Tensor) -> dict[str, Tensor]:
-        """The inputs of a batch, [T, B, …], under the names of their ports."""
+    def step_of(self, inputs_TB: Tensor, history: Tensor | None = None) -> dict[str, Tensor]:
+        """The inputs of a batch, [T, B, …], and its past values under the names of their ports."""
         inputs = inputs_TB.transpose(0, 1)
+        past = {} if history is None else {"past": history.unfold(0, history.shape[0] - len(inputs_TB) + 1, 1).transpose(0, 1)}
         if not isinstance(self.model.encoder, Features):
-            return {"x": inputs}
+            return {"x": inputs} | past
         numbers = self.model.encoder.inputs.numbers
-        return {"x": inputs[..., :numbers], "codes": inputs[..., numbers:]}
+        return {"x": inputs[..., :numbers], "codes": inputs[..., numbers:]} | past
 
     def blank(self, lanes: int) -> list[Tensor]:
         """A state of zeros; `fresh` lanes do not read it."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
-from carrywave.model.heads import Forecast, Pooled, Softmax
+from carrywave.model.heads import Forecast, Line, Pooled, Softmax
 from carrywave.model.recurrent import Recurrent
 
 INITS = ("torch", "orthogonal", "xavier")
@@ -86,6 +86,12 @@ def _value(
         value = _grid(random.normal, key, shape)
         if module.padding_idx is not None:
             value[module.padding_idx] = 0.0
+        return value
+    if isinstance(module, Line) or (isinstance(module, Forecast) and module.line is not None):
+        value = torch.zeros(shape)  # the layers add nothing yet to the line
+        if isinstance(module, Forecast) and name == "bias" and module.quantiles is not None:
+            steps = len(module.quantiles) - 1  # above the first quantile, each a rise of softplus(-log(steps))
+            value.view(-1, steps + 1)[:, 0] = -0.5 * steps * math.log1p(1.0 / max(1, steps))
         return value
     if isinstance(module, (Softmax, Forecast, Pooled)):
         return torch.zeros(shape) if name == "bias" else Uniform(1.0 / math.sqrt(shape[-1]))

@@ -127,11 +127,11 @@ class Model(nn.Module):
         y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full))
         return y, state
 
-    def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None) -> Any:
+    def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, *, past: Tensor | None = None) -> Any:
         """The head's result: per step of y, or per lane from the accumulator if the head is pooled. `lengths` [B] are for one that reads
-        whole sequences.
+        whole sequences, `past` [T, B, C, N] for one with `past_steps` N.
         """
         if not self.whole_head:
-            return self.head(state.acc if self.pooled else y)
+            return self.head(state.acc if self.pooled else y, *([] if past is None else [past]))
         steps, count = y.shape[:2]
         return self.head(y, checked_lengths([steps] * count if lengths is None else lengths, steps, count, y.device))

@@ -20,6 +20,7 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
+from carrywave.model.heads import Forecast
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.state import Chunk, State
 from carrywave.model.vocabulary.rows import sharing
@@ -65,6 +66,7 @@ class Stage(nn.Module):
         self.head: Any = model.head if self.scores else None
         self.pooled = self.has_head and model.pooled  # targets are one per lane
         self.whole_head = model.whole_head  # the head reads whole sequences, and their lengths
+        self.past_steps = model.head.past_steps if isinstance(model.head, Forecast) else 0  # values that the head reads beside each step
         self.accumulates = self.pooled and not self.whole_head
         self.width_in, self.width_out = _width(model, first), _width(model, last)
         self.width_head = _width(model, units - 1)
@@ -134,8 +136,7 @@ class Stage(nn.Module):
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
         with self.scope(chunk), sharing(chunk.most):
-            given = self._in_own_dtype(target), *([self._lengths(y, chunk)] if self.whole_head else [])
-            score = self.head.loss(state.acc if self.accumulates else y, *given)
+            score = self.head.loss(state.acc if self.accumulates else y, self._in_own_dtype(target), *self._beside(y, chunk))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if self.audit is not None:
             self.audit.enter(y)
@@ -145,7 +146,7 @@ class Stage(nn.Module):
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
         """The head's result: per step, or per lane from the accumulator if the head is pooled."""
         with self.scope(chunk), sharing(chunk.most):
-            return self.head(state.acc if self.accumulates else y, *([self._lengths(y, chunk)] if self.whole_head else []))
+            return self.head(state.acc if self.accumulates else y, *self._beside(y, chunk))
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count, from the head's output if the head is ours. What a user's head calls `score` may be anything, such as an
@@ -160,6 +161,18 @@ class Stage(nn.Module):
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
         return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
+
+    def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], or nothing."""
+        lengths = (self._lengths(y, chunk),) if self.whole_head else ()
+        if not self.past_steps:
+            return lengths
+        if chunk.history is None:
+            raise UserError(
+                f"the head reads the last {self.past_steps} values at every step, but the batch has none; pass Batch.of a history of shape "
+                f"[{self.past_steps - 1} + time, lane, column]"
+            )
+        return *lengths, self._in_own_dtype(chunk.history).unfold(0, self.past_steps, 1)
 
     def _lengths(self, y: Tensor, chunk: Chunk) -> Tensor:
         """[B]: the real steps of each lane in the chunk."""

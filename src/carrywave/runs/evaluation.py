@@ -13,6 +13,7 @@ from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
 from carrywave.data.sequences import View
+from carrywave.data.windows import WindowOrder
 from carrywave.errors import DataError
 from carrywave.kernels import random
 from carrywave.model.model import Model
@@ -36,12 +37,14 @@ _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
-    """The order in which a part is read: streams or length buckets; shuffled and with varying windows in training only.
+    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only.
 
     `dealing`: how the lanes of a training stream get their sequences.
     """
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
+    if training and spec.batch.windows == "random":
+        return WindowOrder(view.lengths, lanes=spec.lanes, steps=spec.steps, warm=spec.warmup_steps, seed=spec.train.seed)
     lanes = spec.lanes
     if not training:
         # A small part may have fewer steps than there are lanes, and evaluation need not use as many lanes as training.
@@ -226,7 +229,7 @@ class _Judge:
         self.meter = meter
 
     def see(self, out: Tensor, target: Tensor | None, sequence_B: Tensor, first_B: Tensor) -> None:
-        """Add an output and its targets, with the sequence in each of its lanes, those of a micro-batch, and the step with which it begins."""
+        """Add an output and its targets, with the sequence in each of its lanes, those of a micro-batch, and the step at which it begins."""
         if self.meter is None or target is None:
             return
         if self.meter.fits(out, target):

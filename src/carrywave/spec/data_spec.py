@@ -108,7 +108,7 @@ class DataSpec(Section):
     standardize: bool | Literal["sequence", "window"] = Field(
         True,
         description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "
-        "window (forecasting): what the model reads, then also with those of the last 96 values up to each step",
+        "window (forecasting): what the model reads, then also with those of the last values up to each step (model.linear of them, or 96)",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
@@ -170,6 +170,12 @@ class BatchSpec(Section):
     steps: Positive | None = Field(
         None, description="steps of a window of back-propagation through time; the carry is kept between windows; by default 64"
     )
+    windows: Literal["contiguous", "random"] = Field(
+        "contiguous",
+        description="forecasting: windows follow each other in every lane, which keeps its carry, or come in random order, each after "
+        "batch.warmup steps that warm up its carry and are not scored",
+    )
+    warmup: Annotated[int, Field(ge=0)] | None = Field(None, description="random windows: steps of warm-up; by default batch.steps")
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(
         None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"

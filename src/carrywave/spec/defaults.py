@@ -48,8 +48,7 @@ def with_residual(spec: Spec) -> Spec:
     """
     if spec.data.residual != AUTO or spec.task != "forecasting":
         return spec
-    linear = bool(getattr(spec.model, "linear", 0))
-    found = "last" if linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
+    found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
     return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 

@@ -48,6 +48,11 @@ class ModelSpec(Section):
     pool: Literal["last", "mean"] = Field(
         "last", description="classification, regression: the last real step, or the mean of all real steps"
     )
+    linear: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="forecasting: a linear function of the last so many values is added to what the layers forecast; it starts as a ridge "
+        "regression on the training data; 0 for none",
+    )
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "

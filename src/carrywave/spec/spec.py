@@ -16,7 +16,8 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.section import Section
 from carrywave.spec.train_spec import TrainSpec, check_best
 
-LAGS = 96  # last values that a line reads if nothing says how many
+PAST_STEPS = 96  # values behind a scale that follows the data, unless a linear part says how many it reads
+
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 
 
@@ -63,6 +64,10 @@ class Spec(Section):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
+        if self.model.linear and self.task == "forecasting" and self.data.residual not in ("auto", "last"):
+            raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
+        if self.batch.windows == "random" and self.batch.vary:
+            raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
         check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
@@ -99,8 +104,18 @@ class Spec(Section):
 
     @property
     def lags(self) -> int:
-        """How many last values a straight line reads, or have a scale: those of the model's linear part, or else 96."""
-        return getattr(self.model, "linear", 0) or LAGS
+        """How many last values a straight line reads: those of the model's linear part, or else 96."""
+        return self.model.linear or PAST_STEPS
+
+    @property
+    def warmup_steps(self) -> int:
+        """Random windows: steps before each that are not scored."""
+        return self.steps if self.batch.warmup is None else self.batch.warmup
+
+    @property
+    def past_steps(self) -> int:
+        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
+        return self.model.linear or self.scale_steps
 
     @property
     def plans_itself(self) -> bool:

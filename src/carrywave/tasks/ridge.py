@@ -3,7 +3,7 @@
 One set of weights for each column, shared by all series. It reads values less the last one and forecasts the difference from it, so a shift
 of a whole series changes nothing. It is a baseline beside every forecast, and where the linear part of a forecasting head begins.
 
-The penalty is the one that does best on the last tenth of every series, judged through the same sums of products, so the rows are read once;
+The penalty is the one that does best on the last tenth of every series, judged by the same sums of products, so rows are read once;
 the weights are then fitted to all of them. Float64 throughout. Shapes: C columns, N lags, K steps ahead, R rows.
 """
 
@@ -61,7 +61,7 @@ class _Sums:
         each = np.diag(self.read)[:-1]
         added = penalty * max(float(each.mean()), np.finfo(np.float64).tiny)
         left = self.read + np.diag([*np.full(len(each), added), 0.0])
-        return np.linalg.lstsq(left, self.both, rcond=None)[0]
+        return np.asarray(np.linalg.lstsq(left, self.both, rcond=None)[0], np.float64)
 
     def error(self, solved: Reals) -> float:
         """The sum of squared errors of some weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.codec import Codec
-from carrywave.data.sequences import Sequences, View
+from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST
@@ -19,7 +19,7 @@ from carrywave.errors import SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, Line, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
@@ -32,6 +32,7 @@ from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, views
 from carrywave.tasks.changes import Changes
+from carrywave.tasks.ridge import fit_line
 
 Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
@@ -78,6 +79,7 @@ class Task:
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
             return Part(name, data, view)
+        view = self._with_history(view)
         change_SC = self.scale.of_series(data, self.codec.channels)
         if name == "train":
             return Part(name, data, view, change_SC=change_SC)
@@ -165,6 +167,9 @@ class Task:
         initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
         model.drawn = holding is not None
         model.rounded_by_host = rounded_by_host(model, spec.init)
+        if isinstance(model.head, Forecast) and model.head.line is not None:
+            model.rounded_by_host |= {f"head.line.{name}" for name, _ in model.head.line.named_parameters()}
+            self._fit_line(model.head.line, train)
         if spec.pretrained is not None and holds_layers(spec.pretrained):
             load_lstm(lstm, read_lstm(spec.pretrained), spec.pretrained)
         elif spec.pretrained is not None:
@@ -191,15 +196,36 @@ class Task:
             case "regression":
                 return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
             case "forecasting":
-                return Forecast(width, spec.data.horizon, facts.outputs, spec.data.quantiles, loss=spec.train.loss)
+                return Forecast(
+                    width,
+                    spec.data.horizon,
+                    facts.outputs,
+                    spec.data.quantiles,
+                    loss=spec.train.loss,
+                    linear=spec.model.linear > 0,
+                    scaled=spec.data.standardize == "window",
+                    past_steps=spec.past_steps,
+                )
+
+    def _fit_line(self, line: Line, train: Sequences | None) -> None:
+        """Set the linear part to the ridge solution, on workers that have it."""
+        if train is None or line.weight.is_meta:
+            return
+        fitted = fit_line(train, np.array(self.codec.targets), self.spec.model.linear, self.spec.data.horizon)
+        with torch.no_grad():
+            line.weight.copy_(torch.from_numpy(fitted.weights_CNK))
+            line.bias.copy_(torch.from_numpy(fitted.bias_CK))
 
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
-        return (
-            views.series(data, self.spec.data, views.Layout.of(self.codec), scale_steps=self.spec.scale_steps)
-            if self.spec.task == "forecasting"
-            else View(data.inputs, data.starts, data.lengths)
-        )
+        if self.spec.task != "forecasting":
+            return View(data.inputs, data.starts, data.lengths)
+        return self._with_history(views.series(data, self.spec.data, views.Layout.of(self.codec), scale_steps=self.spec.scale_steps))
+
+    def _with_history(self, view: View) -> View:
+        """The view with the past values that the head reads."""
+        past = self.spec.past_steps
+        return replace(view, history=History(past, np.array(self.codec.targets))) if past else view
 
     def _class_weights(self, train: Sequences | None) -> Tensor | None:
         asked, labels = self.spec.train.class_weights, self.facts.labels

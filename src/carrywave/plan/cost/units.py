@@ -226,20 +226,22 @@ class Units:
         head, outputs = _head(spec, facts)
         tied = facts.vocabulary * width if model.tie else 0
         pooled = spec.task in ("classification", "regression")
+        past = spec.past_steps if spec.task == "forecasting" else 0
+        line = facts.outputs * spec.data.horizon * (past + 1) if model.linear else 0
         units.append(
             Unit(
                 "head",
                 head,
-                width,
+                width + past,  # the last values are multiplied with as many weights for each output
                 outputs,
                 width,
                 0,
-                outputs * width + outputs - tied,
-                kept=0 if pooled else outputs,
+                outputs * width + outputs - tied + line,
+                kept=0 if pooled else outputs + facts.outputs * past,
                 deferred=0 if pooled else outputs,
                 work=0 if pooled else outputs,
                 carry=width if pooled else 0,
-                tensors=2,
+                tensors=4 if line else 2,
             )
         )
         if tied:
@@ -372,7 +374,7 @@ def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int)
 def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:
     """The batch shapes of a spec: one for streams; for sequences a few, each representing an equal share of all steps."""
     if spec.streams:
-        return (BatchShape(spec.lanes, spec.steps),)
+        return (BatchShape(spec.lanes, spec.steps + (spec.warmup_steps if spec.batch.windows == "random" else 0)),)
     total = sum(length * count for length, count in facts.histogram)
     if not total:
         steps = facts.longest or (facts.steps // facts.sequences if facts.sequences else 0) or 64

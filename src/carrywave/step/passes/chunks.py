@@ -58,7 +58,15 @@ class Chunks:
             full,
             None if window is None else WindowChunk(window, chunk),
             None if self.most is None else self.most[micro_batch],
+            self._history(micro_batch, chunk),
         )
+
+    def _history(self, micro_batch: int, chunk: int) -> Tensor | None:
+        batch = self.batches[micro_batch]
+        if batch.history is None:
+            return None
+        first, end = self.span(micro_batch, chunk)
+        return batch.history[first : end + batch.history.shape[0] - batch.steps]
 
     def lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """[B], [C, B]: the real steps of each lane in the window and in each chunk."""
