@@ -61,6 +61,7 @@ def some(draw: np.random.Generator, quantiles: tuple[float, ...] | None) -> list
             draw.normal(size=(3, 2)),
             np.array([2.0, 5.0]) * (number + 1),
             np.array([0.5, 0.0 if number else 0.25]),
+            np.zeros(2),
         )
         for number in range(2)
         for origin in range(3)
@@ -268,14 +269,14 @@ def test_a_picture_is_xml_in_which_names_are_text() -> None:
     draw = np.random.default_rng(1)
     data = from_matrices([draw.normal(size=(20, 2)) for _ in range(6)], "<script>alert(1)</script>")
     forecasts = [
-        Rolled(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2))) for n in range(6) for k in range(2)
+        Rolled(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2, 2))) for n in range(6) for k in range(2)
     ]
     text = picture.draw(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
     root = ElementTree.fromstring(text)
     found = [element.tag.rpartition("}")[2] for element in root.iter()]
     assert "script" not in found
     assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
-    flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1))]
+    flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
     assert "nan" not in picture.draw(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
 
 

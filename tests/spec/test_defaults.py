@@ -44,3 +44,15 @@ def test_what_is_given_stays() -> None:
     asked = Spec.model_validate({"batch": {"lanes": 3, "steps": 5}})
     assert fitted(asked, facts) is asked
     assert fitted(Spec(), DataFacts(vocabulary=10)) == Spec()  # nothing is known of its size
+
+
+def test_a_season_is_what_forecasts_are_relative_to_unless_something_else_is_asked_for() -> None:
+    facts = DataFacts(features=1, steps=1000)
+    for data, wanted in (
+        ({}, "last"),
+        ({"season": 24}, "season"),
+        ({"season": 24, "residual": "last"}, "last"),
+        ({"residual": "none"}, "none"),
+    ):
+        assert fitted(Spec.model_validate({"task": "forecasting", "data": data}), facts).data.residual == wanted
+    assert fitted(Spec(), facts).data.residual == "auto"

@@ -99,3 +99,21 @@ def test_with_seasons_a_forecaster_reads_the_change_too() -> None:
     assert view.inputs_at is not None
     # Row 4 is worth 8, a season before it was 2; row 8 has no season of history within its own series.
     assert view.inputs_at(np.array([[4, 8]])).tolist() == [[[8.0, 9.0, 6.0, 6.0], [16.0, 17.0, 0.0, 0.0]]]
+
+
+def test_a_window_scales_what_is_read_and_not_what_is_forecast() -> None:
+    values = np.random.default_rng(4).normal(size=(20, 2)).astype(np.float32)
+    data, spec = Sequences(values, np.array([0]), np.array([20])), DataSpec(horizon=2, season=3, residual="season")
+    rows = np.array([[0, 9], [1, 10]])
+    plain, scaled = views.forecasting(data, spec, np.array([0])), views.forecasting(data, spec, np.array([0]), scale_steps=4)
+    assert plain.targets_at is not None
+    assert scaled.targets_at is not None
+    assert plain.inputs_at is not None
+    assert scaled.inputs_at is not None
+    np.testing.assert_array_equal(plain.targets_at(rows), scaled.targets_at(rows))
+    last = values[6:10]
+    deviation = np.maximum(last.std(axis=0), 0.1)
+    found = scaled.inputs_at(rows)[0, 1]
+    np.testing.assert_allclose(found[:2], (values[9] - last.mean(axis=0)) / deviation, rtol=1e-5)
+    np.testing.assert_allclose(found[2:], (values[9] - values[6]) / deviation, rtol=1e-5)
+    np.testing.assert_array_equal(scaled.inputs_at(rows)[0, 0], np.zeros(4))  # the first row is all there is

@@ -16,9 +16,12 @@ from carrywave.data.tables.calendar import FEATURES, calendar_columns
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
+from carrywave.spec.data_spec import Transform
 from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
+TRANSFORMS = get_args(Transform)
+LATER = ("date_order", "channels", "transform")  # fields that are not written if they have their default: hashes of older codecs stay
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -29,6 +32,7 @@ SINGLE: dict[str, Any] = {
     "series": str | None,
     "frequency": str | None,
     "date_order": str | None,
+    "transform": str,
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
@@ -43,6 +47,7 @@ MANY: dict[str, Any] = {
     "static": str,
     "categorical": str,
     "categories": tuple,
+    "channels": str,
     **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
 }
 
@@ -78,12 +83,15 @@ class Codec:
     static: tuple[str, ...] = ()  # columns with one value per series
     categorical: tuple[str, ...] = ()  # columns of categories, in the order of their codes in a step: known ones first
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each in train; the code of the first is 1, and 0 is any other value
+    channels: tuple[str, ...] = ()  # columns of the data to forecast, if each is a series of its own; `targets` is then their one column
+    transform: str = "none"  # of the columns to forecast, before they are standardised
 
     def to_json(self) -> str:
         """Serialise to JSON."""
         values = asdict(self)
-        if self.date_order is None:  # so that what is hashed stays as it was before there was such a field
-            del values["date_order"]
+        for field in fields(self):
+            if field.name in LATER and values[field.name] == field.default:
+                del values[field.name]
         return json.dumps(values, sort_keys=True)
 
     @staticmethod
@@ -131,6 +139,10 @@ class Codec:
             not isinstance(value, str) for values in self.categories for value in values
         ):
             return f"{len(self.categorical)} categorical columns have the values of {len(self.categories)}"
+        if self.channels and (len(self.targets) != 1 or len(self.names) % len(self.channels)):
+            return f"channels is {list(self.channels)} for {len(self.targets)} targets"
+        if self.transform not in TRANSFORMS:
+            return f"transform is {self.transform!r:.40}"
         unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
         if unknown or any(name not in FEATURES for name in self.calendar):
             return f"known is {list(self.known)} and calendar is {list(self.calendar)}"
@@ -154,6 +166,29 @@ class Codec:
     def measured(self) -> tuple[str, ...]:
         """The numeric columns that come from the data, as the calendar's do not."""
         return self.columns[: len(self.columns) - len(calendar_columns(self.calendar))]
+
+    @property
+    def read_columns(self) -> tuple[str, ...]:
+        """The numeric columns of a file that are read: as `measured`, with each channel in place of the one column for all of them."""
+        if not self.channels:
+            return self.measured
+        [target] = self.targets
+        return (*self.measured[:target], *self.channels, *self.measured[target + 1 :])
+
+    @property
+    def forecast_columns(self) -> tuple[str, ...]:
+        """The columns of the data that are forecast."""
+        return self.channels or tuple(self.columns[place] for place in self.targets)
+
+    @cached_property
+    def scale_of(self) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+        """The mean and std of each series in train, by name, if each has its own; of channels of a single series, by channel."""
+        return dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
+
+    def knows_scale(self, name: str) -> bool:
+        """True if the scale of a series of the data is known from train: its own, or that of all series."""
+        known = self.scale_of
+        return not known or self.names == self.channels or (f"{name}/{self.channels[0]}" if self.channels else name) in known
 
     @property
     def fixed(self) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ READING = (
     "context",
     "standardize",
 )
+READING_LATER = ("channels", "transform")  # as READING, but left out where they have their default: keys of older versions stay
 LABELLED = ("classification", "tagging", "regression")
 
 
@@ -143,7 +144,7 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
         return cache.Entry({part: found}, codec, found.notes)
 
     file = [source.digest(), source.format, source.tabs, source.compression]
-    how = spec.data.model_dump(mode="json", include=set(READING))
+    how = _reading(spec)
     key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, how, labelled, part])
     small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
     entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
@@ -202,9 +203,15 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
         "streams": spec.streams,
         "seed": spec.train.seed if keyed else None,
         "window": spec.steps if spec.task == "forecasting" else None,
-        "data": data.model_dump(mode="json", include=set(READING)),
+        "data": _reading(spec),
     }
     return _hash(options)
+
+
+def _reading(spec: Spec) -> dict[str, Any]:
+    """The options of the data section that affect how it is read."""
+    later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
+    return spec.data.model_dump(mode="json", include={*READING, *later})
 
 
 def _hash(value: Any) -> str:

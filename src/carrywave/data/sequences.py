@@ -28,6 +28,9 @@ class Sequences:
     tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
+    means: NDArray[np.float64] | None = (
+        None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms)
+    )
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
     notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
     fingerprint: str = ""  # hash of content and reading; equal for equal data

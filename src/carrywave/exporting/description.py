@@ -18,6 +18,8 @@ from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
+FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
+
 
 def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     """The description as JSON."""
@@ -38,7 +40,10 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
-    step = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    step: dict[str, Any] = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    if task.codec.channels:
+        [target] = task.codec.targets
+        step["lane"] = {"column": task.codec.columns[target], "one_of": list(task.codec.channels)}
     whole |= {"model": _network(model), "data": _data(task.spec), **step, "codec": json.loads(task.codec.to_json())}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
@@ -78,15 +83,18 @@ def _network(model: Model) -> dict[str, Any]:
 
 
 def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
-    """What each number of `x` and each of `codes` is: a column's value, its change since so many rows ago, or its value so many ahead."""
+    """What each number of `x` and each of `codes` is: a column's value, its change since so many rows ago, or its value so many ahead;
+    with `window`, in the scale of so many last values.
+    """
     at, codec, data = Layout.of(task.codec), task.codec, task.spec.data
+    window = {int(place): {"window": task.spec.scale_steps} for place in at.scaled if task.spec.scale_steps}
     names = (*codec.columns, *codec.categorical)
     changing = at.changing if data.residual == "season" else at.changing[:0]
     ahead = range(1, data.horizon + 1)
     return {
         "x": [
-            *({"column": names[place]} for place in at.numbers),
-            *({"column": names[place], "change": data.season} for place in changing),
+            *({"column": names[place], **window.get(place, {})} for place in at.numbers.tolist()),
+            *({"column": names[place], "change": data.season, **window.get(place, {})} for place in changing.tolist()),
             *({"column": names[place], "ahead": step} for step in ahead for place in at.known),
         ],
         "codes": [
@@ -98,5 +106,5 @@ def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
 
 def _data(spec: Spec) -> dict[str, Any]:
     """What of the spec's data section says how numbers are made; the codec has the rest."""
-    wanted = {"forecasting": {"horizon", "quantiles", "season", "residual", "context"}}.get(spec.task, set[str]())
+    wanted = FORECASTING if spec.task == "forecasting" else ()
     return {name: value for name, value in spec.data.model_dump(mode="json").items() if name in wanted}

@@ -19,7 +19,8 @@ from torch import Tensor
 from carrywave.data.codec import Codec
 from carrywave.data.python_inputs import series_of
 from carrywave.data.sequences import Sequences
-from carrywave.data.tables.times import Times
+from carrywave.data.tables.channels import TargetReading
+from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
 from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Sample, Samples
@@ -27,9 +28,9 @@ from carrywave.runs.evaluation import passes
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.data_spec import BatchSpec
+from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.metrics import Confusion
 from carrywave.tasks.task import Part
-from carrywave.tasks.views import Naive
 
 SECONDS = 20.0  # within which a pass over the validation data ends
 TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS, TEMPERATURE = 2, {"word": 20}, {"word": 40}, 0.8
@@ -79,7 +80,8 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
 
 def _some_of(saved: Saved, data: Sequences) -> str:
     """Which of many series and columns are shown, in words; empty if all are."""
-    series, columns = len(data), len(saved.task.codec.targets)
+    columns = len(saved.task.codec.forecast_columns)
+    series = len(data) * len(saved.task.codec.targets) // columns
     panels = min(series, MOST_SERIES) * columns
     if series > MOST_SERIES and panels <= MOST_PANELS:
         return f": the first {MOST_SERIES} of {series:,} series"
@@ -179,89 +181,64 @@ def _pairs(saved: Saved, name: str, data: Sequences) -> tuple[list[Sample], bool
 def _forecasts(saved: Saved, name: str, data: Sequences) -> list[Sample]:
     """One panel for each of the first series and columns: the last origin whose whole horizon is known."""
     spec, codec = saved.spec.data, saved.task.codec
-    data = _few(data, spec.horizon)
-    part = saved.task.part(name, data)
+    table = series_of(getattr(spec, name) or spec.train, codec, saved.spec)
+    rows_read = TargetReading.of(codec).part(whole(table), table)
+    everything = Sequences(data.inputs, rows_read.starts, rows_read.lengths)
+    values = ForecastValues(table, everything, codec, spec)
+    few = _few(data, spec.horizon, values.many)
+    part = saved.task.part(name, few)
     lasts = {number: int(length) - 1 for number, length in enumerate(part.view.lengths)}
     found: dict[int, NDArray[np.float64]] = {}
     for out, _, sequence, offset, lengths in _seen(saved, part):
         for lane, (number, first, length) in enumerate(zip(sequence.tolist(), offset.tolist(), lengths.tolist(), strict=True)):
             if number >= 0 and first <= lasts[number] < first + length:
                 found[number] = out[lasts[number] - first, lane].double().numpy()
-    targets = np.array(codec.targets)
-    naive = Naive(data, targets, spec.horizon, spec.season, spec.residual)
     shown: list[Sample] = []
-    timed = _times(saved, name, data)
-    for number, out_HC in sorted(found.items()):
-        row = int(data.starts[number]) + lasts[number]
-        series = data.names[number] if data.names is not None else ""
-        base_HC = np.asarray(naive(np.array([row]))[0], np.float64)
-        scale = _scale(saved, series)
-        for place, column in enumerate(targets.tolist()):
+    for number in range(0, len(found), values.many):
+        own = np.flatnonzero(everything.starts <= few.starts[number])[-1]  # among all sequences of the file
+        series, row = int(own) // values.many, int(few.starts[number] - everything.starts[own]) + lasts[number]
+        outs = [found[number + place][None] for place in range(values.many)]
+        made_HCQ = values(series, np.array([row + 1]), outs)[0]
+        for place, column in enumerate(codec.forecast_columns):
             if len(shown) == MOST_PANELS:
                 return shown
-            named = codec.columns[column] + (f", series {series}" if len(data) > 1 else "")
-            mean, std = (0.0, 1.0) if scale is None else (scale[0][column], scale[1][column])
-            named += " (standardized)" if scale is None else ""
-            panel = _panel(saved, data, row, column, named, out_HC[:, place], base_HC[:, place], mean, std)
-            times = None if timed is None else timed.written(slice(row + 1 - len(panel.history), row + 1 + spec.horizon))
+            named = column + (f", series {table.names[series]}" if len(table.names) > 1 else "")
+            first_row = int(table.starts[series])
+            panel = _panel(saved, table.values[first_row:, values.places[place]], row, named, made_HCQ[:, place])
+            rows = slice(first_row + row + 1 - len(panel.history), first_row + row + 1 + spec.horizon)
+            times = None if table.times is None else table.times.written(rows)
             shown.append(replace(panel, times=[] if times is None else [str(time) for time in times]))
     return shown
 
 
-def _times(saved: Saved, name: str, data: Sequences) -> Times | None:
-    """The times of all rows of the file that a part is from; None if it has none."""
-    spec = saved.spec
-    file = getattr(spec.data, name) or spec.data.train
-    table = series_of(file, saved.task.codec, spec)
-    return table.times if table.times is not None and len(table.times.keys) == len(data.inputs) else None
-
-
-def _panel(
-    saved: Saved,
-    data: Sequences,
-    row: int,
-    column: int,
-    title: str,
-    out_H: NDArray[np.float64],  # or [H, Q]
-    base_H: NDArray[np.float64],
-    mean: float,
-    std: float,
-) -> Forecasted:
+def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, made_HQ: NDArray[np.float64]) -> Forecasted:
+    """What came before and after a row of a series, and the forecast after it."""
     spec, shares = saved.spec.data, saved.spec.data.quantiles
-    start = max(int(data.starts[np.searchsorted(data.starts, row, side="right") - 1]), row + 1 - 2 * spec.horizon)
-    past = np.asarray(data.inputs[start : row + 1, column], np.float64) * std + mean
-    came = np.asarray(data.inputs[row + 1 : row + 1 + spec.horizon, column], np.float64) * std + mean
+    start = max(0, row + 1 - 2 * spec.horizon)
+    past, came = values_R[start : row + 1], values_R[row + 1 : row + 1 + spec.horizon]
     history = [(float(start - row + at), float(value)) for at, value in enumerate(past)]
     ahead = range(1, spec.horizon + 1)
     band, band_name, point_name = list[tuple[float, float, float]](), "", "forecast"
     if shares is not None:
-        value_HQ = (out_H + base_H[:, None]) * std + mean
         low, high = int(np.argmin(shares)), int(np.argmax(shares))
         middle = min(range(len(shares)), key=lambda at: abs(shares[at] - 0.5))
         point_name = "median" if shares[middle] == 0.5 else f"quantile {shares[middle]:g}"
         if low != high:
-            band = [(float(at), float(value_HQ[at - 1, low]), float(value_HQ[at - 1, high])) for at in ahead]
+            band = [(float(at), float(made_HQ[at - 1, low]), float(made_HQ[at - 1, high])) for at in ahead]
             band_name = f"quantiles {shares[low]:g} to {shares[high]:g}"
-        value_H = value_HQ[:, middle]
+        value_H = made_HQ[:, middle]
     else:
-        value_H = (out_H + base_H) * std + mean
+        value_H = made_HQ[:, 0]
     truth = [history[-1], *((float(at), float(came[at - 1])) for at in ahead)]
     return Forecasted(title, history, truth, [(float(at), float(value_H[at - 1])) for at in ahead], band, band_name, point_name)
 
 
-def _few(data: Sequences, horizon: int) -> Sequences:
-    """The first series, and of each the last rows."""
-    lengths = data.lengths[:MOST_SERIES]
+def _few(data: Sequences, horizon: int, many: int) -> Sequences:
+    """The first series, each of them `many` sequences, and of each the last rows."""
+    few = MOST_SERIES * many
+    lengths = data.lengths[:few]
     cut = np.maximum(lengths - max(MOST_ROWS, 2 * horizon), 0)
-    warm = None if data.warm is None else np.maximum(data.warm[:MOST_SERIES] - cut, 0)
-    names = None if data.names is None else data.names[:MOST_SERIES]
-    return replace(data, starts=data.starts[:MOST_SERIES] + cut, lengths=lengths - cut, warm=warm, names=names)
-
-
-def _scale(saved: Saved, series: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Mean and standard deviation of a series, by column; None if only the file itself could tell."""
-    codec = saved.task.codec
-    if not codec.names:
-        return codec.mean, codec.std
-    known = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
-    return known.get(series)
+    warm = None if data.warm is None else np.maximum(data.warm[:few] - cut, 0)
+    names = None if data.names is None else data.names[:few]
+    units = None if data.units is None else data.units[:few]
+    return replace(data, starts=data.starts[:few] + cut, lengths=lengths - cut, warm=warm, names=names, units=units)

@@ -33,7 +33,7 @@ from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric, Row
 from carrywave.tasks.task import Part, Task
 
-_Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor]]]
+_Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
@@ -143,7 +143,7 @@ def passes(
     Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
     of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
-    see: Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
+    see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
     observers = {} if see is None else {0: see}
     for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
         yield batch, outcome
@@ -210,15 +210,15 @@ class _Forward:
             entered = (
                 self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else State(self.stage.carries(carries))
             )
-            shown: list[tuple[Tensor, Tensor | None, Tensor]] = []
+            shown: list[tuple[Tensor, Tensor | None, Tensor, Tensor]] = []
             outcome = self.run(own, entered, None if observe is None else lambda *seen: shown.append(seen))
             return (outcome, shown), None if carries is None else flatten(outcome.state)
 
         carries = flatten(state) if self.spec.streams else None
         (outcome, shown), left = capture("evaluation", forward, [batch], [], carries, under=(observe is not None,))
         if observe is not None:
-            for out, target, sequence_B in shown:
-                observe(out, target, sequence_B)
+            for seen in shown:
+                observe(*seen)
         return outcome if left is None else replace(outcome, state=State(self.stage.carries(left)))
 
 
@@ -228,11 +228,11 @@ class _Judge:
     def __init__(self, meter: Metric | None) -> None:
         self.meter = meter
 
-    def see(self, out: Tensor, target: Tensor | None, sequence_B: Tensor) -> None:
-        """Add an output and its targets, with the sequence in each of its lanes: those of a micro-batch, not of the whole batch."""
+    def see(self, out: Tensor, target: Tensor | None, sequence_B: Tensor, first_B: Tensor) -> None:
+        """Add an output and its targets, with the sequence in each of its lanes, those of a micro-batch, and the step at which it begins."""
         if self.meter is None or target is None:
             return
         if self.meter.fits(out, target):
-            self.meter.update(out, target, sequence_B)
+            self.meter.update(out, target, sequence_B, first_B)
         else:
             self.meter = None

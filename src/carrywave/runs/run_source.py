@@ -25,7 +25,7 @@ from carrywave.spec.yaml_text import parse_yaml
 # Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
 LEARNED_BY = (
     *("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize"),
-    *("known", "calendar", "categorical", "static"),
+    *("known", "calendar", "categorical", "static", "channels", "transform"),
 )
 
 

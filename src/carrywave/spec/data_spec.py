@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from carrywave.spec.section import Positive, Section
 
 CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
+Transform = Literal["none", "log", "log1p", "diff"]
 
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -57,6 +58,16 @@ class DataSpec(Section):
     )
     columns: tuple[str, ...] | None = Field(None, description="columns the model reads; by default all numeric ones")
     targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; by default all that the model reads")
+    channels: Literal["joint", "independent"] = Field(
+        "joint",
+        description="forecasting: the model reads and forecasts all targets of a row together, or each target column is a series of its "
+        "own for one model (channel independence)",
+    )
+    transform: Transform = Field(
+        "none",
+        description="forecasting: what is forecast of the targets: their logarithms (log; log1p of 1 + value) or their changes from row to "
+        "row (diff); forecasts are in the units of the file again",
+    )
     time: str | None = Field(
         None, description="the column of times; by default ds, date, datetime, timestamp, time or the first column of dates"
     )
@@ -85,8 +96,10 @@ class DataSpec(Section):
     )
     horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
-    residual: Literal["none", "last", "season"] = Field(
-        "last", description="forecasting: the model forecasts the difference from this naive forecast"
+    residual: Literal["auto", "none", "last", "season"] = Field(
+        "auto",
+        description="forecasting: the model forecasts the difference from this naive forecast; auto: season if data.season is set, or "
+        "else last",
     )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
         None, description="forecasting: quantiles to forecast, in increasing order"
@@ -95,7 +108,7 @@ class DataSpec(Section):
     standardize: bool | Literal["sequence", "window"] = Field(
         True,
         description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "
-        "window: forecasting, with those of the last values before each step (model.linear of them, or 96)",
+        "window (forecasting): what the model reads, then also with those of the last values up to each step (model.linear of them, or 96)",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
@@ -115,6 +128,8 @@ class DataSpec(Section):
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
             raise ValueError(f"quantiles must increase, got {list(self.quantiles)}; list each once, from low to high")
+        if self.quantiles is not None and self.transform == "diff":
+            raise ValueError("quantiles of changes do not add up to quantiles of values; use transform=none or log, or remove quantiles")
         try:
             "".encode("utf-8" if self.encoding == "auto" else self.encoding)  # refuses codecs that are not of text
         except LookupError:

@@ -1,4 +1,5 @@
-"""What a spec leaves open: batch sizes, chosen from the data, and the precision (`train.precision: auto`), from the devices.
+"""What a spec leaves open: batch sizes, chosen from the data, what forecasts are relative to (`data.residual: auto`), and the precision
+(`train.precision: auto`), from the devices.
 
 A batch size is chosen so that an epoch has enough steps and a batch enough sequences. Torch-free: a laptop plans with the precision that a
 cluster will use.
@@ -24,7 +25,7 @@ LEAST_BATCHES = 16  # per epoch, if the data has enough sequences or steps
 
 def fitted(spec: Spec, facts: DataFacts) -> Spec:
     """The spec with every batch size filled in: given values are kept, the others are derived from the training data."""
-    batch = spec.batch
+    batch, spec = spec.batch, with_residual(spec)
     if not facts.steps:
         return spec  # only the facts that shape the model are known, not the amount of data
     if spec.streams:
@@ -38,6 +39,17 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
 
 def _with(spec: Spec, batch: BatchSpec) -> Spec:
     return spec if batch == spec.batch else spec.model_copy(update={"batch": batch})
+
+
+def with_residual(spec: Spec) -> Spec:
+    """The spec with a naive forecast in place of `auto`: the last season if there is one and the model has no linear part to find it.
+
+    A linear part starts from the last value. Differences have none to start from: that the last one will come again says little.
+    """
+    if spec.data.residual != AUTO or spec.task != "forecasting":
+        return spec
+    found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 
 def suited(*, made_for_bf16: bool) -> Literal["bf16", "fp32"]:

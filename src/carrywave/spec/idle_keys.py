@@ -94,6 +94,7 @@ ACTS: Mapping[str, Rule] = {
         else f"is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share"
     ),
     **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _tasks("forecasting")),
+    **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
     **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles"), _tasks("forecasting")),
     "data.context": _context,

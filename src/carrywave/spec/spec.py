@@ -65,7 +65,9 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
-        if self.model.linear and self.task == "forecasting" and self.data.residual != "last":
+        if self.data.standardize == "window" and self.task != "forecasting":
+            raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
+        if self.model.linear and self.task == "forecasting" and self.data.residual not in ("auto", "last"):
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         if self.batch.windows == "random" and self.batch.vary:
             raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
@@ -120,6 +122,16 @@ class Spec(Section):
         return self.batch.tokens or 4096
 
     @property
+    def scale_steps(self) -> int:
+        """How many last values have the scale in which a forecaster reads each step (`data.standardize: window`); 0: none have."""
+        return self.lags if self.data.standardize == "window" else 0
+
+    @property
+    def lags(self) -> int:
+        """How many last values a straight line reads: those of the model's linear part, or else 96."""
+        return self.model.linear or PAST_STEPS
+
+    @property
     def warmup_steps(self) -> int:
         """Random windows: steps before each that are not scored."""
         return self.steps if self.batch.warmup is None else self.batch.warmup
@@ -127,7 +139,7 @@ class Spec(Section):
     @property
     def past_steps(self) -> int:
         """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
-        return self.model.linear or (PAST_STEPS if self.data.standardize == "window" else 0)
+        return self.model.linear or self.scale_steps
 
     @property
     def plans_itself(self) -> bool:

@@ -26,7 +26,7 @@ from carrywave.step.worker_setup import local_part
 def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None) -> float:
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
-    see: Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
+    see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
     shards = trainer.engine.shards
     sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
     states: dict[int, State] = {}

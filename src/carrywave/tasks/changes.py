@@ -28,30 +28,38 @@ class Changes:
     @staticmethod
     def of(train: Sequences, codec: Codec, season: int) -> Changes:
         """Compute the changes over the rows that are trained on."""
-        columns = np.array(codec.targets)
-        scales = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
+        columns, channels = np.array(codec.targets), codec.channels
         names = train.names or ()
         found = {}
         for place, (start, length) in enumerate(zip(train.starts, train.lengths, strict=True)):
             name = names[place] if names else str(place)
-            mean, std = scales.get(name, (codec.mean, codec.std))
+            own = codec.scale_of.get(name) or codec.scale_of.get(channels[place % len(channels)] if channels else name)
+            mean, std = own or (codec.mean, codec.std)
             values = change(train.inputs[start : start + length], season, columns, np.array(mean), np.array(std))
             found[name] = tuple(float(value) for value in values)
         if codec.series is None and len(found) == 1:
             return Changes(every=next(iter(found.values())))
+        if codec.series is None and channels and len(found) == len(channels):
+            return Changes(named=dict(zip(channels, found.values(), strict=True)))
         return Changes(named=found)
 
-    def of_series(self, data: Sequences) -> NDArray[np.float64]:
-        """Return the changes for each series of a part, [series, columns]; zeros for series that train does not contain."""
+    def of_series(self, data: Sequences, channels: Sequence[str] = ()) -> NDArray[np.float64]:
+        """Return the changes for each series of a part, [series, columns]; zeros for series that train does not contain.
+
+        Independent `channels` of a series that has no name are known by theirs.
+        """
         if not self.named:
             return np.tile(np.array(self.every, np.float64), (len(data), 1))
         none = (0.0,) * self.columns
         names = data.names or tuple(str(place) for place in range(len(data)))
-        return np.array([self.named.get(name, none) for name in names], np.float64).reshape(len(data), self.columns)
+        own = channels or ("",)
+        found = [self.named.get(name) or self.named.get(own[place % len(own)], none) for place, name in enumerate(names)]
+        return np.array(found, np.float64).reshape(len(data), self.columns)
 
-    def unknown(self, names: Sequence[str]) -> list[str]:
-        """Return the series that train does not contain."""
-        return [name for name in names if name not in self.named] if self.named else []
+    def unknown(self, names: Sequence[str], channels: Sequence[str] = ()) -> list[str]:
+        """Return the series that train does not contain; with independent `channels`, names are those of each series' first."""
+        alone = bool(channels) and channels[0] in self.named
+        return [name for name in names if name not in self.named] if self.named and not alone else []
 
     @property
     def columns(self) -> int:

@@ -7,7 +7,7 @@ Q quantiles, S series of a part, N all leading dimensions flattened.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from carrywave.data.batch import IGNORED
+from carrywave.data.tables.transform import LARGEST
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
@@ -31,6 +32,10 @@ MOST_COLUMNS = 16  # told with every evaluation in the units of the data
 TOP = 5  # how many of the most likely labels may be right for the top-5 accuracy
 
 
+# From series [B], the row of each with which a lane begins [B], and a number of rows, to [T, B, H, C].
+Slope = Callable[[Tensor, Tensor, int], Tensor]
+
+
 @dataclass(frozen=True)
 class Columns:
     """The columns of a forecast, or the numbers of a regression, in the units of the data."""
@@ -38,6 +43,9 @@ class Columns:
     names: tuple[str, ...]
     unit_SC: Tensor  # size of one standardised unit, for each series and column; a single row is for all
     series: tuple[str, ...] = ()  # names of the series, if errors of each are wanted
+    apart: bool = False  # each sequence is one column of a series: those of a series follow each other, in the order of `names`
+    summed: bool = False  # values are changes: the errors of steps add up to that of the data itself
+    slope: Slope | None = None  # values are logarithms: by what e^error - 1 is multiplied in the data itself
 
 
 class Metric(Protocol):
@@ -46,8 +54,8 @@ class Metric(Protocol):
     def fits(self, out: object, target: Tensor) -> bool:
         """True if the output can be scored: a user-defined head may return anything."""
 
-    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
-        """Add a batch: the head's output, its targets, and the sequence in each lane."""
+    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:
+        """Add a batch: the head's output, its targets, the sequence in each lane, and the step of it with which the output begins."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums themselves, not copies: all-reducing them in place gives the metric over all ranks."""
@@ -118,7 +126,7 @@ class Confusion:
         return isinstance(out, Tensor) and out.shape == (*target.shape, self.counts_KK.shape[0])
 
     @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
+    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:
         """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
         real = (target != IGNORED).reshape(-1)
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
@@ -192,7 +200,8 @@ class Errors:
         self.unit_SC = None if columns is None else columns.unit_SC.to(device, torch.float64)
         self.unit_C = None if unit_C is None else unit_C.to(device, torch.float64)  # size of one standardised unit
         self.quantiles = tuple(quantiles or ())
-        zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
+        self.apart = len(columns.names) if columns is not None and columns.apart else 0  # columns that are sequences of their own
+        zeros_HC = torch.zeros(horizon, self.apart or outputs, dtype=torch.float64, device=device)
         self.absolute_HC, self.square_HC, self.count_HC = zeros_HC.clone(), zeros_HC.clone(), zeros_HC.clone()
         # Errors relative to each series' seasonal change within train. A series that never changes there has weight 0, and no MASE.
         self.scaled_HC, self.scaled_count_HC = zeros_HC.clone(), zeros_HC.clone()
@@ -201,7 +210,8 @@ class Errors:
             self.weight_SC = torch.where(change_SC > 0, 1.0 / change_SC.to(torch.float64), 0.0).to(device)
         # In the units of the data: by step and column and, if wanted, by series and column.
         self.unit_absolute_HC, self.unit_square_HC = zeros_HC.clone(), zeros_HC.clone()
-        zeros_SC = torch.zeros(len(columns.series) if columns is not None else 0, outputs, dtype=torch.float64, device=device)
+        zeros_SC = torch.zeros(len(columns.series) if columns is not None else 0, zeros_HC.shape[1], dtype=torch.float64, device=device)
+        self.outputs = outputs
         self.series_absolute_SC, self.series_square_SC, self.series_count_SC = zeros_SC.clone(), zeros_SC.clone(), zeros_SC.clone()
         self.pinball_Q, self.covered_Q = torch.zeros(2, len(self.quantiles), dtype=torch.float64, device=device)
         self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
@@ -211,51 +221,66 @@ class Errors:
         return isinstance(out, Tensor) and out.shape == (*target.shape, *([len(self.quantiles)] if self.quantiles else []))
 
     @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
+    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:
         """Add forecasts [T, B, H, C] or [T, B, H, C, Q] with targets [T, B, H, C], or regression outputs [B, K] with targets [B, K].
 
-        `sequence_B` is the series in each lane, -1 in an idle lane; it may be omitted if there is only one series.
+        `sequence_B` is the series in each lane, -1 in an idle lane; it may be omitted if there is only one series. `first_B` is the row of
+        it with which a lane begins, needed if errors depend on the size of what is forecast (`Columns.slope`).
         """
-        tail = tuple(self.count_HC.shape)
-        target_NHC = target.reshape(-1, *tail)
-        real_NHC = ~target_NHC.isnan()
-        self.count_HC += real_NHC.sum(0)
+        tail = (len(self.count_HC), self.outputs)
+        shape = target.shape if target.ndim > 2 else (1, len(target), *tail)
+        target_TBHC = target.reshape(shape)
+        real_TBHC = ~target_TBHC.isnan()
+        at_B = torch.zeros(shape[1], dtype=torch.int64, device=target.device) if sequence_B is None else sequence_B.clamp(min=0)
+        self._add(self.count_HC, real_TBHC.to(torch.float64), at_B)
         if self.quantiles:
-            out_NHCQ = out.to(target.dtype).reshape(-1, *tail, len(self.quantiles))
-            below_NHCQ = (target_NHC.unsqueeze(-1) <= out_NHCQ) & real_NHC.unsqueeze(-1)
-            self.covered_Q += below_NHCQ.flatten(0, -2).sum(0)
-            gap_NHCQ = torch.where(real_NHC.unsqueeze(-1), target_NHC.unsqueeze(-1) - out_NHCQ, 0.0).to(torch.float64)
-            self.pinball_Q += torch.maximum(self._share_Q * gap_NHCQ, (self._share_Q - 1.0) * gap_NHCQ).flatten(0, -2).sum(0)
+            out_TBHCQ = out.to(target.dtype).reshape(*shape, len(self.quantiles))
+            below_TBHCQ = (target_TBHC.unsqueeze(-1) <= out_TBHCQ) & real_TBHC.unsqueeze(-1)
+            self.covered_Q += below_TBHCQ.flatten(0, -2).sum(0)
+            gap_TBHCQ = torch.where(real_TBHC.unsqueeze(-1), target_TBHC.unsqueeze(-1) - out_TBHCQ, 0.0).to(torch.float64)
+            self.pinball_Q += torch.maximum(self._share_Q * gap_TBHCQ, (self._share_Q - 1.0) * gap_TBHCQ).flatten(0, -2).sum(0)
             if self._median is None:
                 return
-            out_NHC = out_NHCQ[..., self._median]
+            out_TBHC = out_TBHCQ[..., self._median]
         else:
-            out_NHC = out.to(target.dtype).reshape(-1, *tail)
-        error_NHC = torch.where(real_NHC, out_NHC - target_NHC, 0.0).to(torch.float64)
-        error_NHC = error_NHC if self.unit_C is None else error_NHC * self.unit_C
-        self.absolute_HC += error_NHC.abs().sum(0)
-        self.square_HC += error_NHC.square().sum(0)
+            out_TBHC = out.to(target.dtype).reshape(shape)
+        error_TBHC = torch.where(real_TBHC, out_TBHC - target_TBHC, 0.0).to(torch.float64)
+        error_TBHC = error_TBHC if self.unit_C is None else error_TBHC * self.unit_C
+        self._add(self.absolute_HC, error_TBHC.abs(), at_B)
+        self._add(self.square_HC, error_TBHC.square(), at_B)
         if self.weight_SC is not None:
-            weight_BC = self.weight_SC[:1] if sequence_B is None else self.weight_SC[sequence_B.clamp(min=0)]
-            weight_NHC = weight_BC[:, None].expand(*target.shape[:-2], 1, -1).reshape(-1, 1, tail[1])
-            self.scaled_HC += (error_NHC.abs() * weight_NHC).sum(0)
-            self.scaled_count_HC += (real_NHC & (weight_NHC > 0)).sum(0)
+            weight_BHC = self.weight_SC[at_B][:, None].expand(shape[1:])
+            self._add(self.scaled_HC, error_TBHC.abs() * weight_BHC, at_B)
+            self._add(self.scaled_count_HC, (real_TBHC & (weight_BHC > 0)).to(torch.float64), at_B)
         if self.unit_SC is not None:
-            shape = target.shape if target.ndim > 2 else (1, len(target), *tail)
-            self._add_in_units(error_NHC.view(*shape), real_NHC.view(*shape), sequence_B if len(self.unit_SC) > 1 else None)
+            self._add_in_units(error_TBHC, real_TBHC, at_B if len(self.unit_SC) > 1 else torch.zeros_like(at_B), first_B)
 
-    def _add_in_units(self, error_TBHC: Tensor, real_TBHC: Tensor, sequence_B: Tensor | None) -> None:
+    def _add(self, sums_HC: Tensor, each_TBHC: Tensor, at_B: Tensor) -> None:
+        """Add to sums by step and column; the column of a sequence follows from its number if it has only one."""
+        if not self.apart:
+            sums_HC += each_TBHC.sum((0, 1))
+            return
+        column_BC = torch.nn.functional.one_hot(at_B % self.apart, self.apart).to(torch.float64)
+        sums_HC += each_TBHC.sum((0, 3)).T @ column_BC
+
+    def _add_in_units(self, error_TBHC: Tensor, real_TBHC: Tensor, at_B: Tensor, first_B: Tensor | None) -> None:
         assert self.unit_SC is not None
-        at_B = (
-            torch.zeros(error_TBHC.shape[1], dtype=torch.int64, device=error_TBHC.device) if sequence_B is None else sequence_B.clamp(min=0)
-        )
+        assert self.columns is not None
         error_TBHC = error_TBHC * self.unit_SC[at_B][:, None]
-        self.unit_absolute_HC += error_TBHC.abs().sum((0, 1))
-        self.unit_square_HC += error_TBHC.square().sum((0, 1))
+        error_TBHC = torch.where(real_TBHC, error_TBHC.cumsum(2), 0.0) if self.columns.summed else error_TBHC
+        if self.columns.slope is not None and first_B is not None:
+            slope_TBHC = self.columns.slope(at_B, first_B, len(error_TBHC))
+            error_TBHC = torch.where(real_TBHC, torch.expm1(error_TBHC.clamp(max=LARGEST)) * slope_TBHC, 0.0)
+        self._add(self.unit_absolute_HC, error_TBHC.abs(), at_B)
+        self._add(self.unit_square_HC, error_TBHC.square(), at_B)
         if len(self.series_count_SC):
-            self.series_absolute_SC.index_add_(0, at_B, error_TBHC.abs().sum((0, 2)))
-            self.series_square_SC.index_add_(0, at_B, error_TBHC.square().sum((0, 2)))
-            self.series_count_SC.index_add_(0, at_B, real_TBHC.to(torch.float64).sum((0, 2)))
+            # A row for each sequence: as many columns as it has, or one column of a series.
+            for sums_SC, each_TBHC in (
+                (self.series_absolute_SC, error_TBHC.abs()),
+                (self.series_square_SC, error_TBHC.square()),
+                (self.series_count_SC, real_TBHC.to(torch.float64)),
+            ):
+                sums_SC.view(-1, self.outputs).index_add_(0, at_B, each_TBHC.sum((0, 2)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
@@ -293,8 +318,7 @@ class Errors:
         """Return MAE and RMSE in the units of the data by `column`; by `step` ahead and column; by `series` and column."""
         if not self._has_point:
             return []
-        outputs = self.count_HC.shape[1]
-        names = tuple(map(str, range(outputs))) if self.columns is None else self.columns.names
+        names = tuple(map(str, range(self.outputs))) if self.columns is None else self.columns.names
         in_units = self.columns is not None
         absolute, square = (self.unit_absolute_HC, self.unit_square_HC) if in_units else (self.absolute_HC, self.square_HC)
         count = self.count_HC

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import History, Sequences, View
+from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
+from carrywave.data.tables.transform import LARGEST
 from carrywave.errors import SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
@@ -72,17 +74,19 @@ class Task:
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
-                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), views.Layout.of(self.codec))
+                layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
+                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), layout, scale_steps=steps)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
             return Part(name, data, view)
         view = self._with_history(view)
-        change_SC = self.scale.of_series(data)
+        change_SC = self.scale.of_series(data, self.codec.channels)
         if name == "train":
             return Part(name, data, view, change_SC=change_SC)
         naive = views.naive_errors(data, self.spec.data, np.array(self.codec.targets), change_SC)
-        notes = self._short_of_season(name, naive) + unseen_series(name, data.names or (), self.codec) + self._without_mase(name, data)
+        unseen = unseen_series(name, series_names(data.names or (), self.codec.channels), self.codec)
+        notes = self._short_of_season(name, naive) + unseen + self._without_mase(name, data)
         return Part(name, data, view, self._baseline(naive), notes, change_SC)
 
     def _baseline(self, naive: views.NaiveErrors) -> dict[str, float]:
@@ -101,18 +105,20 @@ class Task:
         season = self.spec.data.season
         if not naive.without_season or season == 1:
             return ()
-        many = f"{naive.without_season:,} of {naive.origins:,} forecasts"
+        columns = len(self.codec.channels) or 1  # which are forecast together, as far as a person sees
+        many = f"{naive.without_season // columns:,} of {naive.origins // columns:,} forecasts"
         remedy = f"set data.context={season} or more" if self.spec.data.context else "add earlier rows"
         return (f"{name}: {many} have less than a season ({season} rows) before them, so their naive forecast is the last value; {remedy}",)
 
     def _without_mase(self, name: str, data: Sequences) -> tuple[str, ...]:
         """Return a line about series that train does not contain: their seasonal change is unknown."""
-        new = len(self.scale.unknown(data.names or ()))
+        many, channels = len(self.codec.channels) or 1, self.codec.channels
+        total, new = len(data) // many, len(self.scale.unknown((data.names or ())[::many], channels))
         quantiles = self.spec.data.quantiles
         if not new or (quantiles is not None and 0.5 not in quantiles):
             return ()
-        many = f"{new:,} of {len(data):,} series" if new < len(data) else "all series"
-        return (f"{name}: mase leaves out {many}, because train does not contain them; use the series names of train",)
+        which = f"{new:,} of {total:,} series" if new < total else "all series"
+        return (f"{name}: mase leaves out {which}, because train does not contain them; use the series names of train",)
 
     def model(
         self, train: Sequences | None = None, rows: Rows | None = None, holding: Holding | None = None, *, draw: bool = True
@@ -228,7 +234,7 @@ class Task:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
             return View(data.inputs, data.starts, data.lengths)
-        return self._with_history(views.series(data, self.spec.data, views.Layout.of(self.codec)))
+        return self._with_history(views.series(data, self.spec.data, views.Layout.of(self.codec), scale_steps=self.spec.scale_steps))
 
     def _with_history(self, view: View) -> View:
         """The view with the past values that the head reads."""
@@ -272,10 +278,28 @@ class Task:
             # Numbers of different units are not averaged in them.
             unit, columns = (units, None) if len(units) == 1 else (None, metrics.Columns(tuple(map(str, range(len(units)))), units[None]))
         if self.spec.task == "forecasting" and part.data.units is not None:
-            names = tuple(self.codec.columns[place] for place in self.codec.targets)
+            names, channels = self.codec.forecast_columns, self.codec.channels
             units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
-            columns = metrics.Columns(names, units, tuple(part.data.names or ()) if by_series else ())
+            series = series_names(part.data.names or (), channels) if by_series else ()
+            slope = None if part.data.means is None else self._slope(part.data, device)
+            columns = metrics.Columns(names, units, series, apart=bool(channels), summed=self.codec.transform == "diff", slope=slope)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops)
+
+    def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:
+        """What errors of logarithms are multiplied by in the data itself: its values, for log1p 1 more."""
+        targets = np.array(self.codec.targets)
+        assert data.units is not None
+        assert data.means is not None
+        mean_SC, std_SC = data.means[:, targets], data.units[:, targets]
+        ahead = np.arange(1, self.spec.data.horizon + 1)
+
+        def slope(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+            at, first = at_B.cpu().numpy(), first_B.cpu().numpy()
+            rows_TBH = (data.starts[at] + first + np.arange(steps)[:, None])[..., None] + ahead
+            values_TBHC = np.asarray(data.inputs[np.minimum(rows_TBH, len(data.inputs) - 1)][..., targets], np.float64)
+            return torch.from_numpy(np.exp(np.minimum(values_TBHC * std_SC[at][:, None] + mean_SC[at][:, None], LARGEST))).to(device)
+
+        return slope
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences, View
+from carrywave.data.tables.window_scale import WindowScale
 from carrywave.spec.data_spec import DataSpec
 
 
@@ -82,17 +83,20 @@ class Layout:
     known: Ints  # numbers that are read for the whole horizon, too
     codes: Ints
     known_codes: Ints
+    scaled: Ints  # numbers that a moving window scales: those that change and are not known ahead
 
     @staticmethod
     def of(codec: Codec) -> Layout:
         """Return the layout of the rows that a codec writes."""
         count = len(codec.columns)
+        changing = [place for place, name in enumerate(codec.columns) if name not in codec.fixed]
         return Layout(
             np.arange(count),
-            np.array([place for place, name in enumerate(codec.columns) if name not in codec.fixed], np.int64),
+            np.array(changing, np.int64),
             np.array(codec.known_columns, np.int64),
             np.arange(count, count + len(codec.categorical)),
             np.array([count + place for place, name in enumerate(codec.categorical) if name in codec.known], np.int64),
+            np.array([place for place in changing if place not in codec.known_columns], np.int64),
         )
 
     @property
@@ -101,28 +105,35 @@ class Layout:
         return bool(len(self.known) or len(self.known_codes))
 
 
-def series(data: Sequences, spec: DataSpec, layout: Layout | None = None) -> View:
+def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, scale_steps: int = 0) -> View:
     """View every row of every series, without targets, to forecast from.
 
     If forecasts are relative to the last season, the model also reads each column's change since then: an LSTM is slow to learn to
     recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that of `StepInputs`.
+    With `scale_steps`, measured columns and their changes are read in the scale of so many last values (`window_scale`).
     """
     values = data.inputs
     seasonal = spec.residual == "season"
-    if not seasonal and (layout is None or not layout.ahead):
+    if not seasonal and not scale_steps and (layout is None or not layout.ahead):
         return View(values, data.starts, data.lengths)
     every = np.arange(values.shape[1])
-    at = layout or Layout(every, every, every[:0], every[:0], every[:0])
+    at = layout or Layout(every, every, every[:0], every[:0], every[:0], every)
     first = FirstRow(data)
     ahead = np.arange(1, spec.horizon + 1)
+    scale = WindowScale(data, at.scaled, scale_steps) if scale_steps else None
 
     def inputs(rows: Ints) -> NDArray[Any]:
-        now = np.asarray(values[rows])
+        now = np.array(values[rows])
+        # The change is zero if there is less than a season of history.
+        change = now - values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)] if seasonal else now
+        if scale is not None:
+            mean, deviation = scale(rows)
+            now[..., at.scaled] = (now[..., at.scaled] - mean) / deviation
+            if seasonal:
+                change[..., at.scaled] /= deviation
         parts = [now[..., at.numbers]]
         if seasonal:
-            # The change is zero if there is less than a season of history.
-            before = np.asarray(values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)])
-            parts.append((now - before)[..., at.changing])
+            parts.append(change[..., at.changing])
         later = (rows[..., None] + ahead)[..., None]
         parts += [values[later, at.known].reshape(*rows.shape, -1)] if len(at.known) else []
         parts += [now[..., at.codes]]
@@ -132,7 +143,7 @@ def series(data: Sequences, spec: DataSpec, layout: Layout | None = None) -> Vie
     return View(values, data.starts, data.lengths, inputs_at=inputs)
 
 
-def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout | None = None) -> View:
+def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout | None = None, *, scale_steps: int = 0) -> View:
     """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
@@ -145,7 +156,7 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout |
 
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
-    return replace(series(data, spec, layout), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
+    return replace(series(data, spec, layout, scale_steps=scale_steps), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
 
 
 @dataclass(frozen=True)

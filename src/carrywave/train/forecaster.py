@@ -124,7 +124,7 @@ class Forecaster:
             season=data.season,
             series=codec.series or SERIES,
             time=codec.time or TIME,
-            target=[codec.columns[place] for place in codec.targets],
+            target=list(codec.forecast_columns),
             run=run,
             device=device,
         )

@@ -57,11 +57,11 @@ class ColumnChoice:
             asked["targets"] = data.targets or ()
             return ColumnChoice(data.columns, data.time, data.series, data.frequency_text, missing=data.missing, **asked)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
-        learned["targets"] = tuple(codec.columns[place] for place in codec.targets)
+        learned["targets"] = codec.forecast_columns
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
         return ColumnChoice(
-            codec.measured, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
+            codec.read_columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
         )
 
     @property

@@ -1,12 +1,9 @@
-"""Forecasting data: time series split chronologically into train, valid and test, all of them parts of one flat array.
-
-A part that follows another in its series starts `warm` rows earlier; those rows bring the carry up to date and are not scored.
-"""
+"""Forecasting data: time series split chronologically into train, valid and test, all of them parts of one flat array."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,70 +17,16 @@ from carrywave.data.files.rows import Rows
 from carrywave.data.overlap import told_of_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
+from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.columns import COVARIATES, ColumnChoice
 from carrywave.data.tables.moments import Moments, own_scale, standardise
+from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Table
-from carrywave.errors import DataError, SpecError
+from carrywave.data.tables.transform import LEAST
+from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
 BLOCK_ROWS = 1 << 16
-PARTS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class SeriesPart:
-    """One part of each series: rows `starts … starts + lengths - 1` of the table; the first `warm` of them only warm up the carry."""
-
-    starts: Ints
-    lengths: Ints
-    warm: Ints
-
-    def only(self, kept: NDArray[np.bool_]) -> SeriesPart:
-        """Return the part of some of the series."""
-        return SeriesPart(self.starts[kept], self.lengths[kept], self.warm[kept])
-
-
-def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dict[str, SeriesPart]:
-    """Split a training table by `data.split`; without it, the last share becomes valid unless there is a file for it."""
-    data = spec.data
-    if data.split is not None:
-        if valid_file or (test_file and len(data.split) == 3):
-            raise SpecError(
-                "data.split takes valid and test from the training file, but separate files are set for them too; use one or the other"
-            )
-        bounds = np.array([_bounds(int(length), data.split) for length in table.lengths], np.int64)
-    elif data.share > 0 and not valid_file:
-        held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), data.horizon)
-        bounds = np.stack([np.maximum(table.lengths - held, 0), table.lengths], axis=1)
-    else:
-        bounds = table.lengths[:, None]
-    context = data.context or max(10 * data.season, 4 * spec.steps, spec.past_steps + spec.steps)
-    found: dict[str, SeriesPart] = {}
-    before = np.zeros_like(table.lengths)
-    for place, part in enumerate(PARTS[: bounds.shape[1]]):
-        warm = np.minimum(before, context)
-        found[part] = SeriesPart(table.starts + before - warm, bounds[:, place] - before + warm, warm)
-        before = bounds[:, place]
-    return found
-
-
-def _bounds(rows: int, split: tuple[float, ...]) -> list[int]:
-    """Return where the parts of one series end; all at 0 if it has too few rows, so that it is left out."""
-    sums = np.cumsum(split)
-    if any(part < 1 for part in split):
-        return [int(np.floor(rows * total + 1e-9)) for total in sums]
-    return [int(total) for total in sums] if sums[-1] <= rows else [0] * len(sums)
-
-
-def whole(table: Table) -> SeriesPart:
-    """Return all rows of every series, with no warm-up."""
-    return SeriesPart(table.starts, table.lengths, np.zeros_like(table.lengths))
-
-
-def long_enough(span: SeriesPart, horizon: int) -> NDArray[np.bool_]:
-    """Return which series have rows for a forecast over the whole horizon in a part."""
-    enough: NDArray[np.bool_] = span.lengths - span.warm >= np.where(span.warm > 0, horizon, horizon + 1)
-    return enough
 
 
 def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, part: str) -> tuple[str, ...]:
@@ -110,20 +53,11 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
     return (f"{table.name}: {len(short):,} of {len(kept):,} series {are} too short for {needs} and left out of {part}: {shown}",)
 
 
-def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | None = None) -> Codec:
-    """Learn the codec of a training table: columns, and their scale over the rows that are trained on; `names` are those of its series."""
-    names = table.names if names is None else names
+def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, names: tuple[str, ...]) -> Codec:
+    """Learn the codec of a training table that was read as `reading` says: columns, and their scale over the rows that are trained on;
+    `names` are those of its series.
+    """
     choice = table.choice
-    never = {*choice.known, *choice.static, *calendar_columns(choice.calendar)}
-    targets = spec.data.targets or tuple(column for column in table.columns if column not in never)
-    for target in targets:
-        if target not in table.columns:
-            raise DataError(
-                f"{table.name}: data.targets names {target!r}, which is not among the columns read "
-                f"({', '.join(table.columns[:8])}); include it in data.columns"
-            )
-    if not targets:
-        raise DataError(f"{table.name}: no column is left to forecast; set data.targets, or shorten data.known and data.static")
     moments = Moments()
     for start, length in zip(train.starts, train.lengths, strict=True):
         moments.add(table.values[int(start) : int(start + length)])
@@ -132,9 +66,12 @@ def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | 
     positions = len(calendar_columns(choice.calendar))  # which need no scale, and come last
     if positions:
         mean, std = (*mean[:-positions], *(0.0,) * positions), (*std[:-positions], *(1.0,) * positions)
-    shared = tuple(place for place, column in enumerate(table.columns) if column in never - set(choice.known))
+    fixed = {*choice.static, *calendar_columns(choice.calendar)}
+    shared = tuple(place for place, column in enumerate(table.columns) if column in fixed - set(choice.known))
+    # A single series shares its scale with any other, so those of its channels are named after these alone.
+    names = reading.channels if reading.channels and len(table.names) == reading.many else names
     own = _own_scales(table, train, names, shared, (mean, std)) if scaled and (by_series or len(table.names) > 1) else {}
-    places = tuple(table.columns.index(target) for target in targets)
+    places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
     return Codec(
         spec.task,
         "columns",
@@ -154,6 +91,8 @@ def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | 
         static=choice.static,
         categorical=table.categorical,
         categories=_categories(table, train),
+        channels=reading.channels,
+        transform=reading.transform,
         **own,
     )
 
@@ -188,37 +127,43 @@ def with_shared(own: Scale, shared: tuple[int, ...], all_series: Scale) -> Scale
     return mean, std
 
 
-def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """Return the (mean, std) by which each series of a table is standardised.
+def scales(table: Table, codec: Codec) -> list[Scale]:
+    """Return the (mean, std) by which each series that a model reads of a table is standardised: in the order of `encoded`.
 
     All series share one scale unless the codec holds a scale per series, as it does if train has several. Then each series uses
     the scale of its rows in train or, if train does not contain it, of its rows here.
     """
-    if not codec.names:
+    return _scales(TargetReading.of(codec)(table), codec)
+
+
+def _scales(table: Table, codec: Codec) -> list[Scale]:
+    known = codec.scale_of
+    if not known:
         return [(codec.mean, codec.std)] * len(table.names)
-    known = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
     shared = tuple(place for place, column in enumerate(codec.columns) if column in codec.fixed)
-    return [
-        known[name] if name in known else with_shared(own_scale(table.values[start : start + length]), shared, (codec.mean, codec.std))
-        for name, start, length in zip(table.names, table.starts, table.lengths, strict=True)
-    ]
+    found = []
+    for number, (name, start, length) in enumerate(zip(table.names, table.starts, table.lengths, strict=True)):
+        own = known.get(name) or known.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
+        found.append(own or with_shared(own_scale(table.values[start : start + length]), shared, (codec.mean, codec.std)))
+    return found
 
 
 def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
-    """Return a line about series that train does not contain, if every series has its own scale."""
-    known = set(codec.names)
-    new = [] if not known or codec.own_scale else [name for name in names if name not in known]  # own_scale asks for this
+    """Return a line about series that train does not contain, if every series has its own scale; names are those in the file."""
+    new = [] if codec.own_scale else [name for name in names if not codec.knows_scale(name)]  # own_scale asks for this
     if not new:
         return ()
     many = f"series {new[0]} is" if len(new) == 1 else f"{len(new):,} series ({', '.join(new[:3])}{', …' if len(new) > 3 else ''}) are"
     return (f"{where}: {many} not in the training data; the scale is computed from the rows given here, so pass enough of them",)
 
 
-def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
-    """Encode all rows of a table: numbers, standardised, and the codes of categories, 0 for a value that train does not contain."""
+def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
+    """Encode all rows of a table as a model reads it: numbers, standardised, and the codes of categories, 0 for a value that train does not
+    contain.
+    """
     inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
     codes = known_codes(table, codec)
-    for start, total, (mean, std) in zip(table.starts, table.totals, scales(table, codec), strict=True):
+    for start, total, (mean, std) in zip(table.starts, table.totals, _scales(table, codec), strict=True):
         for first in range(int(start), int(start + total), BLOCK_ROWS):
             rows = slice(first, min(first + BLOCK_ROWS, int(start + total)))
             numbers = standardise(table.values[rows], mean, std, table.name)
@@ -258,11 +203,13 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
     return tuple(lines)
 
 
-def sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
-    """Return one part of the series that are kept as sequences."""
+def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
+    """Return one part of the series that are kept, of a table as a model reads it, as sequences."""
     own, names = span.only(kept), _named(table, kept)
-    units = np.array([std for _, std in scales(table, codec)], np.float64).reshape(len(table.names), len(codec.columns))[kept]
-    return Sequences(inputs, own.starts, own.lengths, warm=own.warm if own.warm.any() else None, units=units, names=names)
+    shape = len(table.names), 2, len(codec.columns)
+    means, units = np.moveaxis(np.array(_scales(table, codec), np.float64).reshape(shape)[kept], 1, 0).copy()
+    warm, logs = own.warm if own.warm.any() else None, codec.transform in LEAST
+    return Sequences(inputs, own.starts, own.lengths, warm=warm, units=units, means=means if logs else None, names=names)
 
 
 def _named(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
@@ -280,15 +227,18 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, there in kept.items():
         if part != "train":
             notes += check(there | ~in_train if there.any() else there, cut[part], table, spec, part)
+    reading = TargetReading.asked(table, spec) if codec is None else TargetReading.of(codec)
+    read_as, own = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
+    trained, own_kept = np.repeat(in_train, reading.many), {part: np.repeat(each, reading.many) for part, each in kept.items()}
     learned = codec is None
-    codec = codec or learn(table, cut["train"].only(in_train), spec, _named(table, in_train))
-    inputs = encode(table, codec, new)
-    parts = {part: sequences(inputs, span, kept[part], table, codec) for part, span in cut.items()}
+    codec = codec or learn(read_as, own["train"].only(trained), spec, reading, _named(read_as, trained))
+    inputs = _encode(read_as, codec, new)
+    parts = {part: _sequences(inputs, span, own_kept[part], read_as, codec) for part, span in own.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
     if learned and spec.data.standardize:
-        flat = _constant(table, cut["train"], codec)
-        for part, there in kept.items():
-            notes += _without_scale(table, cut[part], flat & there[:, None], codec, part) if part != "train" else ()
+        flat = _constant(read_as, own["train"], codec)
+        for part, each in own_kept.items():
+            notes += _without_scale(read_as, own[part], flat & each[:, None], codec, part) if part != "train" else ()
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
@@ -318,7 +268,8 @@ def _without_scale(table: Table, span: SeriesPart, flat: NDArray[np.bool_], code
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
     """Return all rows of a table as sequences, with no warm-up."""
-    return sequences(encode(table, codec, new), whole(table), np.ones(len(table.names), np.bool_), table, codec)
+    table = TargetReading.of(codec)(table)
+    return _sequences(_encode(table, codec, new), whole(table), np.ones(len(table.names), np.bool_), table, codec)
 
 
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
@@ -331,7 +282,8 @@ def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, la
         notes += check(kept, span, table, spec, part)
     elif codec.known:
         check_known(table, codec, spec.data.horizon)
-    return replace(sequences(encode(table, codec, new), span, kept, table, codec), notes=notes)
+    table, many = TargetReading.of(codec)(table), len(codec.channels) or 1
+    return replace(_sequences(_encode(table, codec, new), whole(table), np.repeat(kept, many), table, codec), notes=notes)
 
 
 def check_known(table: Table, codec: Codec, horizon: int) -> None:

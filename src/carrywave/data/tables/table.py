@@ -53,6 +53,7 @@ class Table:
     codes: Ints | None = None  # [rows, categorical columns] the places of values among them; -1 for none
     ahead_rows: Ints | None = None  # rows after the end of each series, in which only what is known ahead is filled in
     unfilled: NDArray[np.float64] | None = None  # [rows, measured and categorical columns] with NaN where a cell was filled; None: none was
+    value: str = ""  # the column that holds what is forecast, if each series is a column of the file (`channels`)
 
     @property
     def totals(self) -> Ints:

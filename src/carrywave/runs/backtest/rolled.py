@@ -18,9 +18,11 @@ from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
+from carrywave.data.tables.transform import forward
 from carrywave.runs.backtest.origins import Origins, at_origin, same_past
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.trained_run import Saved
+from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.views import Naive
 
 Reals = NDArray[np.float64]
@@ -38,6 +40,13 @@ class Rolled:
     naive_HC: Reals
     unit_C: Reals  # of a standardised value
     change_C: Reals  # seasonal change within train, in standardised units; 0: unknown
+    last_C: Reals  # the values in the last row that was known
+    transform: str = "none"  # what was standardised of the values
+
+    def standard(self, values_HCX: Reals) -> Reals:
+        """Values [H, C, …] in standardised units, up to a constant that is the same for all."""
+        beyond = (None,) * (values_HCX.ndim - 2)
+        return forward(values_HCX, self.transform, self.last_C[(None, slice(None), *beyond)]) / self.unit_C[(slice(None), *beyond)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def readings(table: Table, origins: Origins, wanted: Sequence[int], codec: Codec
     if not read.any():
         return
     latest = at_origin(table, origins, last_S)
-    scaled = np.array([not codec.names or name in codec.names for name in table.names], np.bool_)
+    scaled = np.array([codec.knows_scale(name) for name in table.names], np.bool_)
     alike = {origin: (scaled & (origin < last_S)) | (origin == last_S) for origin in wanted}
     for origin in wanted if table.unfilled is not None else ():
         same = np.ones_like(read)
@@ -80,11 +89,13 @@ def readings(table: Table, origins: Origins, wanted: Sequence[int], codec: Codec
 def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]) -> list[Rolled]:
     """Forecasts from some of the origins, by series and origin. Empty on ranks other than 0. Collective."""
     outputs, made = Outputs(saved), list[Rolled]()
+    many = len(saved.task.codec.channels) or 1
     for reading in readings(table, origins, wanted, saved.task.codec):
         data = series.encoded(reading.table, saved.task.codec, MemoryAppender)
         lasts = {
-            place: origins.known_SO[number, list(own)] - 1
+            place * many + channel: origins.known_SO[number, list(own)] - 1
             for place, (number, own) in enumerate(zip(reading.numbers, reading.origins, strict=True))
+            for channel in range(many)
         }
         if found := outputs.after(data, lasts):
             made += _in_units(saved, table, origins, reading, data, found)
@@ -95,29 +106,29 @@ def _in_units(
     saved: Saved, table: Table, origins: Origins, reading: Reading, data: Sequences, found: dict[int, NDArray[Any]]
 ) -> Iterator[Rolled]:
     spec, codec, rolling = saved.spec.data, saved.task.codec, origins.rolling
-    targets = np.array(codec.targets)
     ahead = np.arange(1, rolling.horizon + 1)
-    part_of = Naive(data, targets, spec.horizon, spec.season, spec.residual)
-    seasonal = Naive(data, targets, rolling.horizon, spec.season, "season")
-    change_SC = saved.task.scale.of_series(data)
-    scales = series.scales(reading.table, codec)
-    for place, out in found.items():
-        number, own = reading.numbers[place], reading.origins[place]
-        mean, std = (np.array(values)[targets] for values in scales[place])
+    values = ForecastValues(reading.table, data, codec, spec)
+    places, many = values.places, values.many
+    known_then = Sequences(reading.table.values, reading.table.starts, reading.table.lengths)
+    seasonal = Naive(known_then, np.array(places), rolling.horizon, spec.season, "season")
+    change_SC = saved.task.scale.of_series(data, codec.channels).reshape(-1, len(places))
+    for place, (number, own) in enumerate(zip(reading.numbers, reading.origins, strict=True)):
         known = origins.known_SO[number, list(own)]
-        rows = data.starts[place] + known - 1
-        out_OHCQ = out.reshape(*out.shape[:3], -1)[:, : rolling.horizon] + part_of(rows)[:, : rolling.horizon, :, None]
-        last_season_OHC = seasonal(rows)
+        made_OHCQ = values(place, known, [found[place * many + channel] for channel in range(many)])[:, : rolling.horizon]
+        last_season_OHC = seasonal(reading.table.starts[place] + known - 1)
+        last_OC = values.last(place, known)
         for at, origin in enumerate(own):
             yield Rolled(
                 number,
                 origin,
                 int(known[at]),
-                out_OHCQ[at].astype(np.float64) * std[:, None] + mean[:, None],
-                table.values[table.starts[number] + known[at] - 1 + ahead][:, targets],
-                last_season_OHC[at].astype(np.float64) * std + mean,
-                std,
+                made_OHCQ[at],
+                table.values[table.starts[number] + known[at] - 1 + ahead][:, places],
+                last_season_OHC[at],
+                values.unit(place),
                 change_SC[place],
+                last_OC[at],
+                codec.transform,
             )
 
 

@@ -56,15 +56,16 @@ def _score(
     truth_NHC = np.stack([each.truth_HC[when, which] for each in group])
     forecast_NHCQ = np.stack([each.forecast_HCQ[when, which] for each in group])
     naive_NHC = np.stack([each.naive_HC[when, which] for each in group])
-    unit_N1C = np.stack([each.unit_C[which] for each in group])[:, None]
+    # In standardised units, in which differences are taken before steps are picked.
+    standard_NHC = np.stack([each.standard(each.truth_HC)[when, which] for each in group])
+    made_NHCQ = np.stack([each.standard(each.forecast_HCQ)[when, which] for each in group])
+    season_NHC = np.stack([each.standard(each.naive_HC)[when, which] for each in group])
     change_N1C = np.stack([each.change_C[which] for each in group])[:, None]
     found: dict[str, float] = {"forecasts": len(group)}
     median = None if quantiles is None else list(quantiles).index(0.5) if 0.5 in quantiles else -1
-    for prefix, point_NHC in (("", None if median == -1 else forecast_NHCQ[..., median or 0]), ("naive_", naive_NHC)):
-        if point_NHC is None:
-            continue
-        error_NHC = point_NHC - truth_NHC
-        scaled_NHC = error_NHC / unit_N1C
+    ours = [] if median == -1 else [("", forecast_NHCQ[..., median or 0], made_NHCQ[..., median or 0])]
+    for prefix, point_NHC, point_standard_NHC in (*ours, ("naive_", naive_NHC, season_NHC)):
+        error_NHC, scaled_NHC = point_NHC - truth_NHC, point_standard_NHC - standard_NHC
         found |= {f"{prefix}mae": float(np.abs(scaled_NHC).mean()), f"{prefix}rmse": math.sqrt(float((scaled_NHC**2).mean()))}
         known = np.broadcast_to(change_N1C > 0, scaled_NHC.shape)
         if known.any():
@@ -76,7 +77,7 @@ def _score(
             }
     if quantiles is not None:
         share_Q = np.array(quantiles)
-        gap_NHCQ = (truth_NHC[..., None] - forecast_NHCQ) / unit_N1C[..., None]
+        gap_NHCQ = standard_NHC[..., None] - made_NHCQ
         found["pinball"] = float(np.maximum(share_Q * gap_NHCQ, (share_Q - 1.0) * gap_NHCQ).mean())
         for place, quantile in enumerate(quantiles):
             found[f"coverage_{quantile:g}"] = float((truth_NHC <= forecast_NHCQ[..., place]).mean())

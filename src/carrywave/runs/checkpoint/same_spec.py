@@ -11,6 +11,7 @@ from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO, with_precision
 from carrywave.spec.load import with_new_names
+from carrywave.spec.section import Section
 from carrywave.spec.spec import Spec
 
 # Settings in the train section that may change when a run is resumed.
@@ -48,7 +49,7 @@ def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
-            if (new is None and name in BATCH) or (new == AUTO and name == "train.precision"):
+            if (new is None and name in BATCH) or (new == AUTO and name in ("train.precision", "data.residual")):
                 continue  # left out, it keeps its value
             if files_move and name in FILES and old is not None and new is not None:
                 continue
@@ -59,12 +60,15 @@ def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
 
 
 def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
-    """The spec with the batch settings and the precision of a snapshot where it leaves them open: what was chosen to fit the data and the
-    devices is not chosen again.
+    """The spec with the batch settings, the residual and the precision of a snapshot where it leaves them open: what was chosen to fit the
+    data and the devices is not chosen again.
     """
     spec = spec_of(snapshot)
     left_out = {name: getattr(spec.batch, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
-    return with_precision(asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)}), spec.train.precision)
+    sections: dict[str, Section] = {"batch": asked.batch.model_copy(update=left_out)}
+    if asked.data.residual == AUTO:
+        sections["data"] = asked.data.model_copy(update={"residual": spec.data.residual})
+    return with_precision(asked.model_copy(update=sections), spec.train.precision)
 
 
 def dealing_of(snapshot: Stored | None) -> Dealing:

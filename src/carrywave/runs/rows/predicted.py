@@ -9,13 +9,12 @@ import torch
 
 from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
-from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
 from carrywave.runs.ensemble.averages import AveragedOutputs
 from carrywave.runs.rows.blocks import Block
 from carrywave.runs.rows.outputs import Numbers, Outputs
 from carrywave.runs.trained_run import Saved
-from carrywave.tasks.views import Naive
+from carrywave.tasks.forecast_values import ForecastValues
 
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 
@@ -61,25 +60,21 @@ def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
 
 def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
     spec, codec = saved.spec.data, saved.task.codec
-    targets = np.array(codec.targets)
-    lasts = data.starts + data.lengths - 1
-    naive_NHC = Naive(data, targets, spec.horizon, spec.season, spec.residual)(lasts)
-    columns = [codec.columns[index] for index in targets]
-    known = scales(table, codec)
-    for number, out in enumerate(outputs):
-        mean, std = (np.array(values)[targets] for values in known[number])
+    values = ForecastValues(table, data, codec, spec)
+    for number in range(len(outputs) // values.many):
+        outs = [out[None] for out in outputs[number * values.many : (number + 1) * values.many]]
+        made_HCQ = values(number, table.lengths[number : number + 1], outs)[0]
         times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):
             row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
-            if codec.series is None and len(data) > 1:
+            if codec.series is None and len(table.names) > 1:
                 row[BY_PLACE] = number  # unnamed series are told apart by their position
             if times is not None:
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1
-            for place, column in enumerate(columns):
-                value = (out[step, place] + naive_NHC[number, step, place]) * std[place] + mean[place]
+            for column, made_Q in zip(codec.forecast_columns, made_HCQ[step].tolist(), strict=True):
                 if spec.quantiles is None:
-                    row[column] = float(value)
+                    row[column] = made_Q[0]
                 else:
-                    row |= {f"{column}-q{quantile:g}": float(v) for quantile, v in zip(spec.quantiles, value, strict=True)}
+                    row |= {f"{column}-q{quantile:g}": value for quantile, value in zip(spec.quantiles, made_Q, strict=True)}
             yield row

@@ -87,5 +87,5 @@ class ChunkForward:
     ) -> tuple[Tensor | None, Tensor]:
         """Pass the head's output to the observer, and return its loss and count if there are targets."""
         out = self.stage.output(y, left, chunk)
-        observe(out, targets, batch.sequence)
+        observe(out, targets, batch.sequence, batch.offset + chunk.start)
         return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, targets, chunk)

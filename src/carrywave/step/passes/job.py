@@ -10,7 +10,8 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.model.state import State
 
-Observer = Callable[[Tensor, Tensor | None, Tensor], None]  # the head's output, the targets, and the sequence in each lane
+# The head's output, the targets, the sequence in each lane, and the step of it with which the output begins.
+Observer = Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)

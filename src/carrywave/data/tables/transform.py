@@ -1,0 +1,65 @@
+"""What is forecast of the target columns instead of their values (`data.transform`): logarithms or differences, and the way back.
+
+`log` and `log1p` suit positive values that grow by factors; `diff` forecasts the change from row to row. Applied to the values of a file
+before they are standardised, and undone in forecasts. NumPy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.tables.table import Table
+from carrywave.errors import DataError
+
+LEAST = {"log": 0.0, "log1p": -1.0}  # every value must be larger
+LARGEST = 57.0  # exp of it is the largest number that files may hold, about 1e25
+
+
+def transformed(table: Table, columns: tuple[str, ...], kind: str) -> Table:
+    """Return the table with some of its columns transformed; refuse a value that has no logarithm."""
+    if kind == "none":
+        return table
+    places = [table.columns.index(column) for column in columns]
+    values = table.values.copy()
+    for number, (start, length, total) in enumerate(zip(table.starts, table.lengths, table.totals, strict=True)):
+        own = values[start : start + total, places]
+        if kind in LEAST:
+            _check(table, number, own[:length], columns, kind)
+        values[start : start + total, places] = forward(own, kind, own[:1])
+    return replace(table, values=values)
+
+
+def _check(table: Table, number: int, values_RC: NDArray[np.float64], columns: tuple[str, ...], kind: str) -> None:
+    wrong = ~np.isnan(values_RC) & ~(values_RC > LEAST[kind])
+    if not wrong.any():
+        return
+    row, place = (int(at) for at in np.argwhere(wrong)[0])
+    first = int(table.starts[number]) + row
+    times = None if table.times is None else table.times.written(slice(first, first + 1))
+    at = f"row {row + 1}" if times is None else f"the row of {times[0]}"
+    of = f" of series {table.names[number]}" if len(table.names) > 1 else ""
+    remedy = "use data.transform=log1p or none" if kind == "log" else "use data.transform=none"
+    fact = f"{at}{of}, column {columns[place]} is {values_RC[row, place]:g}, and {kind} needs values above {LEAST[kind]:g}"
+    raise DataError(f"{table.name}: {fact}; {remedy}, or correct it")
+
+
+def forward(values: NDArray[Any], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:
+    """Transform values [rows, …]; `last` [1, …] is the row before the first, from which it differs."""
+    values = np.asarray(values, np.float64)
+    if kind == "diff":
+        return np.diff(values, axis=0, prepend=last)
+    found: NDArray[np.float64] = np.log(values) if kind == "log" else np.log1p(values) if kind == "log1p" else values
+    return found
+
+
+def backward(values: NDArray[np.float64], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:
+    """Undo `forward`: transformed values [rows, …] that follow the row `last` [1, …] of the file."""
+    if kind == "diff":
+        return np.asarray(last + np.cumsum(values, axis=0), np.float64)
+    small = np.minimum(values, LARGEST)
+    found: NDArray[np.float64] = np.exp(small) if kind == "log" else np.expm1(small) if kind == "log1p" else values
+    return found

@@ -1,0 +1,58 @@
+"""Forecasts in the units of the file: what a model puts out and the naive forecast it is relative to, with scale and transform undone.
+
+Independent channels are put together again: a forecast has all columns of the file. Shapes: O origins, H horizon, C columns, Q quantiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.codec import Codec
+from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.tables.series import scales
+from carrywave.data.tables.table import Table
+from carrywave.data.tables.transform import backward
+from carrywave.spec.data_spec import DataSpec
+from carrywave.tasks.views import Naive
+
+Reals = NDArray[np.float64]
+
+
+class ForecastValues:
+    """Makes values of outputs. `data` are the sequences that became of the table: `many` of each of its series."""
+
+    def __init__(self, table: Table, data: Sequences, codec: Codec, spec: DataSpec) -> None:
+        self.table, self.data, self.codec = table, data, codec
+        self.many = len(codec.channels) or 1
+        self._scales = scales(table, codec)
+        self._targets = np.array(codec.targets)
+        self._naive = Naive(data, self._targets, spec.horizon, spec.season, spec.residual)
+        self.places = [table.columns.index(column) for column in codec.forecast_columns]  # in the table
+
+    def unit(self, series: int) -> Reals:
+        """Return the size of a standardised unit of each column [C] of a series, before the transform is undone."""
+        own = self._scales[series * self.many : (series + 1) * self.many]
+        return np.concatenate([np.array(std)[self._targets] for _, std in own])
+
+    def last(self, series: int, known_O: Ints) -> Reals:
+        """Return the values [O, C] of a series in the last of so many rows."""
+        found: Reals = self.table.values[self.table.starts[series] + known_O - 1][:, self.places]
+        return found
+
+    def __call__(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
+        """Return the forecasts [O, H, C, Q] of a series made after so many of its rows; a single Q if there are no quantiles.
+
+        `outs` are the outputs for each sequence of the series, [O, H, …] each.
+        """
+        parts = []
+        for place, out in enumerate(outs):
+            number = series * self.many + place
+            mean, std = (np.array(values)[self._targets] for values in self._scales[number])
+            relative_OHCQ = out.reshape(*out.shape[:3], -1) + self._naive(self.data.starts[number] + known_O - 1)[..., None]
+            parts.append(relative_OHCQ.astype(np.float64) * std[:, None] + mean[:, None])
+        made_HOCQ = np.moveaxis(np.concatenate(parts, axis=2), 1, 0)
+        return np.moveaxis(backward(made_HOCQ, self.codec.transform, self.last(series, known_O)[None, ..., None]), 0, 1)
