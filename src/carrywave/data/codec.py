@@ -22,11 +22,6 @@ from carrywave.spec.facts import DataFacts
 HISTOGRAM_BINS = 64
 TRANSFORMS = get_args(Transform)
 LATER = ("date_order", "channels", "transform", "scale_season")  # not written if they have their default: hashes of older codecs stay
-    "date_order",
-    "channels",
-    "transform",
-    "scale_season",
-)  # fields that are not written if they have their default: hashes of older codecs stay
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
