@@ -73,7 +73,7 @@ class Moments:
 
 
 def own_scale(rows: NDArray[np.float64], season: int = 0) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std, if there is one."""
+    """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std."""
     moments = Moments()
     moments.add(rows)
     mean, std = moments.scale(wanted=True, columns=rows.shape[1])
