@@ -33,3 +33,7 @@ def test_higher_is_better_where_it_is() -> None:
     page = render_search("s", "accuracy", ["n"], rows, 1, higher=True)
     assert "200.00%" in page
     assert [int(number) for number in re.findall(r'<th scope="row">(?:<span class="key c2">)?(\d)', page)] == [1, 2, 3, 4]
+
+
+def test_one_trial_is_a_page_too() -> None:
+    assert render_search("s", "loss", ["n"], ROWS[:1], 1, higher=False).count("<svg") == 2
