@@ -360,7 +360,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         "test: loss 0.2500  accuracy 0.9750\n",
         "carrywave: odd\n",
     )
-    assert seen == [Path("r"), Path("d.jsonl"), "auto", []]
+    assert seen == [[Path("r")], Path("d.jsonl"), "auto", []]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
     code, out, _ = call("evaluate", "r", "--top-k", "3,5", "--confusion", "--json", str(rows))
     assert (code, seen[-1]) == (0, [3, 5])
@@ -387,11 +387,11 @@ def test_predict(install: Install) -> None:
     assert (
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )
-    files = (Path("r"), Path("in.jsonl"), Path("out.jsonl"))
+    files = ([Path("r")], Path("in.jsonl"), Path("out.jsonl"))
     asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
     assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto", "as_csv": False}
     assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
-    assert seen["files"] == (Path("r"), "-", None)
+    assert seen["files"] == ([Path("r")], "-", None)
     assert (seen["keep"], seen["top_k"], seen["top_p"], seen["as_csv"]) == (("id", "label=truth"), 5, 0.9, True)
 
 

@@ -51,7 +51,7 @@ def predict(
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"--top-p is {top_p}; use a probability above 0 and at most 1")
-    runs, input_file = runs_and_data(words)
+    runs, input_file = runs_and_data(words, only_files=prompt is not None)
     file = None if file == Path("-") else file
     output_file.check(file, wanted=True)
     with ending_at_a_signal():
