@@ -19,6 +19,7 @@ from carrywave.report.chart import Band, Line, Mark
 from carrywave.report.record import RunRecord, is_number
 from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Samples
 from carrywave.report.train_points import train_points
+from carrywave.tasks.baselines import BASELINES
 
 MOST_METRICS = 8  # charts of metrics
 MOST_WORKERS = 64  # rows of the table of workers
@@ -102,9 +103,10 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
     for name in [name for name in record.metric_names if name not in covered][:MOST_METRICS]:
         points = _points(record.rows("valid"), name)
         lines = [Line("validation", points, "c0", dots=True)]
-        naive = _points(record.rows("valid"), f"naive_{name}")
-        if naive:
-            lines.append(Line("naive forecast", naive, "base", dashed=True))
+        for other, (kind, what) in enumerate(BASELINES.items()):
+            simple = _points(record.rows("valid"), f"{kind}_{name}")
+            if simple and all(simple != line.points for line in lines[1:]):  # the last value is the naive forecast without a season
+                lines.append(Line(what, simple, f"c{2 + other}" if other else "base", dashed=True))
         value = best.get(name) if best else None
         said = [Mark(best["step"], value, _marked(record, best, name))] if best and is_number(value) else []
         noted = _not_finite(record, name, ("valid",))
