@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from carrywave.plan.schedule.schedule import Schedule, bubble, durations, gpipe, name, place, sequential, wavefront
+from carrywave.plan.schedule.schedule import Schedule, bubble, durations, gpipe, name, sequential, start_times, wavefront
 
 DOCS = Path(__file__).parents[1] / "docs"
 STAGES, CHUNKS, MICRO_BATCHES = 4, 8, 4
@@ -67,7 +67,7 @@ def timeline(title: str, schedule: Schedule, parts_of_step: int, top: int, scale
     """One schedule to scale, its rows the stages; the step's work is the same however many parts it has."""
     times = {"forward": 1 / parts_of_step, "backward": 2 / parts_of_step, "weights": 0.5 / parts_of_step}
     seconds, left, high = durations(schedule, **times), 92, 24
-    starts = place(schedule, **times)
+    starts = start_times(schedule, **times)
     end = max(start + seconds(task) for task, start in starts.items())
     waiting = bubble(schedule, **times)
     drawn = [f'<text class="bold" x="16" y="{top + 16}">{title}: devices wait for {100 * waiting:.0f}% of the time</text>']

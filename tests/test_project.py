@@ -40,3 +40,4 @@ def test_the_changelog_speaks_of_this_version() -> None:
 def test_every_public_name_has_a_home() -> None:
     for name in carrywave.__all__:
         assert getattr(carrywave, name) is not None
+    assert {"LSTM", "RNN", "Cell", "Recurrent"} <= set(dir(carrywave))

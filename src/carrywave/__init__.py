@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from carrywave.kernels.carry import Carry
     from carrywave.model.lstm import LSTM
     from carrywave.model.model import Model
+    from carrywave.model.over_time.front import Front
     from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
     from carrywave.runs.prediction import predict
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from carrywave.train.callbacks import Callback, Moment
     from carrywave.train.fit import fit
     from carrywave.train.forecaster import Forecaster
+    from carrywave.tuning.tune import tune
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,7 @@ __all__ = [
     "Carry",
     "Cell",
     "Forecaster",
+    "Front",
     "Model",
     "Moment",
     "Plan",
@@ -44,6 +47,7 @@ __all__ = [
     "fit",
     "load_spec",
     "predict",
+    "tune",
 ]
 
 _HOMES = {
@@ -52,6 +56,7 @@ _HOMES = {
     "Carry": ("carrywave.kernels.carry", "Carry"),
     "Cell": ("carrywave.cells.cell", "Cell"),
     "Forecaster": ("carrywave.train.forecaster", "Forecaster"),
+    "Front": ("carrywave.model.over_time.front", "Front"),
     "LSTM": ("carrywave.model.lstm", "LSTM"),
     "Model": ("carrywave.model.model", "Model"),
     "Moment": ("carrywave.train.callbacks", "Moment"),
@@ -64,17 +69,22 @@ _HOMES = {
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
     "predict": ("carrywave.runs.prediction", "predict"),
+    "tune": ("carrywave.tuning.tune", "tune"),
 }
+
+
+def _cells() -> set[str]:
+    return {name.upper() for name in importlib.import_module("carrywave.cells.cell").names()}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         module, attribute = _HOMES[name]
         return getattr(importlib.import_module(module), attribute)
-    if name.isupper() and name.lower() in importlib.import_module("carrywave.cells.cell").names():
+    if name.isupper() and name in _cells():
         return getattr(importlib.import_module("carrywave.model.lstm"), name)  # the layers of a cell
     raise AttributeError(f"module 'carrywave' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_cells()})

@@ -28,6 +28,7 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
+from carrywave.model.over_time.front import Front
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
@@ -82,8 +83,13 @@ def model_of(case: Case) -> Model:
         encoder = nn.Sequential(nn.Linear(FEATURES, asked["input"]), nn.Tanh(), nn.Dropout(0.2))
     else:
         encoder = Numbers(FEATURES)
+    width = asked["input"] if tokens or asked["own_encoder"] else FEATURES
+    if asked.get("front"):
+        layers = [{"channels": channels, "kernel": kernel, "stride": stride} for channels, kernel, stride in asked["front"]]
+        encoder = Front(encoder if tokens else width, layers, dropout=0.2)
+        width = encoder.width
     lstm = CELLS[asked.get("cell", "lstm")](
-        asked["input"] if tokens or asked["own_encoder"] else FEATURES,
+        width,
         asked["widths"],
         len(asked["widths"]),
         dropout=asked["dropout"],
@@ -103,9 +109,10 @@ def model_of(case: Case) -> Model:
             if asked.get("adaptive"):
                 head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
-            head = Chain(width, CLASSES) if asked.get("chain") else Softmax(width, CLASSES, weights=weights)
+            smoothing = asked.get("label_smoothing", 0.0)
+            head = Chain(width, CLASSES) if asked.get("chain") else Softmax(width, CLASSES, weights=weights, label_smoothing=smoothing)
         case "classification":
-            head = PooledSoftmax(width, CLASSES, asked["pool"], weights)
+            head = PooledSoftmax(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:

@@ -7,6 +7,8 @@ from typing import Any
 from _cases import CELLS
 from hypothesis import strategies as st
 
+from carrywave.model.over_time.pooling import POOLS
+
 Case = dict[str, Any]
 TASKS = ("language", "tagging", "classification", "regression", "forecasting")
 STEPWISE = ("language", "tagging", "forecasting")  # each step has a score, so that several stages can share the head
@@ -39,7 +41,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
             **OPTIMIZERS[draw(st.sampled_from(optimizers))],
             "clip": draw(st.sampled_from([None, 0.1, 1.0])),
             "alpha": regular[0],
-            "beta": regular[1],
+            "beta": 0.0 if model["front"] else regular[1],
             "seed": draw(st.integers(0, 100)),
             "precision": precision,
         },
@@ -47,11 +49,11 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
             "replicas": replicas,
             "stages": stages,
             "cuts": sorted(draw(st.permutations(range(1, layers + 2)))[: stages - 1]),
-            "chunk_steps": draw(st.none() | st.integers(1, 5)),
+            "chunk_steps": None if model["front"] else draw(st.none() | st.integers(1, 5)),
             "micro_batches": micro_batches,
             "recompute": draw(st.sampled_from((False, True, "twice"))),
             "share_head": task in STEPWISE and draw(chance),
-            "split_vocabulary": stages == 1 and not model["numbers"] and draw(chance),
+            "split_vocabulary": stages == 1 and not model["numbers"] and not model["front"] and draw(chance),
         },
     }
 
@@ -66,9 +68,10 @@ def _models(draw: st.DrawFn, task: str, layers: int) -> dict[str, Any]:
     cell = draw(st.sampled_from(("lstm", *CELLS)))  # the LSTM as often as any other, and where a case shrinks to
     projection = draw(st.sampled_from((0, 3))) if CELLS[cell].cell.projects else 0
     tie = task == "language" and draw(chance)
+    front = draw(_fronts(task)) if task not in ("language", "forecasting") and draw(chance) else []
     model = {
         "numbers": numbers,
-        "own_encoder": numbers and draw(chance),
+        "own_encoder": numbers and not front and draw(chance),
         "input": (projection or widths[-1]) if tie else draw(st.integers(3, 6)),
         "widths": widths,
         "cell": cell,
@@ -84,13 +87,22 @@ def _models(draw: st.DrawFn, task: str, layers: int) -> dict[str, Any]:
         "dropout_in": draw(share),
         "dropout_out": draw(share),
         "class_weights": task in ("tagging", "classification") and draw(chance),
-        "pool": draw(st.sampled_from(("last", "mean"))),
+        "pool": draw(st.sampled_from(POOLS)),
+        "label_smoothing": draw(st.sampled_from((0.0, 0.1))),
+        "front": front,
         "quantiles": draw(chance),
         "past": draw(st.sampled_from((0, 1, 4))) if task == "forecasting" else 0,
     }
     if not any(model[kind] for kind in ("dropout", "weight_drop", "dropout_in", "dropout_out")):
         model["dropout_out"] = 0.3  # dropout is on in every case
     return model
+
+
+@st.composite
+def _fronts(draw: st.DrawFn, task: str) -> list[tuple[int, int, int]]:
+    """Channels, kernel and stride of each layer; a layer norm of two channels passes no gradient."""
+    strides = st.just(1) if task == "tagging" else st.integers(1, 3)
+    return draw(st.lists(st.tuples(st.integers(3, 6), st.sampled_from((1, 3, 5)), strides), min_size=1, max_size=3))
 
 
 def _lengths(draw: st.DrawFn, steps: int, lanes: int) -> list[int]:

@@ -225,6 +225,24 @@ def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: 
     check(sequences(task="tagging", plan=plan, model__chain=True, model__cell="rnn"), crew)
 
 
+FRONT = [(4, 5, 2), (5, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "pool"),
+    [
+        (a_plan(replicas=3), "mean_max"),
+        (a_plan(stages=2, cuts=[1], micro_batches=3), "attention"),
+        (a_plan(replicas=2, stages=2, cuts=[2], micro_batches=2, recompute=True), "max"),
+    ],
+    ids=["replicas", "stages", "both"],
+)
+def test_a_front_gives_the_answer_of_one_device(plan: dict[str, Any], pool: str, crew: Crew) -> None:
+    """Also for lanes that are shorter than its stride, or have no step at all."""
+    asked = {"front": FRONT, "pool": pool, "bidirectional": True, "label_smoothing": 0.1}
+    check(sequences(plan=plan, train__beta=0.0, **{f"model__{name}": value for name, value in asked.items()}), crew)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", 2.0**-6), ("fp16", 2.0**-9)])
 def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, limit: float, crew: Crew) -> None:
@@ -242,13 +260,16 @@ def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, 
         sequences(),
         sequences(task="regression", model__pool="mean"),
         sequences(task="tagging", model__bidirectional=True),
+        sequences(model__front=FRONT, model__pool="attention", train__beta=0.0),
         a_case(),
     ],
-    ids=["forecasting", "last", "mean", "both ways", "words"],
+    ids=["forecasting", "last", "mean", "both ways", "front", "words"],
 )
 def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew) -> None:
     """NaN among numbers, another word among words; targets too."""
     case = changed(case, plan=PLANS[plan])
+    if case["model"].get("front"):
+        case = changed(case, plan__chunk_steps=None)
     plain, odd = (run(changed(case, padding=kind), crew).bits() for kind in ("plain", "odd"))
     assert plain.keys() == odd.keys()
     assert [name for name, tensor in plain.items() if not torch.equal(tensor, odd[name])] == []

@@ -27,6 +27,7 @@ def _categories(inputs: StepInputs) -> Model:
     return Model(Features(inputs), cw.LSTM(inputs.width, 8), Forecast(8, 2, 1))
 
 
+FRONT = [{"channels": 5, "kernel": 5, "stride": 2}, {"channels": 7, "kernel": 3, "stride": 3}]
 MODELS: dict[str, Callable[[], Model]] = {
     "language": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2, dropout=0.5, weight_drop=0.5), Softmax(8, 23)),
     "language, tied": _tied,
@@ -37,6 +38,15 @@ MODELS: dict[str, Callable[[], Model]] = {
     "language, projection": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2, proj_size=3), Softmax(3, 23)),
     "classification": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2), PooledSoftmax(8, 3)),
     "classification, mean": lambda: Model(Numbers(4), cw.LSTM(4, 8, num_layers=2, learned_carry=True), PooledSoftmax(8, 3, "mean")),
+    "classification, max": lambda: Model(Numbers(4), cw.LSTM(4, 8), PooledSoftmax(8, 3, "max")),
+    "classification, attention": lambda: Model(_tokens(), cw.LSTM(6, 8), PooledSoftmax(8, 3, "attention")),
+    "classification, mean and max": lambda: Model(Numbers(4), cw.LSTM(4, 8), PooledSoftmax(8, 3, "mean_max")),
+    "regression, attention, both ways": lambda: Model(Numbers(4), cw.LSTM(4, 8, bidirectional=True), PooledNumbers(16, 2, "attention")),
+    "classification, front": lambda: Model(cw.Front(4, FRONT, 0.5), cw.LSTM(7, 8), PooledSoftmax(8, 3, "mean_max")),
+    "classification, front of tokens, both ways": lambda: Model(
+        cw.Front(_tokens(), FRONT), cw.LSTM(7, 8, bidirectional=True), PooledSoftmax(16, 3)
+    ),
+    "tagging, front": lambda: Model(cw.Front(4, [{"channels": 7, "kernel": 5, "stride": 1}]), cw.LSTM(7, 8), Softmax(8, 5)),
     "classification, both ways": lambda: Model(
         Numbers(4), cw.LSTM(4, 8, num_layers=2, bidirectional=True, layer_norm=True), PooledSoftmax(16, 3)
     ),
@@ -60,7 +70,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
     "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),
 }
-FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and "both ways" in name)]
+WHOLE = ("both ways", "front")  # what reads whole sequences has no carry to pass on
+FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and any(word in name for word in WHOLE))]
 
 
 def made(name: str) -> Model:

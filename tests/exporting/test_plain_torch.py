@@ -18,6 +18,7 @@ from carrywave.exporting.portable import Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Features
 from carrywave.model.heads import Forecast
+from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, outside
 from carrywave.step.worker_setup import tensors_of
 
@@ -61,6 +62,11 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
             codes = given[1].transpose(0, 1)
             looked_up = [weights[f"categories.{place}.weight"][codes[..., at]] for at, place in enumerate(model.encoder.inputs.places)]
             x = torch.cat([x, *looked_up], dim=-1)
+        for number, layer in enumerate(model.encoder.layers if isinstance(model.encoder, Front) else ()):
+            kernel, bias = weights[f"front.{number}.weight"], weights[f"front.{number}.bias"]
+            x = nn.functional.conv1d(x.permute(1, 2, 0), kernel, bias, layer.stride, layer.kernel // 2).permute(2, 0, 1)
+            norm = below(weights, f"front_norms.{number}.")
+            x = nn.functional.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"]).relu()
         y = stack(weights, model.lstm.cell, arguments(model.lstm), x)
         if isinstance(model.head, AdaptiveSoftmax):
             head = nn.AdaptiveLogSoftmaxWithLoss(16, 23, [4, 10], dtype=torch.float64)
@@ -69,7 +75,14 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
         elif model.pooled:
             half = y.shape[-1] // 2
             last = torch.cat([y[-1, :, :half], y[0, :, half:]], dim=-1) if "both ways" in name else y[-1]
-            out = nn.functional.linear(y.mean(0) if "mean" in name else last, weights["head.weight"], weights["head.bias"])
+            pooled = {
+                "last": lambda: last,
+                "mean": lambda: y.mean(0),
+                "max": lambda: y.amax(0),
+                "mean_max": lambda: torch.cat([y.mean(0), y.amax(0)], dim=-1),
+                "attention": lambda: ((y @ weights["head.query"]).softmax(0)[..., None] * y).sum(0),
+            }
+            out = nn.functional.linear(pooled[str(model.head.pooling)](), weights["head.weight"], weights["head.bias"])
         else:
             out = nn.functional.linear(y, weights.get("head.weight", weights.get("embedding.weight")), weights["head.bias"])
         if isinstance(model.head, Forecast):

@@ -237,6 +237,7 @@ def test_the_command_says_what_it_wrote(speaker: Path, tmp_path: Path, monkeypat
     stored = load_file("exports/run-safetensors/model.safetensors")
     assert about["weights"] == {name: list(tensor.shape) for name, tensor in stored.items()}
     assert about["model"]["head"]["tied"]
+    assert about["model"]["torch_module"] == "LSTM"
 
 
 @needs_onnx

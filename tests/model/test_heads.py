@@ -15,12 +15,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax, tie
+from carrywave.model.over_time.pooling import POOLS
 
 DOUBLE = torch.float64
 
 
 def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=DOUBLE, requires_grad=True)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 2.0, 1.0, 4.0])])
+def test_label_smoothing_is_torchs_in_training_and_absent_in_evaluation(weights: Tensor | None, pooled: bool) -> None:
+    head: Softmax | PooledSoftmax
+    if pooled:
+        head = PooledSoftmax(3, 4, weights=weights, label_smoothing=0.1).double()
+    else:
+        head = Softmax(3, 4, weights=weights, label_smoothing=0.1).double()
+    logits, target = numbers(5, 4), torch.tensor([0, -100, 3, 1, 2])
+    for training, smoothing in ((True, 0.1), (False, 0.0)):
+        total, count = head.train(training).score(logits, target)
+        expected = cross_entropy(logits, target, None if weights is None else weights.double(), label_smoothing=smoothing)
+        torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
+        one, other = (torch.autograd.grad(each, logits)[0] for each in (total / count, expected))
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 2.0, 1.0, 4.0])])
@@ -80,29 +98,51 @@ def test_tie_shares_one_parameter() -> None:
         Softmax(4, 7, tied=embedding.weight)
 
 
+def _plainly(pool: str, part_TW: Tensor, query_W: Tensor | None) -> Tensor:
+    """What is pooled of one whole sequence, as one would write it in torch."""
+    match pool:
+        case "last":
+            return part_TW[-1]
+        case "mean":
+            return part_TW.mean(0)
+        case "max":
+            return part_TW.max(0).values
+        case "mean_max":
+            return torch.cat((part_TW.mean(0), part_TW.max(0).values))
+    assert query_W is not None
+    return (part_TW @ query_W).softmax(0) @ part_TW
+
+
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=4),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.sampled_from(["last", "mean"]),
+    st.sampled_from(POOLS),
+    st.sampled_from([1.0, 300.0]),  # scores so far apart that exp of them would overflow
 )
-@settings(max_examples=40)
-def test_pooling_by_chunks_is_pooling_the_whole(lengths: list[int], cuts: list[int], pool: str) -> None:
+@settings(max_examples=80)
+def test_pooling_by_chunks_is_pooling_the_whole(lengths: list[int], cuts: list[int], pool: str, size: float) -> None:
     head = PooledSoftmax(4, 3, pool).double()
+    if head.query is not None:
+        nn.init.uniform_(head.query, -size, size)
     steps, lanes = sum(cuts), len(lengths)
     real = torch.tensor(lengths).clamp(max=steps)
-    y = torch.randn(steps, lanes, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    y = torch.where((torch.arange(steps)[:, None] < real)[..., None], y, torch.nan)
+    drawn = torch.randn(steps, lanes, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).mul(4).round().div(4).requires_grad_()
+    y = torch.where((torch.arange(steps)[:, None] < real)[..., None], drawn, torch.nan)
     acc, first = head.start(lanes, DOUBLE), 0
-    for size in cuts:
-        acc = head.pool(y[first : first + size], (real - first).clamp(0, size), acc)
-        first += size
-    for lane, length in enumerate(real.tolist()):
-        mine = acc[0][lane] / (max(length, 1) if pool == "mean" else 1)
-        part = y[:length, lane]
-        expected = torch.zeros(4, dtype=DOUBLE) if not length else part[-1] if pool == "last" else part.mean(0)
-        torch.testing.assert_close(mine, expected, rtol=1e-13, atol=1e-14)
-        torch.testing.assert_close(head(acc)[lane], linear(expected, head.weight, head.bias), rtol=1e-12, atol=1e-13)
+    for size_of_chunk in cuts:
+        acc = head.pool(y[first : first + size_of_chunk], (real - first).clamp(0, size_of_chunk), acc)
+        first += size_of_chunk
+    out = head(acc)
+    empty = torch.zeros(head.weight.shape[1], dtype=DOUBLE)
+    parts = [_plainly(pool, drawn[:length, lane], head.query) if length else empty for lane, length in enumerate(real.tolist())]
+    expected = linear(torch.stack(parts), head.weight, head.bias)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)  # the order of summation
     assert acc[1].tolist() == real.tolist()
+    over = [drawn, *head.parameters()]
+    mine, theirs = (torch.autograd.grad(each.square().sum(), over, allow_unused=True, materialize_grads=True) for each in (out, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        # Equal values are frequent here, and of these the first has the gradient of a maximum, as in torch. Scores have a size of hundreds.
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
 def test_last_of_two_directions_takes_each_where_it_ends() -> None:
@@ -114,12 +154,13 @@ def test_last_of_two_directions_takes_each_where_it_ends() -> None:
 
 
 def test_pooled_padding_gets_no_gradient() -> None:
-    for pool in ("last", "mean"):
+    for pool in POOLS:
         head = PooledSoftmax(4, 3, pool).double()
-        y = numbers(3, 2, 4)
+        y = torch.arange(24, dtype=DOUBLE).view(3, 2, 4).requires_grad_()  # increasing, so that step 1 is the maximum of the first lane
         dirty = torch.where(torch.tensor([False, False, True])[:, None, None], torch.nan, y)
         total, count = head.loss(head.pool(dirty, torch.tensor([2, 0]), head.start(2, DOUBLE)), torch.tensor([1, -100]))
-        (gradient,) = torch.autograd.grad(total, y)
+        gradient, *others = torch.autograd.grad(total, [y, *head.parameters()])
+        assert all(each.isfinite().all() for each in others)
         assert count.item() == 1
         assert gradient.isfinite().all()
         assert gradient[1, 0].all()
@@ -230,9 +271,11 @@ class _FromHost(TorchDispatchMode):
         (Forecast(3, 2, 1), torch.zeros(5, 2, 2, 1)),
         (Forecast(3, 2, 1, (0.1, 0.5, 0.9)), torch.zeros(5, 2, 2, 1)),
         (PooledSoftmax(3, 4), torch.zeros(2, dtype=torch.long)),
+        (PooledSoftmax(3, 4, "mean_max", torch.ones(4), label_smoothing=0.1), torch.zeros(2, dtype=torch.long)),
         (PooledNumbers(3, 1), torch.zeros(2, 1)),
+        (PooledNumbers(3, 1, "attention"), torch.zeros(2, 1)),
     ],
-    ids=["softmax", "forecast", "quantiles", "classes", "numbers"],
+    ids=["softmax", "forecast", "quantiles", "classes", "mean and max", "numbers", "attention"],
 )
 def test_losses_copy_nothing_from_the_host(head: Any, target: Tensor) -> None:
     y_TBW, lengths_B = torch.randn(5, 2, 3, requires_grad=True), torch.tensor([5, 3])

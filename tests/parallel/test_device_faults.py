@@ -15,7 +15,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.links.device_links import DeviceLinks, Message
 from carrywave.parallel.liveness import device_faults, lost_contact
 from carrywave.parallel.startup import process_identity
-from carrywave.plan.schedule.messages import lines, with_messages
+from carrywave.plan.schedule.messages import channels_of, with_messages
 from carrywave.plan.schedule.schedule import wavefront
 
 LAUNCH = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported")
@@ -160,7 +160,7 @@ def test_links_that_are_closed_make_no_new_memory() -> None:
     made: list[int] = []
     links = DeviceLinks(0, lambda pair, size: made.append(size) or _Memory())  # type: ignore[arg-type,func-returns-value,return-value]
     program = with_messages(wavefront(2, 1))
-    messages = {line: [Message(0, 4)] for line in lines(2, share_head=False)}
+    messages = {line: [Message(0, 4)] for line in channels_of(2, share_head=False)}
     links.begin(program, messages)
     assert made == [1 << 20]
     links.close()

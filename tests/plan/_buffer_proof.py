@@ -25,7 +25,7 @@ class _Proof:
         self.sent: defaultdict[Channel, list[StageTask]] = defaultdict(list)
         self.read: defaultdict[Channel, set[StageTask]] = defaultdict(set)  # by sending task: a shared head may read out of order
         self.awaited: defaultdict[Channel, int] = defaultdict(lambda: -1)  # the last message that was waited for
-        self.numbers = {(line, task): number for line, tasks in sends(program).items() for number, task in enumerate(tasks)}
+        self.numbers = {(channel, task): number for channel, tasks in sends(program).items() for number, task in enumerate(tasks)}
         self.left: defaultdict[tuple[int, int], int] = defaultdict(int)  # tasks yet to run, by stage and micro-batch
         for steps in program.stages:
             for step in steps:
@@ -51,29 +51,29 @@ class _Proof:
             return True
         if kind == "send":
             return self._send(task)
-        line = incoming(task, self.program.schedule)
-        if line is not None:
+        channel = incoming(task, self.program.schedule)
+        if channel is not None:
             message = cast(StageTask, source(task, self.program.schedule))
-            number = self.numbers[line, message]
-            if _has(self.held[line].signalled, number):
-                if message not in self.sent[line]:
+            number = self.numbers[channel, message]
+            if _has(self.held[channel].signalled, number):
+                if message not in self.sent[channel]:
                     return False
-                self.awaited[line] = max(number, self.awaited[line])
-            elif self.awaited[line] < number:
-                what = f"{name(message, self.program.schedule)} from stage {line.sender}"
-                raise PlanError(f"stage {line.receiver} does not wait for {what}, nor for a later message; tell it of this one")
-            self.read[line].add(message)
+                self.awaited[channel] = max(number, self.awaited[channel])
+            elif self.awaited[channel] < number:
+                what = f"{name(message, self.program.schedule)} from stage {channel.sender}"
+                raise PlanError(f"stage {channel.receiver} does not wait for {what}, nor for a later message; tell it of this one")
+            self.read[channel].add(message)
         self.left[task.stage, task.micro_batch] -= 1
         return True
 
     def _send(self, task: StageTask) -> bool:
-        line = cast(Channel, outgoing(task, self.program.schedule))
-        sent, room = self.sent[line], self.held[line]
+        channel = cast(Channel, outgoing(task, self.program.schedule))
+        sent, room = self.sent[channel], self.held[channel]
         parts = list(dict.fromkeys(each.micro_batch for each in sent))
         place = bisect_left(room.signalled, len(sent)) - room.signals  # of the message that had the same signal before
-        if _has(room.signalled, len(sent)) and place >= 0 and (not room.signals or sent[room.signalled[place]] not in self.read[line]):
+        if _has(room.signalled, len(sent)) and place >= 0 and (not room.signals or sent[room.signalled[place]] not in self.read[channel]):
             return False
-        if task.micro_batch not in parts and len(parts) >= room.slots and self.left[line.receiver, parts[len(parts) - room.slots]]:
+        if task.micro_batch not in parts and len(parts) >= room.slots and self.left[channel.receiver, parts[len(parts) - room.slots]]:
             return False
         sent.append(task)
         return True

@@ -15,7 +15,7 @@ GENERATORS: dict[str, Generator] = {
     "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
     "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
     "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
-    "whole backwards": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, weights=False),
+    "whole backwards": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, defer_weights=False),
     "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
 }
 

@@ -125,12 +125,12 @@ def _message(
     sent: defaultdict[tuple[int, int], list[StageTask]],
     received: defaultdict[tuple[int, int], list[StageTask]],
 ) -> Message:
-    line = (outgoing if step.kind == "send" else incoming)(step.task, program.schedule)
-    if line is None:
+    channel = (outgoing if step.kind == "send" else incoming)(step.task, program.schedule)
+    if channel is None:
         raise PlanError(f"stage {number} has no neighbour for {step.kind} {name(step.task, program.schedule)}; remove it")
-    known = (sent if step.kind == "send" else received)[line.sender, line.receiver]
+    known = (sent if step.kind == "send" else received)[channel.sender, channel.receiver]
     known.append(step.task if step.kind == "receive" else cast(StageTask, reader(step.task, program.schedule)))
-    return Message(line.sender, line.receiver, len(known) - 1)
+    return Message(channel.sender, channel.receiver, len(known) - 1)
 
 
 def _can_run(queue: IssueQueue, at: int, program: Program) -> bool:

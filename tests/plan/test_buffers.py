@@ -47,7 +47,7 @@ def test_one_forward_one_backward_holds_few() -> None:
 
 def test_too_few_slots_deadlock() -> None:
     program = with_messages(gpipe(2, 4))
-    held = {line: replace(room, slots=1) for line, room in places(program).items()}
+    held = {channel: replace(room, slots=1) for channel, room in places(program).items()}
     with pytest.raises(PlanError, match="give their channels more buffers"):
         prove_in_place(program, held)
 
@@ -55,7 +55,7 @@ def test_too_few_slots_deadlock() -> None:
 def test_too_few_signals_deadlock() -> None:
     """Stage 0 may run ahead of stage 1 by several micro-batches before it needs an answer; without signals it cannot."""
     program = with_messages(wavefront(3, 1, micro_batches=6, share_head=True))
-    held = {line: replace(room, signals=0) for line, room in places(program).items()}
+    held = {channel: replace(room, signals=0) for channel, room in places(program).items()}
     with pytest.raises(PlanError, match="deadlock"):
         prove_in_place(program, held)
 
@@ -70,8 +70,8 @@ def test_a_shared_head_needs_few_signals_however_many_chunks_wait_for_it(stages:
 
 def test_a_message_that_is_read_first_has_to_be_told_of() -> None:
     program = with_messages(wavefront(2, 4, share_head=True))
-    line = Channel("F", 0, 1)
+    channel = Channel("F", 0, 1)
     held = places(program)
-    held[line] = replace(held[line], signalled=held[line].signalled[1:])
+    held[channel] = replace(held[channel], signalled=held[channel].signalled[1:])
     with pytest.raises(PlanError, match="stage 1 does not wait for F0 from stage 0, nor for a later message"):
         prove_in_place(program, held)

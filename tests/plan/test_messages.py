@@ -16,7 +16,7 @@ from _message_proof import prove, spell
 from _schedules import GENERATORS, peak
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, pairs_of, with_messages
+from carrywave.plan.schedule.messages import Program, ProgramStep, channels_of, incoming, outgoing, pairs_of, with_messages
 from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, sequential, serial, wavefront
 
 
@@ -96,7 +96,7 @@ def test_every_generated_schedule_is_proved(name: str, stages: int, counts: list
     prove(made)
     for steps, tasks in zip(made.stages, schedule.stages, strict=True):
         assert tuple(step.task for step in steps if step.kind == "run") == tasks
-    known = lines(len(made.stages), share_head=bool(schedule.scorers))
+    known = channels_of(len(made.stages), share_head=bool(schedule.scorers))
     for each in (each for steps in made.stages for each in steps if each.kind != "run"):
         assert (incoming if each.kind == "receive" else outgoing)(each.task, schedule) in known
 
@@ -106,18 +106,18 @@ def test_every_generated_schedule_is_proved(name: str, stages: int, counts: list
 def test_open_receives_are_bounded(name: str, stages: int, counts: list[int], backward: bool, ahead: int) -> None:
     schedule = GENERATORS[name](stages, counts, backward)
     for stage, steps in enumerate(with_messages(schedule, ahead).stages):
-        for line in lines(stages, share_head=True):
+        for channel in channels_of(stages, share_head=True):
             waiting: list[StageTask] = []
             for each in steps:
-                if line.receiver != stage or incoming(each.task, schedule) != line:
+                if channel.receiver != stage or incoming(each.task, schedule) != channel:
                     continue
                 if each.kind == "receive":
                     waiting.append(each.task)
                 if each.kind == "run" and each.task in waiting:
                     # A sender is never further ahead than by what it holds, or by a whole micro-batch that it hands on in turn. What is
                     # scored, and its gradient, belong to a chunk that the last stage holds.
-                    holder = line.sender if abs(line.sender - stage) == 1 and line.phase == each.task.phase != "H" else stages - 1
-                    holder = stages - 1 if stage == stages - 1 and line.phase == "B" else holder
+                    holder = channel.sender if abs(channel.sender - stage) == 1 and channel.phase == each.task.phase != "H" else stages - 1
+                    holder = stages - 1 if stage == stages - 1 and channel.phase == "B" else holder
                     held = max(counts) if schedule.in_turn else peak(schedule)[holder] if backward else 2
                     assert len(waiting) <= held + ahead
                     waiting.remove(each.task)
@@ -155,7 +155,7 @@ GOOD = ("F0 F0> F1 F1> <B1 B1 <B0 B0", "<F0 F0 <F1 F1 B1 B1> B0 B0>")  # weight 
 
 
 def test_a_good_program_is_let_through() -> None:
-    prove(program(*GOOD, schedule=wavefront(2, 2, weights=False)))
+    prove(program(*GOOD, schedule=wavefront(2, 2, defer_weights=False)))
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_a_good_program_is_let_through() -> None:
 )
 def test_a_broken_program_is_refused_by_the_step(first: str, second: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        prove(program(first, second, schedule=wavefront(2, 2, weights=False)))
+        prove(program(first, second, schedule=wavefront(2, 2, defer_weights=False)))
 
 
 SHARED = ("F0 F0> F1 F1> <H0 H0 H0> <B1 B1 <B0 B0", "<F0 <F1 F0 F0> <B0 F1 H1 B1 B1> B0 B0>")
 
 
 def test_a_good_program_with_a_shared_head_is_let_through() -> None:
-    prove(program(*SHARED, schedule=wavefront(2, 2, share_head=True, weights=False)))
+    prove(program(*SHARED, schedule=wavefront(2, 2, share_head=True, defer_weights=False)))
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_a_good_program_with_a_shared_head_is_let_through() -> None:
 )
 def test_a_broken_program_with_a_shared_head_is_refused(first: str, second: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        prove(program(first, second, schedule=wavefront(2, 2, share_head=True, weights=False)))
+        prove(program(first, second, schedule=wavefront(2, 2, share_head=True, defer_weights=False)))
 
 
 def test_a_backward_without_its_head_is_refused() -> None:
-    schedule = swapped(wavefront(2, 2, share_head=True, weights=False), 1, 2)
+    schedule = swapped(wavefront(2, 2, share_head=True, defer_weights=False), 1, 2)
     with pytest.raises(PlanError, match="stage 1 runs B1 before H1, which it needs"):
         prove(program(SHARED[0], SHARED[1].replace("H1 B1 B1>", "B1 B1> H1"), schedule=schedule))
 
@@ -263,9 +263,9 @@ def test_a_program_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_neighbours_connect_and_with_a_shared_head_the_last_stage_and_every_other() -> None:
-    assert pairs_of(lines(4, share_head=False)) == [(0, 1), (1, 2), (2, 3)]
-    assert pairs_of(lines(4, share_head=True)) == [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert pairs_of(lines(2, share_head=True)) == [(0, 1)]
+    assert pairs_of(channels_of(4, share_head=False)) == [(0, 1), (1, 2), (2, 3)]
+    assert pairs_of(channels_of(4, share_head=True)) == [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert pairs_of(channels_of(2, share_head=True)) == [(0, 1)]
 
 
 def test_sends_that_wait_for_each_other_are_refused() -> None:
@@ -294,13 +294,13 @@ def test_a_broken_dependency_is_refused() -> None:
         prove(program("B0 F0", schedule=schedule))
     with pytest.raises(PlanError, match="deadlocks: B0 on stage 0 waits"):
         with_messages(schedule)
-    schedule = swapped(wavefront(2, 2, weights=False), 1, 2)
+    schedule = swapped(wavefront(2, 2, defer_weights=False), 1, 2)
     with pytest.raises(PlanError, match="stage 1 runs B0 before B1, which it needs"):
         prove(program(GOOD[0], "<F0 F0 <F1 F1 B0 B0> B1 B1>", schedule=schedule))
 
 
 def test_a_schedule_without_a_task_is_refused() -> None:
-    schedule = wavefront(2, 2, weights=False)
+    schedule = wavefront(2, 2, defer_weights=False)
     lacking = Schedule((schedule.stages[0], schedule.stages[1][:-1]), schedule.chunks)
     with pytest.raises(PlanError, match="B0 is missing from stage 1"):
         with_messages(lacking)

@@ -23,12 +23,12 @@ from carrywave.plan.schedule.schedule import (
     durations,
     gpipe,
     needs,
-    place,
     reader,
     sequential,
     serial,
     show,
     source,
+    start_times,
     wavefront,
 )
 
@@ -40,7 +40,7 @@ def picture(*rows: str) -> str:
 
 
 def end(schedule: Schedule, **times: float) -> float:
-    moments, seconds = place(schedule, **times), durations(schedule, **times)
+    moments, seconds = start_times(schedule, **times), durations(schedule, **times)
     return max(moment + seconds(task) for task, moment in moments.items())
 
 
@@ -146,8 +146,8 @@ HEADS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0, 6.0])
 
 @given(st.integers(2, 6), COUNTS, HEADS, st.booleans())
 def test_a_shared_head_ends_no_later_than_one_on_the_last_stage(stages: int, counts: list[int], head: float, weights: bool) -> None:
-    shared = wavefront(stages, counts, share_head=True, head=head, weights=weights)
-    assert end(shared, head=head) <= end(head_on_the_last(wavefront(stages, counts, weights=weights)), head=head)
+    shared = wavefront(stages, counts, share_head=True, head=head, defer_weights=weights)
+    assert end(shared, head=head) <= end(head_on_the_last(wavefront(stages, counts, defer_weights=weights)), head=head)
 
 
 @given(st.integers(2, 8), st.integers(4, 32), HEADS, st.booleans())
@@ -156,8 +156,8 @@ def test_a_shared_head_ends_near_the_soonest_possible(stages: int, chunks: int, 
     # Either there and back with the last chunk, and its head; or all work shared evenly, and no stage idle but before and after it.
     there = (2.5 if weights else 3) * (stages - 1)
     soonest = 3 * chunks + max(there + head, chunks * head / stages + there / 2)
-    assert end(wavefront(stages, chunks, share_head=True, head=head, weights=weights), head=head) <= 1.1 * soonest
-    assert end(wavefront(stages, chunks, share_head=True, weights=weights), head=head) <= 1.2 * soonest
+    assert end(wavefront(stages, chunks, share_head=True, head=head, defer_weights=weights), head=head) <= 1.1 * soonest
+    assert end(wavefront(stages, chunks, share_head=True, defer_weights=weights), head=head) <= 1.2 * soonest
 
 
 @given(st.integers(2, 6), COUNTS)
@@ -202,7 +202,7 @@ def test_sequential_has_one_stage_at_work() -> None:
 
 @given(st.integers(1, 6), COUNTS)
 def test_sequential_never_overlaps(stages: int, counts: list[int]) -> None:
-    assert end(sequential(stages, counts, weights=False)) == 3 * stages * sum(counts)
+    assert end(sequential(stages, counts, defer_weights=False)) == 3 * stages * sum(counts)
     # Stages before the last to come back compute their weight gradients while others work.
     assert end(sequential(stages, counts)) == sum(2.5 * stages * count + 0.5 * count if count > 1 else 3 * stages for count in counts)
 
@@ -216,7 +216,7 @@ def test_a_wavefront_of_one_stage_is_serial(counts: list[int]) -> None:
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
 def test_no_order_is_faster_than_the_wavefront(stages: int, chunks: int, micro_batches: int) -> None:
     # The first stage has all its work to do; its first forward goes to the last stage, and its last backward comes from there.
-    assert end(wavefront(stages, chunks, micro_batches, weights=False)) == 3 * chunks * micro_batches + 3 * (stages - 1)
+    assert end(wavefront(stages, chunks, micro_batches, defer_weights=False)) == 3 * chunks * micro_batches + 3 * (stages - 1)
     # Without weight gradients the way back is shorter.
     assert end(wavefront(stages, chunks)) == 3 * chunks + (2.5 if chunks > 1 else 3) * (stages - 1)
 
@@ -238,8 +238,8 @@ def test_each_micro_batch_of_several_chunks_has_its_weight_gradients_after_its_l
         for stage, row in enumerate(schedule.stages):
             assert [task for task in row if task.phase == "W"] == [StageTask("W", stage, 0, part) for part in several]
             assert all(row.index(StageTask("W", stage, 0, part)) > row.index(StageTask("B", stage, 0, part)) for part in several)
-    assert not any(wavefront(stages, counts, weights=False).deferred for stages in (1, stages))
-    assert gpipe(stages, len(counts)).deferred == serial(counts, weights=False).deferred == frozenset()
+    assert not any(wavefront(stages, counts, defer_weights=False).deferred for stages in (1, stages))
+    assert gpipe(stages, len(counts)).deferred == serial(counts, defer_weights=False).deferred == frozenset()
 
 
 @given(st.integers(1, 6), COUNTS, st.booleans())
@@ -289,21 +289,21 @@ def test_peaks() -> None:
 
 def test_bubbles() -> None:
     assert bubble(serial(3)) == 0
-    assert bubble(sequential(4, 2, weights=False)) == pytest.approx(3 / 4)
+    assert bubble(sequential(4, 2, defer_weights=False)) == pytest.approx(3 / 4)
     assert bubble(sequential(4, 2)) == pytest.approx(1 - 6 / 21)
     assert bubble(gpipe(2, 3)) == pytest.approx(1 / 4)  # (stages - 1) / (micro-batches + stages - 1)
-    assert bubble(wavefront(2, 3, weights=False)) == pytest.approx(1 / 4)
+    assert bubble(wavefront(2, 3, defer_weights=False)) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 3)) == pytest.approx(2.5 / 11.5)
     assert bubble(wavefront(2, 3), weights=1) == pytest.approx(2 / 11)
     assert bubble(wavefront(2, 3, backward=False), forward=5) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 1, 2), forward=1, backward=1) == pytest.approx(1 / 3)
     # Of 18 moments each stage waits one at its end and one at its beginning, and the first two more.
-    assert bubble(wavefront(2, 4, share_head=True, weights=False)) == pytest.approx(1 / 9)
+    assert bubble(wavefront(2, 4, share_head=True, defer_weights=False)) == pytest.approx(1 / 9)
     assert bubble(head_on_the_last(wavefront(2, 4))) > 1 / 4
 
 
 def test_moments_follow_the_costs() -> None:
-    moments = place(wavefront(2, 1), forward=1.5, backward=4)
+    moments = start_times(wavefront(2, 1), forward=1.5, backward=4)
     assert [moments[task] for task in (StageTask("F", 1, 0), StageTask("B", 1, 0), StageTask("B", 0, 0))] == [1.5, 3, 7]
 
 
@@ -381,7 +381,7 @@ UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
 )
 def test_a_broken_schedule_is_refused_by_the_task(schedule: Schedule, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        place(schedule)
+        start_times(schedule)
 
 
 def test_impossible_numbers_are_refused() -> None:

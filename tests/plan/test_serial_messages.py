@@ -19,7 +19,7 @@ from _serial_proof import IssueQueue, MessageEnd, issue_queues, prove_in_order
 
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
-from carrywave.plan.schedule.schedule import Schedule, StageTask, durations, place, wavefront
+from carrywave.plan.schedule.schedule import Schedule, StageTask, durations, start_times, wavefront
 
 CASES = {
     "name": st.sampled_from(sorted(GENERATORS)),
@@ -88,12 +88,12 @@ def test_a_receive_after_its_task_is_refused() -> None:
 @given(**CASES)
 def test_with_a_queue_for_each_pair_tasks_start_as_in_the_picture(name: str, stages: int, counts: list[int], backward: bool) -> None:
     schedule = GENERATORS[name](stages, counts, backward)
-    assert starts(schedule) == place(schedule)
+    assert starts(schedule) == start_times(schedule)
 
 
 def test_batches_of_several_receives_would_hold_up_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage would start one chunk late, because the receive of the next chunk is posted beside the first."""
-    schedule = wavefront(4, 8, weights=False)
+    schedule = wavefront(4, 8, defer_weights=False)
     assert max(starts(schedule).values()) == 31
     monkeypatch.setattr(_serial_proof, "joins", lambda before, after: before.peer == after.peer)
     assert max(starts(schedule).values()) == 34
@@ -101,7 +101,7 @@ def test_batches_of_several_receives_would_hold_up_the_first(monkeypatch: pytest
 
 def test_batches_over_several_pairs_would_hold_up_their_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with one communicator for all stages: what comes for a later task from one stage holds up what comes now from another."""
-    schedule = wavefront(4, 8, share_head=True, weights=False)
+    schedule = wavefront(4, 8, share_head=True, defer_weights=False)
     assert max(starts(schedule).values()) == 33
     monkeypatch.setattr(_serial_proof, "joins", lambda before, after: True)
     assert max(starts(schedule, apart=False).values()) == 38

@@ -46,7 +46,7 @@ def units_of(vocabulary: int = 4096, **parts: object) -> Units:
 
 def timeline(stages: int, chunks: int, *, micro_batches: int = 1, late: float = 0.0) -> Timeline:
     """A forward takes a second, a backward two, weight gradients `late` seconds if they are deferred; then a second of update."""
-    program = with_messages(wavefront(stages, chunks, micro_batches, weights=late > 0))
+    program = with_messages(wavefront(stages, chunks, micro_batches, defer_weights=late > 0))
     found = simulate(program, TaskTimes(run=lambda task: {"F": 1.0, "B": 2.0, "H": 2.0, "W": late}[task.phase]))
     return found.then("update", [(found.seconds, found.seconds + 1)] * stages)
 

@@ -15,7 +15,7 @@ from carrywave.plan.cost.memory import loads, most_held, one_micro_batch
 from carrywave.plan.cost.profile import Link
 from carrywave.plan.cost.simulation import TaskTimes, simulate
 from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
-from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, durations, gpipe, place, sequential, serial, wavefront
+from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, durations, gpipe, sequential, serial, start_times, wavefront
 
 UNIT = TaskTimes(run=lambda task: 1.0)
 
@@ -29,7 +29,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             [
                 wavefront(stages, chunks),
                 wavefront(stages, chunks, share_head=True),
-                wavefront(stages, chunks, weights=False),
+                wavefront(stages, chunks, defer_weights=False),
                 wavefront(stages, chunks, backward=False),
                 gpipe(stages, len(chunks)),
                 sequential(stages, chunks),
@@ -44,7 +44,7 @@ def test_without_links_it_agrees_with_the_picture(schedule: Schedule, forward: i
     times = {"forward": forward, "backward": backward, "head": head, "weights": weights}
     seconds = durations(schedule, **times)
     found = simulate(with_messages(schedule), TaskTimes(run=seconds))
-    moments = place(schedule, **times)
+    moments = start_times(schedule, **times)
     assert {span.task: span.start for row in found.rows for span in row} == moments
     assert found.seconds == max(moment + seconds(task) for task, moment in moments.items())
     assert found.bubble == pytest.approx(bubble(schedule, **times))
@@ -53,7 +53,7 @@ def test_without_links_it_agrees_with_the_picture(schedule: Schedule, forward: i
 def test_messages_take_their_time_one_after_the_other() -> None:
     # A message of 4 bytes takes 2 seconds on the line and arrives one later; the second waits until the first is off the line.
     times = TaskTimes(run=lambda task: 1.0, num_bytes=lambda task: 4, link=lambda line: Link(1.0, 2.0))
-    found = simulate(with_messages(wavefront(2, 2, weights=False)), times)
+    found = simulate(with_messages(wavefront(2, 2, defer_weights=False)), times)
     starts = {(span.label, span.task.stage, span.task.chunk): span.start for row in found.rows for span in row if span.task}
     assert starts == {
         ("F", 0, 0): 0,
@@ -114,7 +114,7 @@ def test_a_program_that_cannot_go_on_is_refused_by_what_it_waits_for() -> None:
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_what_stages_hold_is_what_the_schedule_says(stages: int, chunks: list[int], put_off: bool, share_head: bool) -> None:
-    schedule = wavefront(stages, chunks, share_head=share_head, weights=put_off)
+    schedule = wavefront(stages, chunks, share_head=share_head, defer_weights=put_off)
     found = loads(schedule)
     assert tuple(load.held for load in found) == peak(schedule)
     for stage, load in enumerate(found):

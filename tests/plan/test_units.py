@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from carrywave.data.codec import Codec
 from carrywave.errors import PlanError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, hold, shared
+from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.memory import Load, Split, one_micro_batch, stage_memory
+from carrywave.plan.cost.sample_requests import asks_of
+from carrywave.plan.cost.shipped_profiles import shipped
+from carrywave.plan.cost.stage_costs import Costs
 from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.plan import Plan
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
+from carrywave.tasks.task import Task
 
 
 def build(**model: Any) -> tuple[Units, Model]:
@@ -62,6 +69,44 @@ def test_each_stage_holds_the_parameters_that_the_runtime_gives_it(model: dict[s
             held = hold(part, Holding(first, last, next(part.parameters()).device, share_head), next(part.parameters()).dtype)
             assert units.parameters(first, last, share_head=share_head) == sum(tensor.numel() for tensor in held.values())
             assert units.tensors(first, last, share_head=share_head) == len(held)
+
+
+FRONT = [{"channels": 5, "kernel": 5, "stride": 3}, {"channels": 6, "kernel": 3, "stride": 2}]
+
+
+@pytest.mark.parametrize("facts", [DataFacts(features=3, labels=("a", "b")), DataFacts(vocabulary=7, labels=("a", "b"))])
+@pytest.mark.parametrize("pool", ["last", "attention", "mean_max"])
+def test_a_front_and_a_pooled_head_have_the_parameters_of_the_model(pool: str, facts: DataFacts) -> None:
+    model = {"hidden": 8, "layers": 2, "bidirectional": True, "front": FRONT, "pool": pool}
+    spec = Spec.model_validate({"task": "classification", "model": model, "batch": {"tokens": 400}})
+    units = Units.of(spec, replace(facts, steps=1000, sequences=10, longest=100, histogram=((100, 10),)))
+    held = dict(Task(spec, Codec("classification", "steps"), facts).model().named_parameters())
+    for first, last, names in ((0, 1, ("encoder",)), (1, 3, ("lstm",)), (3, 4, ("head",)), (0, 4, ("",))):
+        own = [parameter for name, parameter in held.items() if name.startswith(names)]
+        assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
+        assert units.tensors(first, last) == len(own)
+    assert units.whole
+    assert units.shapes == (BatchShape(4, 17),)  # 100 steps become 34, and those 17
+    assert units.tokens == 4 * 17 * 6
+    assert not units.has_vocabulary
+
+
+def test_a_front_costs_time_and_memory() -> None:
+    """The more, the more channels it has; the layers after it cost less than without it."""
+    facts = DataFacts(features=3, labels=("a", "b"), steps=100_000, sequences=100, longest=1000, histogram=((1000, 100),))
+    costs, memory = {}, {}
+    for name, front in {"none": "none", "deep": "deep", "wide": [{"channels": 512, "kernel": 9, "stride": 2}] * 3}.items():
+        spec = Spec.model_validate(
+            {"task": "classification", "model": {"front": front}, "batch": {"tokens": 16_000}, "train": {"precision": "fp32"}}
+        )
+        units = Units.of(spec, facts)
+        [shape] = units.shapes
+        costs[name] = [Costs(units, shipped("h200")).unit(number, shape.lanes, shape.steps).all for number in (0, 1)]
+        memory[name] = largest_stage(units, Plan.serial()).activations
+        assert {ask.kind for ask in asks_of(units, 1)} >= ({"linear", "norm"} if front != "none" else {"lstm"})
+    assert costs["none"][0] == 0.0 < costs["deep"][0] < costs["wide"][0]
+    assert costs["deep"][1] < costs["none"][1]
+    assert memory["deep"] < memory["wide"]
 
 
 def test_equal_layers_are_alike() -> None:

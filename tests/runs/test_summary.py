@@ -117,21 +117,21 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
     network = model()
     assert transports_of_run(Mesh.alone(torch.device("cpu")), network, spec()) == Transports()
 
-    def ways(plan: Plan, *, in_stream: bool, links: bool, backend: str = "gloo", **train: object) -> Transports:
+    def ways(plan: Plan, *, on_device: bool, links: bool, backend: str = "gloo", **train: object) -> Transports:
         mesh = Mesh.__new__(Mesh)  # without its connections, which need processes
         mesh.plan, mesh.device, mesh.world = plan, torch.device("cuda"), World(0, 4, 0, 4, torch.device("cuda"), backend)
-        mesh.links = cast(Links, SimpleNamespace(in_stream=links)) if plan.stages > 1 else None
-        mesh._all = cast(Summing, SimpleNamespace(in_stream=in_stream))
+        mesh.links = cast(Links, SimpleNamespace(on_device=links)) if plan.stages > 1 else None
+        mesh._all = cast(Summing, SimpleNamespace(on_device=on_device))
         return transports_of_run(mesh, network, spec(**train))
 
     stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
-    assert ways(stages, in_stream=True, links=True) == Transports("device memory", "device memory", "steps", on_gpu=True)
-    assert ways(stages, in_stream=False, links=False, backend="nccl") == Transports("NCCL", "NCCL", "", on_gpu=True)
-    assert ways(stages, in_stream=False, links=False) == Transports("gloo", "gloo", "", on_gpu=True)
-    assert ways(both, in_stream=False, links=True, backend="nccl") == Transports("device memory", "NCCL", "passes", on_gpu=True)
-    assert ways(replicas, in_stream=True, links=False) == Transports("", "device memory", "steps", on_gpu=True)
-    assert ways(replicas, in_stream=True, links=False, accumulate=2) == Transports("", "device memory", "passes", on_gpu=True)
-    assert ways(stages, in_stream=True, links=True, precision="fp64").recorded == ""
+    assert ways(stages, on_device=True, links=True) == Transports("device memory", "device memory", "steps", on_gpu=True)
+    assert ways(stages, on_device=False, links=False, backend="nccl") == Transports("NCCL", "NCCL", "", on_gpu=True)
+    assert ways(stages, on_device=False, links=False) == Transports("gloo", "gloo", "", on_gpu=True)
+    assert ways(both, on_device=False, links=True, backend="nccl") == Transports("device memory", "NCCL", "passes", on_gpu=True)
+    assert ways(replicas, on_device=True, links=False) == Transports("", "device memory", "steps", on_gpu=True)
+    assert ways(replicas, on_device=True, links=False, accumulate=2) == Transports("", "device memory", "passes", on_gpu=True)
+    assert ways(stages, on_device=True, links=True, precision="fp64").recorded == ""
 
 
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

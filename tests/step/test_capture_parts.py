@@ -415,7 +415,7 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
 class Doubled:
     """A sum on the stream of the device: as if another worker had the same."""
 
-    in_stream = True
+    on_device = True
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.mul_(2.0)
@@ -424,7 +424,7 @@ class Doubled:
 def test_steps_whose_gradients_are_looked_up_on_the_host_are_not_recorded_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that has no lanes in the last batch of every epoch lacks all gradients there; its other steps are one recording."""
     recorded, plain = pair(classes, keep_state=False)
-    monkeypatch.setattr(Trainer, "own_part", lambda self, batch: batch.take(0, 0, pooled=True) if batch.lanes.shape[0] == 1 else batch)
+    monkeypatch.setattr(Trainer, "local_part", lambda self, batch: batch.take(0, 0, pooled=True) if batch.lanes.shape[0] == 1 else batch)
     for trainer in (recorded, plain):
         own = [p for _, p in trainer.named]
         trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(Doubled(), own)])

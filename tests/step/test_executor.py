@@ -211,8 +211,8 @@ def test_weight_gradients_of_several_micro_batches_may_wait_for_the_end(plan: Pl
         expected = found
 
 
-def serial_of(stages: int, chunks: Sequence[int], *, backward: bool, weights: bool = True) -> Schedule:
-    return serial(chunks, backward=backward, weights=weights)
+def serial_of(stages: int, chunks: Sequence[int], *, backward: bool, defer_weights: bool = True) -> Schedule:
+    return serial(chunks, backward=backward, defer_weights=defer_weights)
 
 
 @dataclass
@@ -297,7 +297,7 @@ def test_the_last_gradient_is_on_its_way_before_weight_gradients_are_computed(mo
 
     monkeypatch.setattr(Deferred, "flush", noting)
     stage, program = Stage(model, 2, model.units), program_for(plan, [batch], backward=True)
-    run(stage, plan, program, [Job(batch, stage.start(3), KEY)], links, place=1)
+    run(stage, plan, program, [Job(batch, stage.start(3), KEY)], links, stage_number=1)
     assert links.told[-5:] == ["flush", "send", "flush", "weights", "flush"]
     assert links.told.count("weights") == 1
 
@@ -415,7 +415,7 @@ def test_sums_in_device_memory_take_what_the_planner_counts(vocabulary: int, rep
 
     group = DeviceSum(replicas, make)
     parameters = list(model.parameters())
-    for bucket in AllReduce(parameters, parameters, [Reduced(group, parameters, early=False)]).buckets:
+    for bucket in AllReduce(parameters, parameters, [Reduced(group, parameters, during_backward=False)]).buckets:
         with pytest.raises(Full):
             group.all_reduce(bucket.flat)
     assert planned == max(sizes)

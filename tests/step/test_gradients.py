@@ -74,7 +74,7 @@ def kinds(group: dist.ProcessGroup) -> dict[str, Kind]:
     return {
         "own": lambda own: Gradients(own, own),
         "all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own)], bucket_bytes=64),
-        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own[1:3], early=False)]),
+        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own[1:3], during_backward=False)]),
         "tree": lambda own: FixedTree(own, own, [Branch(own[:2], ()), Branch(own[2:], ())]),
     }
 

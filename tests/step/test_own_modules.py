@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -542,6 +544,38 @@ def test_state_in_odd_places_is_refused_when_split_and_untouched_by_the_trial_on
     assert losses[0] == pytest.approx(float(model.head.loss(y.detach(), target)[0].detach()) / target.numel(), rel=1e-9)
     with pytest.raises(PlanError, match=r"changes its (array|slots) in forward"):
         train(nn.Tanh, Running, MICRO, data, never)
+
+
+class Called:
+    times = 0
+
+    def __call__(self) -> None:
+        self.times += 1
+
+
+class Notes(nn.Module):
+    """Writes into objects of several kinds, whichever is asked for."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.counts, self.space, self.called = kind, defaultdict(int), SimpleNamespace(inner=[0]), Called()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "counts":
+            self.counts["calls"] += 1
+        elif self.kind == "space":
+            self.space.inner = [self.space.inner[0] + 1]
+        elif self.kind == "called":
+            self.called()
+        return x
+
+
+@pytest.mark.parametrize("kind", ["counts", "space", "called"])
+def test_a_trial_finds_and_restores_what_is_written_into_objects_of_any_kind(kind: str) -> None:
+    made = Notes(kind)
+    with pytest.raises(PlanError, match=f"changes its {kind} in forward"):
+        train(lambda: made, Head, MICRO, batches(1), never)
+    assert (made.counts, made.space.inner, made.called.times) == ({}, [0], 0)
 
 
 POND: list[Tensor] = []

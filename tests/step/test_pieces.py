@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 class Together:
     """What replicas exchange, in one process: the rows of all are set before the last one gathers."""
 
-    in_stream = False
+    on_device = False
 
     def __init__(self) -> None:
         self.rows: list[dict[int, Tensor]] = []  # by round
@@ -192,5 +192,5 @@ def test_hooks_on_gradients_are_refused() -> None:
 def test_an_optimizer_of_ones_own_is_not_divided() -> None:
     spec = TrainSpec.model_validate({"shard_optimizer": True})
     with pytest.raises(UserError, match=r"train\.shard_optimizer does not apply to your own optimizer"):
-        check_spec(spec, own_optimizer=True)
-    check_spec(spec, own_optimizer=False)
+        check_spec(spec, user_optimizer=True)
+    check_spec(spec, user_optimizer=False)

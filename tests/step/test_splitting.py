@@ -282,6 +282,27 @@ def test_a_head_that_pools_chunk_by_chunk() -> None:
     )
 
 
+class DropsOut(Largest):
+    """Drops some of what it pools."""
+
+    def __init__(self) -> None:
+        super().__init__(bad=False)
+        self.dropout = nn.Dropout(0.5)
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return super().pool(self.dropout(y), lengths, acc)
+
+
+def test_dropout_in_what_pools_is_keyed() -> None:
+    losses = []
+    for plan in (SERIAL, CHUNKS, MICRO_BATCHES):
+        made = model(Numbers(FEATURES), DropsOut()).double()
+        trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1, "precision": "fp64"}, plan=plan)
+        losses.append([float(trainer.step(batch(pooled=True))) for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
 class PerFrame(nn.Module):
     """A convolution within each step: of time and lanes it knows nothing."""
 
@@ -410,6 +431,76 @@ def test_models_of_one_piece() -> None:
     refused(Tagger(mixed=True), MICRO_BATCHES, r"module(\.read)? \((Tagger|GRU)\) gives different results for a lane", loss=tags)
     with pytest.warns(UserWarning, match="this plan does not change the result"):
         step(Tagger(mixed=True), SERIAL, loss=tags)
+
+
+class CountingLoss:
+    calls = 0
+
+    def __call__(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        total, count = tags(out, target)
+        return total * (1 + 0.1 * self.calls), count
+
+
+class CountingModule(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        total, count = tags(out, target)
+        return total * (1 + 0.1 * self.calls.clone()), count
+
+
+def counting_function() -> Any:
+    calls = 0
+
+    def scores(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        total, count = tags(out, target)
+        return total * (1 + 0.1 * calls), count
+
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (CountingLoss, r"loss \(CountingLoss\) changes its calls when it is called"),
+        (CountingModule, r"loss \(CountingModule\) changes its calls when it is called"),
+        (counting_function, r"loss \(scores\) changes its variable calls when it is called"),
+    ],
+)
+def test_a_loss_with_state_is_named_and_a_trial_leaves_it_as_it_was(make: Any, words: str) -> None:
+    refused(Tagger(mixed=False), MICRO_BATCHES, words, loss=make())
+    loss = make()
+    with pytest.warns(UserWarning, match=words):
+        trainer = step(Tagger(mixed=False), SERIAL, loss=loss)
+    trainer.step(batch())
+    out, target = torch.zeros(1, 1, CLASSES), torch.zeros(1, 1, dtype=torch.int64)
+    assert float(loss(out, target)[0] / tags(out, target)[0]) == pytest.approx(1.3)  # the third call
+
+
+class TurnsGradients(nn.Module):
+    """Scales the gradient that reaches a container of known modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / gradient.norm())
+        return y
+
+
+def test_a_gradient_is_blamed_on_the_users_module_around_a_known_one() -> None:
+    refused(model(TurnsGradients()), MICRO_BATCHES, r"encoder \(TurnsGradients\) has a gradient of encoder\.inner\.0\.weight that differs")
 
 
 class LanesAsTime(nn.Module):

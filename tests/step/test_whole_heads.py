@@ -108,7 +108,7 @@ def test_chunks_of_time_are_refused(make: Any) -> None:
     name = type(make()).__name__
     with pytest.raises(PlanError, match=f"the head {name} reads whole sequences, but .* chunks of 2 steps; remove plan.chunk_steps"):
         cw.Trainer(model(make), SGD, plan={"chunk_steps": 2})
-    with pytest.raises(PlanError, match=f"the head {name} reads whole sequences.*use plan.micro_batches=2 or more"):
+    with pytest.raises(PlanError, match=f"the head {name} reads whole sequences, but 2 stages cut time.*use plan.micro_batches=2 or more"):
         _check_plan(model(make), Plan(1, 2, (2,), 4), TrainSpec())
     with pytest.raises(PlanError, match=r"the head of this model scores whole sequences; remove plan.share_head"):
         _check_plan(model(make), Plan(1, 2, (2,), None, 2, share_head=True), TrainSpec())

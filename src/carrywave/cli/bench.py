@@ -22,7 +22,8 @@ def bench(
     rows: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="WORDS", help='kernels, step, gpu-pipeline: run only rows with all of these words, as in "8x512 bf16"; repeatable.'
+            metavar="WORDS",
+            help='kernels, step, gpu-pipeline, quality: run only rows with all of these words, as in "8x512 bf16"; repeatable.',
         ),
     ] = None,
     chunks: Annotated[str | None, typer.Option(metavar="N,N", help="gpu-pipeline: numbers of chunks to try. Default: 2,4,8,16,32.")] = None,
@@ -47,8 +48,15 @@ def bench(
     ] = None,
     curve: Annotated[bool, typer.Option("--curve", help="sync: the loss against train.sync_every, from 1 to 500.")] = False,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="sync: a key of the spec, as in model.hidden=256; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="sync, quality: a key of the spec, as in model.hidden=256; repeatable."),
     ] = None,
+    columns: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="quality: columns to run. Default: ours,recipe,torch,simple.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="quality: the folder of data sets. Default: data.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="quality: runs of each cell. Default: 3.")] = None,
+    at_once: Annotated[int | None, typer.Option(min=1, metavar="N", help="quality: runs side by side. Default: 1.")] = None,
 ) -> None:
     """Run a benchmark: carrywave and its peer side by side."""
     names = _benchmarks()
@@ -68,18 +76,24 @@ def bench(
         "link": link,
         "curve": curve,
         "settings": settings,
+        "columns": None if columns is None else [name.strip() for name in columns.split(",")],
+        "data": data,
+        "seeds": seeds,
+        "at_once": at_once,
     }
     given |= {
         option: None if text is None else numbers_of(f"--{option}", text, least)
         for option, text, least in (("chunks", chunks, 1), ("workers", workers, 2))
     }
-    run = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}").run
-    known = inspect.signature(run).parameters
+    module = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}")
+    known = inspect.signature(module.run).parameters
     asked = {option: value for option, value in given.items() if value}
     if unknown := [option for option in asked if option not in known]:
         raise UserError(f"bench {name} has no --{unknown[0].replace('_', '-')}; remove it")
-    found: list[dict[str, object]] = run(quick=quick, **asked)
-    show(table_of(f"bench {name}", found))
+    found: list[dict[str, object]] = module.run(quick=quick, **asked)
+    show(table_of(f"bench {name}", module.shown(found) if hasattr(module, "shown") else found))
+    for line in module.conclusions(found) if hasattr(module, "conclusions") else ():
+        typer.echo(line)
     write_rows(json_file, found)
 
 

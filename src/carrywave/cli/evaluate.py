@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, RunArgument, file_of, note, numbers_of, place_of, show, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, numbers_of, place_of, runs_and_data, show, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
+from carrywave.errors import UserError
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.display import confusion_table, row_line, table_of
@@ -16,7 +17,10 @@ from carrywave.runs.watcher import printable
 
 
 def evaluate(
-    run: RunArgument,
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN… [FILE]", help="Run folder, or several, evaluated as one by the average of what they predict."),
+    ],
     data: Annotated[
         str | None, typer.Option(metavar="FILE", help="Data to evaluate on. Default: the run's own test or validation data.")
     ] = None,
@@ -35,7 +39,11 @@ def evaluate(
     confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Evaluate the best weights of a run."""
+    """Evaluate the best weights of a run, or of several together."""
+    runs, given_last = runs_and_data(words, only_files=True)
+    if given_last is not None and data is not None:
+        raise UserError(f"{given_last} and --data {data} both name the data; pass one of them")
+    data = data or given_last
     output_file.check(json_file)
     tops = numbers_of("--top-k", top_k) if top_k else []
     start_workers(devices, device.value)
@@ -44,9 +52,10 @@ def evaluate(
         from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.baselines import beside, verdicts
 
-    with data_on_all(data, place_of(run), device.value) as found:
+    places = [place_of(run) for run in runs]
+    with data_on_all(data, places[0], device.value) as found:
         given = found if data == "-" else None if data is None else file_of(data)
-        row = evaluate_run(place_of(run), given, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
+        row = evaluate_run(places, given, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
     told: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         shown = {name: value for name, value in row.items() if name != "confusion"}

@@ -7,9 +7,14 @@ from rich.markup import escape
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "train": (
         ("carrywave train", "a small character model, to see that everything works"),
-        ("carrywave train words.yaml train.epochs=6 model.hidden=200", "a spec, with two keys changed"),
-        ("carrywave train words.yaml --devices 4 --run runs/words", "on four devices, split as the planner thinks best"),
+        ("carrywave train words.yaml train.epochs=6 --devices 4 --run runs/words", "a spec with a key changed, on four devices"),
         ("carrywave train --run runs/words --resume train.epochs=40", "continue, here with more epochs than before"),
+        ("carrywave train words.yaml --seeds 5 --run runs/five", "five runs side by side, to predict with all of them"),
+    ),
+    "tune": (
+        ("carrywave tune words.yaml model.hidden=64,128,256 train.lr=1e-4..1e-2", "20 trials, one for each GPU at a time"),
+        ("carrywave tune words.yaml model.dropout=0..0.6 train.epochs=10 --hours 8 --run runs/search", "for a night, 10 epochs each"),
+        ("carrywave tune --run runs/search --resume --trials 60", "continue, here with more trials than before"),
     ),
     "plan": (
         ("carrywave plan words.yaml --devices 4", "the best split over four devices of this machine"),
@@ -30,11 +35,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "evaluate": (
         ("carrywave evaluate runs/words", "on the run's own test or validation data"),
         ("carrywave evaluate runs/words --data other.txt --json result.json", "on other data, with the figures in a file"),
+        ("carrywave evaluate runs/five/seed-1 runs/five/seed-2 runs/five/seed-3", "several runs as one"),
     ),
     "predict": (
         ('carrywave predict runs/words --prompt "The carry" --tokens 100 --temperature 0.8', "continue a text"),
         ("carrywave predict runs/vowels new.jsonl -o labels.jsonl", "a label for each sequence of a file"),
         ("carrywave predict runs/load recent.csv -o forecast.csv", "forecast what follows"),
+        ("carrywave predict runs/five/seed-1 runs/five/seed-2 recent.csv -o forecast.csv", "the mean of what several runs forecast"),
     ),
     "export": (
         ("carrywave export runs/words --to safetensors -o words", "weights under the names of torch.nn.LSTM"),
@@ -55,6 +62,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("carrywave bench train --quick", "see that it works, in seconds"),
         ("carrywave bench step --json step.json", "whole steps on a GPU beside plain PyTorch, with the rows in a file"),
         ("carrywave bench pipeline --workers 2,4", "the wavefront beside other pipelines"),
+        ("carrywave bench quality --rows etth1 --columns ours,simple", "what is learned, beside plain PyTorch and simple baselines"),
     ),
     "schema": (
         ("carrywave schema -o spec.schema.json", "for an editor that completes and checks YAML"),

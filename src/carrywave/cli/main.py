@@ -21,6 +21,7 @@ from carrywave.cli.plan import plan
 from carrywave.cli.predict import predict
 from carrywave.cli.report import report
 from carrywave.cli.train import train
+from carrywave.cli.tune import tune
 from carrywave.runs import output_file
 from carrywave.spec.describe import schema as spec_schema
 
@@ -59,7 +60,7 @@ def schema(
         output_file.write(file, text)
 
 
-for command in (train, plan, doctor, launch, export, backtest, report, evaluate, predict, bench, schema):
+for command in (train, tune, plan, doctor, launch, export, backtest, report, evaluate, predict, bench, schema):
     app.command(cls=Command)(with_exit_codes(command))
 
 

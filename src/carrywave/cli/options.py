@@ -152,6 +152,13 @@ def place_of(run: str) -> Path | str:
     return run if is_address(run) else Path(run)
 
 
+def runs_and_data(words: Sequence[str], *, only_files: bool = False) -> tuple[list[str], str | None]:
+    """The runs that a command is given, and after them the data, if the last word is no run; with `only_files`, only if it is a file."""
+    last = words[-1]
+    is_run = (Path(last) / "spec.yaml").is_file() or (only_files and last != "-" and not Path(last).is_file())
+    return (list(words), None) if len(words) == 1 or is_run else (list(words[:-1]), last)
+
+
 def file_of(name: str) -> Path:
     """A data file that a command is given; one in an object store is fetched."""
     return fetch(name, cache.folder(None)) if is_address(name) else Path(name)

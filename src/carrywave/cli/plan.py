@@ -261,10 +261,15 @@ def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | Non
 
 
 def _model(spec: Spec, units: Units) -> str:
-    shapes = ", ".join(_size(shape) for shape in units.shapes)
+    shapes = ", ".join(_size(shape) for shape in units.shapes) + _after_front(units)
     widths = dict.fromkeys(spec.model.widths)
     many = f"{spec.model.layers} layer{'s' if spec.model.layers > 1 else ''} of {', '.join(map(str, widths))}"
     return f"{spec.task}, {many}, {units.parameters(0, len(units)):,} parameters, {spec.train.precision}, batches of {shapes}"
+
+
+def _after_front(units: Units) -> str:
+    """What is to be known of the steps of a batch if a front has shortened them."""
+    return f" after the front, each made of {units.stride}" if units.stride > 1 else ""
 
 
 def _size(shape: BatchShape) -> str:
@@ -287,7 +292,7 @@ def _about(units: Units, plan: Plan) -> str:
     shape = max(units.shapes, key=lambda each: each.share)
     each = "" if plan.replicas == 1 else f" shared by {plan.replicas} replicas that all do the same"
     chunks = 1 if units.whole else plan.chunks(shape.steps)
-    return f"a step of {_size(shape)}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
+    return f"a step of {_size(shape)}{_after_front(units)}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
 
 
 def _write(path: Path | None, values: Mapping[str, Any]) -> None:

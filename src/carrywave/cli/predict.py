@@ -9,17 +9,20 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import ending_at_a_signal, leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, InputFormat, RunArgument, file_of, place_of
+from carrywave.cli.options import Device, DeviceOption, InputFormat, file_of, place_of, runs_and_data
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError
 from carrywave.runs import output_file
 
 
 def predict(
-    run: RunArgument,
-    input_file: Annotated[
-        str | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data; - is standard input.")
-    ] = None,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN… [INPUT]",
+            help="Run folder, or several, whose predictions are averaged; then the data, in the format of the training data, or -.",
+        ),
+    ],
     file: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl, .csv or .parquet. Default: stdout."),
@@ -43,11 +46,12 @@ def predict(
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
 ) -> None:
-    """Predict with the best weights of a run; a language model continues a prompt."""
+    """Predict with the best weights of a run, or of several together; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"--top-p is {top_p}; use a probability above 0 and at most 1")
+    runs, input_file = runs_and_data(words)
     file = None if file == Path("-") else file
     output_file.check(file, wanted=True)
     with ending_at_a_signal():
@@ -57,7 +61,7 @@ def predict(
 
         given = input_file if input_file is None or input_file == "-" else file_of(input_file)
         predict_run(
-            place_of(run),
+            [place_of(run) for run in runs],
             given,
             file,
             prompt=prompt,

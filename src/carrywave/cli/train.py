@@ -30,7 +30,7 @@ from carrywave.cli.workers import (
     start_workers,
 )
 from carrywave.data.files.remote import Store, is_address
-from carrywave.errors import RunError
+from carrywave.errors import RunError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
@@ -65,10 +65,21 @@ def train(
     min_devices: MinDevicesOption = None,
     hosts: HostsOption = None,
     host_index: HostIndexOption = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Train N runs that differ by their seed, one to a device, in DIR/seed-1, ….")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
+    if seeds is not None:
+        if dry_run or on is not None or hosts is not None or host_index is not None or min_devices is not None:
+            raise UserError("--seeds trains several runs on this machine; remove --dry-run, --on, --hosts, --host-index and --min-devices")
+        resume = resume or (or_start and run is not None and (Path(run) / "seeds.yaml").is_file())
+        further = [] if init is None else ["--init", init]
+        further += [] if restarts is None else ["--restarts", str(restarts)]
+        resolved = None if resume and not spec else load(path, overrides)
+        return _train_seeds(resolved, seeds, run, resume, device.value, devices, further, json_file)
     job = asked_for(path, overrides, run)
     where = around(hosts, host_index, job)
     with agreed(device.value, job) as of_rank_0:
@@ -139,6 +150,35 @@ def _train(
     write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
+
+
+def _train_seeds(
+    spec: Spec | None,
+    seeds: int,
+    run: str | None,
+    resume: bool,
+    device: str,
+    devices: int | None,
+    further: list[str],
+    json_file: Path | None,
+) -> None:
+    if run is not None and is_address(run):
+        raise RunError(f"{run} is in an object store, but --seeds trains into folders of this machine; pass a folder")
+    output_file.check(json_file)
+    with leaving_at_once():
+        from carrywave.tuning.seeds import train_seeds
+
+    place = None if run is None else Path(run)
+    how: dict[str, Any] = {"run": place, "resume": resume, "device": device, "devices": devices, "words": further}
+    found = train_seeds(spec, seeds, say=typer.echo, **how)
+    write_rows(json_file, found.rows)
+    typer.echo(found.summary)
+    if found.ending is not None:
+        typer.echo(f"{found.ending}; resume with: carrywave train --seeds {seeds} --resume --run {found.run}")
+        raise typer.Exit(ENDINGS[found.ending])
+    if found.failed:
+        raise RunError(f"{found.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {found.run}")
+    typer.echo(f"predict with all of them: carrywave predict {found.run}/seed-* INPUT")
 
 
 def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 from carrywave import __version__
-from carrywave.exporting.portable import NEXT, Portable
+from carrywave.exporting.portable import NEXT, Portable, step_encoder
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.model import Model
+from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, outside
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
@@ -48,11 +49,13 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
 
 
 def _network(model: Model) -> dict[str, Any]:
-    lstm, head = model.lstm, model.head
+    lstm, head, encoder = model.lstm, model.head, step_encoder(model)
     found: dict[str, Any] = {
-        "embedding": [model.encoder.vocabulary, model.encoder.width] if isinstance(model.encoder, Embedding) else None,
-        "categories": [list(table) for table in model.encoder.inputs.tables] if isinstance(model.encoder, Features) else [],
+        "embedding": [encoder.vocabulary, encoder.width] if isinstance(encoder, Embedding) else None,
+        "categories": [list(table) for table in encoder.inputs.tables] if isinstance(encoder, Features) else [],
+        "front": [layer.model_dump() for layer in model.encoder.layers] if isinstance(model.encoder, Front) else [],
         "cell": lstm.cell.name,
+        "torch_module": lstm.cell.torch_module,
         "lstm": arguments(lstm),
         "layer_norm": lstm.layer_norm,
         "learned_carry": lstm.learned_carry,
@@ -75,7 +78,7 @@ def _network(model: Model) -> dict[str, Any]:
             "scaled": head.scaled,
         }
     elif isinstance(head, Pooled):
-        described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling}
+        described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling, "inputs": head.weight.shape[1]}
     return found
 
 

@@ -12,17 +12,17 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_layers
+from carrywave.exporting import onnx_layers, onnx_pooling
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import LEAST_DEVIATION, Forecast, Line, Pooled, Softmax
+from carrywave.model.over_time.front import Front
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
@@ -46,11 +46,13 @@ class _Graph:
         nodes, portable, lstm = self.nodes, self.portable, self.model.lstm
         x_TB = nodes.add("Transpose", "x", perm=[1, 0, *range(2, len(portable.inputs[0].shape))])
         lanes = self._lanes(x_TB)
-        y_TBO = x_TB
-        if isinstance(self.model.encoder, Embedding):
-            y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", self.model.encoder.weight), x_TB)
-        elif isinstance(self.model.encoder, Features):
-            y_TBO = nodes.add("Concat", x_TB, *self._categories(self.model.encoder), axis=-1)
+        y_TBO, encoder = x_TB, portable.encoder
+        if isinstance(encoder, Embedding):
+            y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", encoder.weight), x_TB)
+        elif isinstance(encoder, Features):
+            y_TBO = nodes.add("Concat", x_TB, *self._categories(encoder), axis=-1)
+        if isinstance(self.model.encoder, Front):
+            y_TBO, lanes = onnx_layers.front(nodes, self.model.encoder, y_TBO, lanes)
         for layer in range(lstm.num_layers):
             y_TBO, ends = onnx_layers.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
             if portable.stateful:
@@ -79,8 +81,7 @@ class _Graph:
         if self.portable.stateful:
             ready_B = nodes.add("Squeeze", "ready", nodes.constant([1]))
             lengths = nodes.add("Where", ready_B, "lengths", nodes.constant(0))
-        lengths32 = nodes.add("Cast", lengths, to=nodes.kind(torch.int32))
-        return Lanes(count, lengths, lengths32, nodes.real_steps(lengths, x_TB))
+        return onnx_layers.lanes_of(nodes, count, lengths, x_TB)
 
     def _carry(self, layer: int, lanes: Lanes) -> Ends | None:
         """The carry that comes in, replaced by the initial one where a lane is fresh."""
@@ -110,40 +111,17 @@ class _Graph:
         nodes.add("Transpose", out, name=result.name, perm=[1, 0, *range(2, len(result.shape))])
 
     def _pooled(self, head: Pooled, y_TBW: str, lanes: Lanes) -> str:
-        """What a pooled head reads, from the last real step or the mean of all; the accumulator goes on if there is a state."""
-        nodes, stateful = self.nodes, self.portable.stateful
-        assert lanes.lengths is not None
-        assert lanes.real_TB1 is not None
-        zero = nodes.constant(0.0, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
-        seen_BW, count_B = zero, nodes.constant(0)
-        if stateful:
-            seen_BW = nodes.add("Where", "fresh", zero, "pooled")
-            count_B = nodes.add("Squeeze", nodes.add("Where", "fresh", nodes.constant(0), "count"), nodes.constant([1]))
-        count_B = nodes.add("Add", count_B, lanes.lengths)
-        if head.pooling == "mean":
-            real_TBW = nodes.add("Where", lanes.real_TB1, y_TBW, zero)
-            seen_BW = nodes.add("Add", seen_BW, nodes.add("ReduceSum", real_TBW, nodes.constant([0]), keepdims=0))
-        else:
-            seen_BW = self._last(head, y_TBW, lanes.lengths, seen_BW)
-        if stateful:
-            nodes.add("Identity", seen_BW, name=f"pooled{NEXT}")
-            nodes.add("Unsqueeze", count_B, nodes.constant([1]), name=f"count{NEXT}")
-        if head.pooling != "mean":
-            return seen_BW
-        steps_B = nodes.add("Cast", nodes.add("Max", count_B, nodes.constant(1)), to=nodes.kind(head.weight.dtype))
-        return nodes.add("Div", seen_BW, nodes.add("Unsqueeze", steps_B, nodes.constant([1])))
-
-    def _last(self, head: Pooled, y_TBW: str, lengths: str, seen_BW: str) -> str:
-        nodes = self.nodes
-        last_B = nodes.add("Max", nodes.add("Sub", lengths, nodes.constant(1)), nodes.constant(0))
-        y_BTW = nodes.add("Transpose", y_TBW, perm=[1, 0, 2])
-        last_BW = nodes.add("GatherND", y_BTW, nodes.add("Unsqueeze", last_B, nodes.constant([1])), batch_dims=1)
-        if head.bidirectional:
-            # The reverse direction ends at the first step.
-            first_BW, half = nodes.add("Gather", y_TBW, nodes.constant(0), axis=0), head.width // 2
-            last_BW = nodes.add("Concat", nodes.slice(last_BW, 1, 0, half), nodes.slice(first_BW, 1, half), axis=-1)
-        some_B1 = nodes.add("Unsqueeze", nodes.add("Greater", lengths, nodes.constant(0)), nodes.constant([1]))
-        return nodes.add("Where", some_B1, last_BW, seen_BW)
+        """What a pooled head reads; the accumulator comes in and goes on if there is a state."""
+        nodes, seen = self.nodes, None
+        if self.portable.stateful:
+            zero = nodes.constant(0.0, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+            count_B1 = nodes.add("Where", "fresh", nodes.constant(0), "count")
+            seen = onnx_pooling.Seen(nodes.add("Where", "fresh", zero, "pooled"), count_B1)
+        pooled_BW, after = onnx_pooling.pooled(nodes, head, y_TBW, lanes, seen)
+        if self.portable.stateful:
+            nodes.add("Identity", after.row_BR, name=f"pooled{NEXT}")
+            nodes.add("Identity", after.count_B1, name=f"count{NEXT}")
+        return pooled_BW
 
     def _forecast(self, head: Forecast, out: str) -> str:
         nodes = self.nodes

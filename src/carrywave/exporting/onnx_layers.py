@@ -18,6 +18,7 @@ from carrywave.errors import UserError
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
+from carrywave.model.over_time.front import Front
 from carrywave.model.recurrent import Recurrent
 
 
@@ -33,24 +34,24 @@ class Lanes(NamedTuple):
 Ends = Sequence[str]  # the carry of a layer: [D, B, P] for its first part, [D, B, H] for the others
 
 
-def layer(nodes: Nodes, lstm: Recurrent, index: int, x_TBI: str, carry: Ends | None, lanes: Lanes) -> tuple[str, Ends]:
+def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends | None, lanes: Lanes) -> tuple[str, Ends]:
     """One layer, with its norm: outputs [T, B, P·D] and the carry at each lane's last real step. Without a carry it starts from the
     initial one.
     """
-    name, form = f"lstm.l{index}", lstm.cell.onnx
-    if form is None or (lstm.proj_size and lstm.cell is not lstm_cell.CELL):
+    name, form = f"lstm.l{index}", layers.cell.onnx
+    if form is None or (layers.proj_size and layers.cell is not lstm_cell.CELL):
         what = " with a projection" if form is not None else ""
-        raise UserError(f"the cell {lstm.cell.name}{what} has no ONNX form; use --to torch or --to safetensors")
-    carry = carry or initial(nodes, lstm, index, lanes)
-    if lstm.proj_size:
-        y_TBO, ends = _projected(nodes, lstm, index, x_TBI, carry, lanes)
+        raise UserError(f"the cell {layers.cell.name}{what} has no ONNX form; use --to torch or --to safetensors")
+    carry = carry or initial(nodes, layers, index, lanes)
+    if layers.proj_size:
+        y_TBO, ends = _projected(nodes, layers, index, x_TBI, carry, lanes)
     else:
-        directions = lstm.weights(index)
+        directions = layers.weights(index)
         w_DGI, r_DGH, b_DG = (_stacked(directions, part, form) for part in range(3))
         inputs = [x_TBI, nodes.weight(f"{name}.W", w_DGI), nodes.weight(f"{name}.R", r_DGH), nodes.weight(f"{name}.B", b_DG)]
-        outputs = [nodes.name(f"{name}.{part}") for part in ("y", *lstm.cell.parts)]
-        way = "bidirectional" if lstm.bidirectional else "forward"
-        given = {"hidden_size": lstm.widths[index], "direction": way, **form.attributes}
+        outputs = [nodes.name(f"{name}.{part}") for part in ("y", *layers.cell.parts)]
+        way = "bidirectional" if layers.bidirectional else "forward"
+        given = {"hidden_size": layers.widths[index], "direction": way, **form.attributes}
         nodes.add_many(form.operator, [*inputs, lanes.lengths32, *carry], outputs, **given, name=name)
         y_TBDP = nodes.add("Transpose", outputs[0], perm=[0, 2, 1, 3])
         y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), outputs[1:]
@@ -58,19 +59,42 @@ def layer(nodes: Nodes, lstm: Recurrent, index: int, x_TBI: str, carry: Ends | N
         # A lane without real steps keeps its carry; runtimes return zeros for it.
         some_B1 = nodes.add("Unsqueeze", nodes.add("Greater", lanes.lengths, nodes.constant(0)), nodes.constant([1]))
         ends = [nodes.add("Where", some_B1, end, start) for end, start in zip(ends, carry, strict=True)]
-    if lstm.layer_norm:
-        norm = getattr(lstm, f"norm_l{index}")
+    if layers.layer_norm:
+        norm = getattr(layers, f"norm_l{index}")
         scale, bias = (nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias"))
         y_TBO = nodes.add("LayerNormalization", y_TBO, scale, bias, axis=-1, epsilon=norm.eps)
     return y_TBO, ends
 
 
-def initial(nodes: Nodes, lstm: Recurrent, index: int, lanes: Lanes) -> Ends:
+def lanes_of(nodes: Nodes, count: str, lengths_B: str, x_TB: str) -> Lanes:
+    """The lanes of x, whose real steps are known."""
+    return Lanes(count, lengths_B, nodes.add("Cast", lengths_B, to=nodes.kind(torch.int32)), nodes.real_steps(lengths_B, x_TB))
+
+
+def front(nodes: Nodes, module: Front, x_TBF: str, lanes: Lanes) -> tuple[str, Lanes]:
+    """The convolutions before the layers, and the lanes after them, which are shorter."""
+    zero = nodes.constant(0.0, _numpy(next(module.parameters()).dtype))
+    for index, (layer, convolution, norm) in enumerate(zip(module.layers, module.convolutions, module.norms, strict=True)):
+        assert lanes.lengths is not None
+        assert lanes.real_TB1 is not None
+        name, pad = f"front.{index}", layer.kernel // 2
+        x_BFT = nodes.add("Transpose", nodes.add("Where", lanes.real_TB1, x_TBF, zero), perm=[1, 2, 0])
+        weights = [nodes.weight(f"{name}.{part}", getattr(convolution, part)) for part in ("weight", "bias")]
+        y_BCT = nodes.add("Conv", x_BFT, *weights, kernel_shape=[layer.kernel], strides=[layer.stride], pads=[pad, pad])
+        scales = [nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias")]
+        y_TBC = nodes.add("Transpose", y_BCT, perm=[2, 0, 1])
+        x_TBF = nodes.add("Relu", nodes.add("LayerNormalization", y_TBC, *scales, axis=-1, epsilon=norm.eps))
+        lengths_B = nodes.add("Add", lanes.lengths, nodes.constant(layer.stride - 1))
+        lanes = lanes_of(nodes, lanes.number, nodes.add("Div", lengths_B, nodes.constant(layer.stride)), x_TBF)
+    return x_TBF, lanes
+
+
+def initial(nodes: Nodes, layers: Recurrent, index: int, lanes: Lanes) -> Ends:
     """The carry at the start of a sequence, for every lane."""
     found = []
-    for part, tensor in zip(lstm.cell.parts, lstm.initial(1, layers=range(index, index + 1))[0], strict=True):
+    for part, tensor in zip(layers.cell.parts, layers.initial(1, layers=range(index, index + 1))[0], strict=True):
         one = nodes.weight(f"lstm.l{index}.{part}_start", tensor.detach())
-        shape = nodes.add("Concat", nodes.constant([lstm.directions]), lanes.number, nodes.constant([tensor.shape[-1]]), axis=0)
+        shape = nodes.add("Concat", nodes.constant([layers.directions]), lanes.number, nodes.constant([tensor.shape[-1]]), axis=0)
         found.append(nodes.add("Expand", one, shape))
     return found
 
@@ -93,10 +117,10 @@ def _in_order(weight: Tensor, form: OnnxForm) -> Tensor:
     return torch.cat([gates[gate] for gate in form.order])
 
 
-def _projected(nodes: Nodes, lstm: Recurrent, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
+def _projected(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
     """An LSTM layer with a projection. The reverse direction runs forward over lanes that are turned round within their lengths."""
     ys, hs, cs = [], [], []
-    for direction, weights in enumerate(lstm.weights(index)):
+    for direction, weights in enumerate(layers.weights(index)):
         given = x_TBI if direction == 0 else _turned(nodes, x_TBI, lanes)
         start = [nodes.add("Gather", part, nodes.constant(direction), axis=0) for part in carry]
         y_TBP, h_BP, c_BH = _scan(nodes, f"lstm.l{index}.d{direction}", given, start, weights, lanes)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, Pooled, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.model import Model
+from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
 
 BATCH, TIME = "batch", "time"  # the sizes that are free
@@ -48,6 +49,11 @@ class Port:
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
 
 
+def step_encoder(model: Model) -> nn.Module | None:
+    """What encodes single steps: the encoder, or what a front has before it; None: numbers go into the front as they are."""
+    return model.encoder.step_encoder if isinstance(model.encoder, Front) else model.encoder
+
+
 class Portable(nn.Module):
     """A model behind ports: x [B, T, …], codes [B, T, K] of categories if it reads any, past values [B, T, C, N] if its head does and,
     where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
@@ -56,8 +62,9 @@ class Portable(nn.Module):
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
         super().__init__()
         if stateful and model.reads_whole:
-            raise UserError("bidirectional layers read whole sequences, so they have no carry to pass on; export without --stateful")
-        if type(model.head) not in OUTPUTS or not isinstance(model.encoder, Embedding | Numbers | Features):
+            reader = "a front reads" if model.has_front else "bidirectional layers read"
+            raise UserError(f"{reader} whole sequences, so there is no carry to pass on; export without --stateful")
+        if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | Numbers | Features | None):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
             raise UserError(f"{parts} are not carrywave's own encoder and head, which alone can be exported; export your module yourself")
         self.model = model
@@ -75,21 +82,27 @@ class Portable(nn.Module):
         result = Port(OUTPUTS[type(model.head)], dtype, self._result())
         self.outputs = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
+    @property
+    def encoder(self) -> nn.Module | None:
+        """What encodes single steps."""
+        return step_encoder(self.model)
+
     def _step(self, dtype: torch.dtype) -> tuple[Port, ...]:
-        encoder = self.model.encoder
+        encoder = self.encoder
         if isinstance(encoder, Embedding):
             return (Port("x", torch.int64, (BATCH, TIME)),)
         if isinstance(encoder, Features):
             codes = Port("codes", torch.int64, (BATCH, TIME, len(encoder.inputs.places)))
             return Port("x", dtype, (BATCH, TIME, encoder.inputs.numbers)), codes
-        return (Port("x", dtype, (BATCH, TIME, self.model.lstm.input_size)),)
+        width = self.model.encoder.features if isinstance(self.model.encoder, Front) else self.model.lstm.input_size
+        return (Port("x", dtype, (BATCH, TIME, width)),)
 
     def _state(self, dtype: torch.dtype) -> tuple[Port, ...]:
         lstm, ports = self.model.lstm, []
         for layer in range(lstm.num_layers):
             ports += [Port(f"{part}_l{layer}", dtype, (BATCH, width)) for part, width in lstm.carry_widths(layer).items()]
-        if self.model.pooled:
-            ports += [Port("pooled", dtype, (BATCH, lstm.output_size)), Port("count", torch.int64, (BATCH, 1))]
+        if isinstance(self.model.head, Pooled):
+            ports += [Port("pooled", dtype, (BATCH, self.model.head.row_width)), Port("count", torch.int64, (BATCH, 1))]
         return tuple(ports)
 
     def _result(self) -> tuple[int | str, ...]:
@@ -109,6 +122,9 @@ class Portable(nn.Module):
         if "codes" in named:
             x = torch.cat([x, named["codes"].to(x.dtype)], dim=-1)  # as data is stored: float32 holds every code below 2**24
         x = x.transpose(0, 1)
+        if self.model.stride > 1:
+            # Two steps are left of any sequence then: torch.export takes a size that may be 1 for another case. Padding changes nothing.
+            x = torch.cat([x, x.new_zeros(self.model.stride, *x.shape[1:])])
         lengths_B, fresh_B, state = named.get("lengths"), None, None
         if self.stateful:
             assert lengths_B is not None
@@ -129,9 +145,9 @@ class Portable(nn.Module):
         """The inputs of a batch, [T, B, …], and its past values under the names of their ports."""
         inputs = inputs_TB.transpose(0, 1)
         past = {} if history is None else {"past": history.unfold(0, history.shape[0] - len(inputs_TB) + 1, 1).transpose(0, 1)}
-        if not isinstance(self.model.encoder, Features):
+        if not isinstance(self.encoder, Features):
             return {"x": inputs} | past
-        numbers = self.model.encoder.inputs.numbers
+        numbers = self.encoder.inputs.numbers
         return {"x": inputs[..., :numbers], "codes": inputs[..., numbers:]} | past
 
     def blank(self, lanes: int) -> list[Tensor]:
@@ -145,10 +161,10 @@ class Portable(nn.Module):
         found = []
         for port in self.inputs:
             shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
-            if port.name == "x" and isinstance(self.model.encoder, Embedding):
-                found.append(torch.randint(self.model.encoder.vocabulary, shape, generator=draw))
-            elif port.name == "codes" and isinstance(self.model.encoder, Features):
-                tables, places = self.model.encoder.inputs.tables, self.model.encoder.inputs.places
+            if port.name == "x" and isinstance(self.encoder, Embedding):
+                found.append(torch.randint(self.encoder.vocabulary, shape, generator=draw))
+            elif port.name == "codes" and isinstance(self.encoder, Features):
+                tables, places = self.encoder.inputs.tables, self.encoder.inputs.places
                 found.append(torch.stack([torch.randint(tables[place][0], shape[:-1], generator=draw) for place in places], dim=-1))
             elif port.name == "lengths":
                 lengths = torch.randint(1, steps + 1, shape, generator=draw)
@@ -163,4 +179,6 @@ class Portable(nn.Module):
                 found.append(flags)
             else:
                 found.append(torch.randn(shape, generator=draw, dtype=torch.float32).to(port.dtype))
+                if port.name == "pooled" and getattr(self.model.head, "pooling", "") == "attention":
+                    found[-1][:, -2] = 1.0 + found[-1][:, -2].abs()  # a sum of weights, of which one is 1
         return found

@@ -23,9 +23,9 @@ _SOURCE = "cross_entropy.cu"
 _own = nvrtc.Replaceable("cross entropy")
 
 
-def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
-    """The sum, in float32 or wider, over the rows whose target is not `ignored`."""
-    if weights_V is None and _serves(logits_NV, target_N):
+def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+    """The sum, in float32 or wider, over the rows whose target is not `ignored`; `smoothing` as torch's `label_smoothing`."""
+    if weights_V is None and not smoothing and _serves(logits_NV, target_N):
         apply: Any = _Summed.apply
         # The kernel reads two numbers at a time. Copied here, so that the tensor saved for backward is the autograd function's own input.
         in_place = logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 and logits_NV.data_ptr() % 4 == 0
@@ -33,13 +33,13 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
         total: Tensor | None = _own.tried(lambda: apply(read_NV, target_N, ignored))
         if total is not None:
             return total
-    return _plain(logits_NV, target_N, ignored, weights_V)
+    return _plain(logits_NV, target_N, ignored, weights_V, smoothing)
 
 
-def _plain(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
+def _plain(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     weights_V = None if weights_V is None else weights_V.to(logits_NV.dtype)
-    return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum")
+    return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
 
 
 def _serves(logits_NV: Tensor, target_N: Tensor) -> bool:

@@ -48,20 +48,20 @@ class Echo:
     """A transport whose messages are available immediately."""
 
     in_order: ClassVar[bool] = False
-    in_stream: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
     closed: ClassVar[bool] = False
 
     device: torch.device
     messages: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
-    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
         """A random message of this shape, reused for later receives."""
         key = shape, dtype
         if key not in self.messages:
             self.messages[key] = 0.1 * torch.randn(shape, dtype=dtype, device=self.device)
         return Arrived(self.messages[key].detach())
 
-    def send(self, line: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         """Discard the message."""
 
     def flush(self) -> None:
@@ -105,7 +105,7 @@ class Rig:
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
         job = Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
         program = up_to(part, program_for(plan, [self.batch], backward=True), self.place)
-        executor.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
+        executor.run(self.stage, plan, program, [job], self.echo, stage_number=self.place, clock=clock)
 
     def forward(self) -> Tensor:
         """Run the forward of one chunk alone, with autograd recording for backward."""

@@ -82,7 +82,7 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
     if world.device.type == "cpu":
         yield _lag(world, next((ask for ask in asks if ask.kind in names()), Ask("lstm", 128, 128, 8, 32, precision=precision)))
     mesh = Mesh(world, Plan(world.size))
-    if mesh.in_stream:
+    if mesh.on_device:
         yield from device_memory.rows_of(mesh)
         return
     yield from time_reductions(world, cast(GroupSum, mesh.replicas_of([0])))

@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         self.path = "encoder"  # prefix of the name of its random site
         self.rows = rows
         held = vocabulary if rows is None else rows.count
-        self.weight = nn.Parameter(torch.empty(held, width, device=device, dtype=dtype).uniform_(-0.1, 0.1))
+        self.weight = nn.Parameter(torch.empty(held, width, device=device, dtype=dtype).uniform_(-(3**0.5), 3**0.5))
 
     def forward(self, tokens_TB: Tensor) -> Tensor:
         rows, weight = self.rows, self.weight

@@ -23,14 +23,14 @@ from torch.nn.functional import softplus
 from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.kernels.lengths import last_real, real_steps
+from carrywave.model.over_time import pooling
 from carrywave.model.vocabulary import rows as vocabulary_rows
 from carrywave.model.vocabulary.rows import Rows
 
 IGNORED = -100  # an integer target that does not count
 LEAST_DEVIATION = 0.1  # of recent values, in standardised units: a flat stretch does not make everything after it huge
 
-Accumulator = tuple[Tensor, Tensor]  # (last output or sum of outputs [B, W], steps so far [B] int64)
+Accumulator = tuple[Tensor, Tensor]  # (what was seen of each lane [B, R], as `pooling` keeps it; steps so far [B] int64)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ def numbers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear(x.to(weight.dtype), weight, bias)
 
 
-def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None) -> tuple[Tensor, Tensor]:
+def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, and the number of real targets or the sum of their class weights: the quotient equals torch's mean."""
     target = target.reshape(-1)
-    total = cross_entropy.summed(logits.reshape(-1, logits.shape[-1]), target, IGNORED, weights_V)
+    total = cross_entropy.summed(logits.reshape(-1, logits.shape[-1]), target, IGNORED, weights_V, smoothing)
     real = target != IGNORED
     if weights_V is None:
         return total, real.sum().to(total.dtype)
@@ -80,7 +80,8 @@ def class_weights(weights: Tensor | None, classes: int) -> Tensor | None:
 class Softmax(nn.Module):
     """Cross entropy over classes at every step. `tied` is the embedding's matrix, which is then shared.
 
-    `rows`: this worker holds only these classes, and others hold the rest; the class weights must then be left out.
+    `rows`: this worker holds only these classes, and others hold the rest; class weights and smoothing must then be left out.
+    `label_smoothing`: of the loss in training, as torch defines it; evaluation has none.
     """
 
     pooled = False
@@ -93,6 +94,7 @@ class Softmax(nn.Module):
         bias: bool = True,
         weights: Tensor | None = None,
         *,
+        label_smoothing: float = 0.0,
         rows: Rows | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -105,7 +107,8 @@ class Softmax(nn.Module):
         self.rows = rows
         self.width = width
         self.classes = classes
-        self.weight = nn.Parameter(torch.empty(held, width, device=device).uniform_(-0.1, 0.1)) if tied is None else tied
+        self.label_smoothing = label_smoothing
+        self.weight = nn.Parameter(torch.empty(held, width, device=device).uniform_(-(width**-0.5), width**-0.5)) if tied is None else tied
         self.bias = nn.Parameter(torch.zeros(held, device=device)) if bias else None
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))
@@ -118,7 +121,7 @@ class Softmax(nn.Module):
 
     def score(self, logits_TBV: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
-        return score_classes(logits_TBV, target_TB, self.weights)
+        return score_classes(logits_TBV, target_TB, self.weights, self.label_smoothing if self.training else 0.0)
 
     def loss(self, y_TBW: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
@@ -239,7 +242,7 @@ def deviation(past_TBCN: Tensor) -> Tensor:
 
 
 class Pooled(nn.Module):
-    """Base of the pooled heads: a linear layer over the last real step, or over the mean of all real steps.
+    """Base of the pooled heads: a linear layer over what `pooling` makes of all real steps.
 
     With two directions, the last step is the forward half at the last real step and the reverse half at the first one, where
     the reverse direction ends.
@@ -249,62 +252,68 @@ class Pooled(nn.Module):
 
     def __init__(self, width: int, outputs: int, pool: str, bidirectional: bool) -> None:
         super().__init__()
-        if pool not in ("last", "mean"):
-            raise UserError(f"pool={pool} is unknown; use last or mean")
         if bidirectional and width % 2:
             raise UserError(f"a bidirectional head has width {width}; use an even width")
         self.width = width
-        self.pooling = pool
+        self.pooling = pooling.check_pool(pool)
         self.bidirectional = bidirectional
-        self.weight = nn.Parameter(torch.empty(outputs, width).uniform_(-(width**-0.5), width**-0.5))
+        read = pooling.result_width(pool, width)
+        self.weight = nn.Parameter(torch.empty(outputs, read).uniform_(-(read**-0.5), read**-0.5))
         self.bias = nn.Parameter(torch.zeros(outputs))
+        self.query = nn.Parameter(torch.zeros(width)) if pool == "attention" else None  # at zero, attention is the mean
+
+    @property
+    def row_width(self) -> int:
+        """The width of the accumulator's first part."""
+        return pooling.row_width(self.pooling, self.width)
 
     def start(self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Accumulator:
         """The accumulator before the first step, in float32 or wider so that long sums keep their small terms."""
         dtype = torch.promote_types(dtype or self.weight.dtype, torch.float32)
         device = device or self.weight.device
-        return torch.zeros(lanes, self.width, dtype=dtype, device=device), torch.zeros(lanes, dtype=torch.int64, device=device)
+        return torch.zeros(lanes, self.row_width, dtype=dtype, device=device), torch.zeros(lanes, dtype=torch.int64, device=device)
 
     def pool(self, y_TBW: Tensor, lengths_B: Tensor, acc: Accumulator) -> Accumulator:
         """The accumulator after a chunk in which each lane has `lengths_B` real steps."""
-        seen_BW, count_B = acc
-        y_TBW = y_TBW.to(seen_BW.dtype)
-        if self.pooling == "mean":
-            added_BW = torch.where(real_steps(lengths_B, y_TBW.shape[0]), y_TBW, 0.0).sum(0)
-            return seen_BW + added_BW, count_B + lengths_B
-        last_BW = last_real(y_TBW, lengths_B, seen_BW)
-        if self.bidirectional:
-            half = self.width // 2
-            begins_B1 = ((count_B == 0) & (lengths_B > 0))[:, None]
-            last_BW = torch.cat((last_BW[:, :half], torch.where(begins_B1, y_TBW[0, :, half:], seen_BW[:, half:])), dim=-1)
-        return last_BW, count_B + lengths_B
+        seen_BR, count_B = acc
+        y_TBW = y_TBW.to(seen_BR.dtype)
+        seen_BR = pooling.add(self.pooling, y_TBW, lengths_B, seen_BR, count_B, two_ways=self.bidirectional, query_W=self.query)
+        return seen_BR, count_B + lengths_B
 
-    def mean_or_last(self, acc: Accumulator) -> Tensor:
+    def over_steps(self, acc: Accumulator) -> Tensor:
         """What was pooled of each lane."""
-        seen_BW, count_B = acc
-        found_BW = seen_BW / count_B.clamp(min=1)[:, None] if self.pooling == "mean" else seen_BW
-        return found_BW.to(self.weight.dtype)
+        return pooling.result(self.pooling, *acc).to(self.weight.dtype)
 
     def forward(self, acc: Accumulator) -> Tensor:
         """One result per lane."""
-        return linear(self.mean_or_last(acc), self.weight, self.bias)
+        return linear(self.over_steps(acc), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.weight.shape[0]}, pool={self.pooling!r}, bidirectional={self.bidirectional}"
 
 
 class PooledSoftmax(Pooled):
-    """Cross entropy over classes, one label per sequence."""
+    """Cross entropy over classes, one label per sequence. `label_smoothing`: as in `Softmax`."""
 
-    def __init__(self, width: int, classes: int, pool: str = "last", weights: Tensor | None = None, *, bidirectional: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        pool: str = "last",
+        weights: Tensor | None = None,
+        *,
+        bidirectional: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
         super().__init__(width, classes, pool, bidirectional)
         self.classes = classes
+        self.label_smoothing = label_smoothing
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))
 
     def score(self, logits_BV: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
-        return score_classes(logits_BV, label_B, self.weights)
+        return score_classes(logits_BV, label_B, self.weights, self.label_smoothing if self.training else 0.0)
 
     def loss(self, acc: Accumulator, label_B: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
@@ -321,7 +330,7 @@ class PooledNumbers(Pooled):
 
     def forward(self, acc: Accumulator) -> Tensor:
         """The numbers of each lane."""
-        return numbers(self.mean_or_last(acc), self.weight, self.bias)
+        return numbers(self.over_steps(acc), self.weight, self.bias)
 
     def score(self, out_BC: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""

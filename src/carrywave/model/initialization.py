@@ -21,6 +21,8 @@ from carrywave.model.heads import Forecast, Line, Pooled, Softmax
 from carrywave.model.recurrent import Recurrent
 
 INITS = ("torch", "orthogonal", "xavier")
+UNIT_VARIANCE = math.sqrt(3.0)  # the bound of uniform numbers with this variance
+SHARED_SCALE = 0.1  # the bound of a matrix that is embedding and softmax, and of the tables of categories
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # drawn at once: all of a matrix in float64 would take several times its own memory
 
 
@@ -31,14 +33,33 @@ class Uniform(NamedTuple):
     first: int = 0
 
 
+class _Scales(NamedTuple):
+    """Within which bounds embeddings and softmaxes are drawn."""
+
+    asked: float | None
+    softmaxes: set[int]  # the identities of their matrices
+
+    def of(self, module: Embedding | Softmax) -> float:
+        if self.asked is not None:
+            return self.asked
+        if isinstance(module, Softmax):
+            return 1.0 / math.sqrt(module.width)
+        return SHARED_SCALE if id(module.weight) in self.softmaxes else UNIT_VARIANCE
+
+
 def initialize(
-    model: nn.Module, seed: int, *, init: str = "torch", forget_bias: float | None = None, embedding_scale: float = 0.1
+    model: nn.Module, seed: int, *, init: str = "torch", forget_bias: float | None = None, init_scale: float | None = None
 ) -> tuple[str, ...]:
-    """Set every parameter of the modules it knows; return the names of the others, from user modules, which are left unchanged."""
+    """Set every parameter of the modules it knows; return the names of the others, from user modules, which are left unchanged.
+
+    `init_scale`: embeddings and softmaxes lie within ± this; by default embeddings have variance 1 and softmaxes lie within ±1/√width, as
+    torch's do, and a matrix that is both within ±`SHARED_SCALE`.
+    """
     if init not in INITS:
         raise SpecError(f"model.init={init} is unknown; use one of {', '.join(INITS)}")
     left: list[str] = []
     done: set[int] = set()
+    scales = _Scales(init_scale, {id(module.weight) for module in model.modules() if isinstance(module, Softmax)})
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in done:
@@ -48,7 +69,7 @@ def initialize(
                 continue
             full_name = f"{path}.{name}" if path else name
             key = random.key(seed, random.site(full_name))
-            value = _value(module, name, tuple(parameter.shape), key, init, forget_bias, embedding_scale)
+            value = _value(module, name, tuple(parameter.shape), key, init, forget_bias, scales)
             if value is None:
                 left.append(full_name)
                 continue
@@ -72,14 +93,14 @@ def rounded_by_host(model: nn.Module, init: str) -> frozenset[str]:
 
 
 def _value(
-    module: nn.Module, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None, embedding_scale: float
+    module: nn.Module, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None, scales: _Scales
 ) -> Tensor | Uniform | None:
     if isinstance(module, Recurrent):
         return _layer(module, name, shape, key, init, forget_bias)
     if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
-        return Uniform(embedding_scale, 0 if module.rows is None else module.rows.low)
+        return Uniform(scales.of(module), 0 if module.rows is None else module.rows.low)
     if isinstance(module, Tables):
-        value = _uniform(key, shape, embedding_scale)
+        value = _uniform(key, shape, SHARED_SCALE if scales.asked is None else scales.asked)
         value[0] = 0.0  # of values that train does not contain
         return value
     if isinstance(module, nn.Embedding):
@@ -94,7 +115,7 @@ def _value(
             value.view(-1, steps + 1)[:, 0] = -0.5 * steps * math.log1p(1.0 / max(1, steps))
         return value
     if isinstance(module, (Softmax, Forecast, Pooled)):
-        return torch.zeros(shape) if name == "bias" else Uniform(1.0 / math.sqrt(shape[-1]))
+        return torch.zeros(shape) if name in ("bias", "query") else Uniform(1.0 / math.sqrt(shape[-1]))
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
         return torch.ones(shape) if name == "weight" else torch.zeros(shape)
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):

@@ -13,6 +13,7 @@ from carrywave.kernels.lengths import one_a_lane
 from carrywave.model.arguments import checked_lengths
 from carrywave.model.dropout import check_unwrapped, keyed
 from carrywave.model.heads import Pooled
+from carrywave.model.over_time.front import Front, shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
@@ -23,11 +24,11 @@ __all__ = ["Chunk", "Model", "State"]
 class Model(nn.Module):
     """Any per-step encoder, a stack of LSTM or other recurrent layers, any head.
 
-    The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
-    `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
-    accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs whole sequences at once, as a CRF or CTC does: it has
-    `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a sequence, and with `pooled = True` its targets are one
-    row per lane. Every nn.Dropout in them is replaced with a keyed one.
+    The encoder maps a chunk's inputs [T, B, …] to [T, B, I]; a `cw.Front` makes [T / stride, B, I] of whole sequences. A head has
+    `loss(y, target) -> (sum, count)`; one with `pooled = True` also has `start(lanes, dtype, device) -> acc` and
+    `pool(y, lengths, acc) -> acc`, and its loss reads the accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs
+    whole sequences at once, as a CRF or CTC does: it has `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a
+    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them is replaced with a keyed one.
 
     >>> import torch
     >>> from torch import nn
@@ -76,6 +77,12 @@ class Model(nn.Module):
         if isinstance(head, Pooled):
             # Pooling depends on where the reverse half of the output ends, and only here are head and LSTM both known.
             head.bidirectional = lstm.bidirectional
+        self.stride = encoder.stride if isinstance(encoder, Front) else 1
+        if self.stride > 1 and not self.pooled and not self.whole_head:
+            raise UserError(
+                f"a front of stride {self.stride} leaves fewer steps than there are targets, but the head {type(head).__name__} "
+                "scores every step; use strides of 1, or a head that pools"
+            )
         self.encoder = keyed(encoder, "encoder")
         self.dropout_in = None if dropout_in is None else keyed(dropout_in, "dropout_in")
         self.lstm = lstm
@@ -91,8 +98,13 @@ class Model(nn.Module):
 
     @property
     def reads_whole(self) -> bool:
-        """True if bidirectional layers or the head need the whole sequence at once."""
-        return self.lstm.bidirectional or self.whole_head
+        """True if a front, bidirectional layers or the head need the whole sequence at once."""
+        return self.has_front or self.lstm.bidirectional or self.whole_head
+
+    @property
+    def has_front(self) -> bool:
+        """True if the encoder reads over time."""
+        return isinstance(self.encoder, Front)
 
     @property
     def units(self) -> int:
@@ -117,7 +129,8 @@ class Model(nn.Module):
     ) -> tuple[Tensor, State]:
         """The head's input for x [T, B, …], and the state after it; `output` returns the head's result.
 
-        `lengths`, `fresh` and `lanes` are [B]. `fresh` lanes start from the initial state instead of the given one.
+        `lengths`, `fresh` and `lanes` are [B]. Lengths are those of x, also if a front shortens it. `fresh` lanes start from the initial
+        state instead of the given one.
         """
         steps, count = x.shape[:2]
         lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
@@ -128,10 +141,12 @@ class Model(nn.Module):
         return y, state
 
     def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, *, past: Tensor | None = None) -> Any:
-        """The head's result: per step of y, or per lane from the accumulator if the head is pooled. `lengths` [B] are for one that reads
-        whole sequences, `past` [T, B, C, N] for one with `past_steps` N.
+        """The head's result: per step of y, or per lane from the accumulator if the head is pooled. `lengths` [B], as in `forward`, are for
+        one that reads whole sequences, `past` [T, B, C, N] for one with `past_steps` N.
         """
         if not self.whole_head:
             return self.head(state.acc if self.pooled else y, *([] if past is None else [past]))
         steps, count = y.shape[:2]
+        if lengths is not None:
+            lengths = shorter(torch.as_tensor(lengths), self.stride)
         return self.head(y, checked_lengths([steps] * count if lengths is None else lengths, steps, count, y.device))

@@ -29,6 +29,8 @@ class OpaqueModel(nn.Module):
     """
 
     reads_whole = True
+    stride = 1  # it may do with time what it likes
+    has_front = False
     has_encoder = has_head = scores = True
     width_in = width_out = width_head = 0
     layers = range(0)
@@ -61,6 +63,11 @@ class OpaqueModel(nn.Module):
     def has_output(self) -> bool:
         """Always true: the loss reads its output."""
         return True
+
+    @property
+    def own_loss(self) -> dict[str, object]:
+        """The loss, by its name in messages, if it is not the module's own."""
+        return {} if getattr(self._loss, "__self__", None) is self.module else {"loss": self._loss}
 
     @property
     def head(self) -> nn.Module:

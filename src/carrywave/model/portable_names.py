@@ -2,7 +2,8 @@
 
 One nn.LSTM holds all layers if they are equally wide and nothing stands between them; otherwise each layer is an nn.LSTM of its own,
 `lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Of another cell, it is torch's module of that cell, under the same names. Each
-categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, ….
+categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, …. The convolutions of a front are `nn.Conv1d`s, `front.0`,
+`front.1`, …, and the `nn.LayerNorm` after each is `front_norms.0`, `front_norms.1`, ….
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from carrywave.model.recurrent import Recurrent
 
 _NORM = re.compile(r"lstm\.norm_l(?P<layer>\d+)\.(?P<part>weight|bias)")
 _TABLE = re.compile(r"encoder\.tables\.(?P<table>\d+)")
+_FRONT = re.compile(r"encoder\.(?P<kind>convolutions|norms)\.(?P<layer>\d+)\.(?P<part>weight|bias)")
 _CARRY = re.compile(r"lstm\.carry_(?P<part>\w+)_l(?P<layer>\d+)")
 _LAYER = re.compile(r"lstm\.(?P<part>\w+)_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 CLASS_WEIGHTS = "head.weights"  # of the loss, which is not exported
 EXPORTED = "carrywave_export"  # in the metadata of a file of weights under these names
 
 
-def in_one(lstm: Recurrent) -> bool:
+def in_one(layers: Recurrent) -> bool:
     """True if one module of torch can hold all layers."""
-    return len(set(lstm.widths)) == 1 and not lstm.layer_norm
+    return len(set(layers.widths)) == 1 and not layers.layer_norm
 
 
-def outside(names: Iterable[str], lstm: Recurrent) -> dict[str, str]:
+def outside(names: Iterable[str], layers: Recurrent) -> dict[str, str]:
     """For each name of a model's weights, its name outside; class weights have none."""
-    return {name: _outside(name, in_one(lstm)) for name in names if name != CLASS_WEIGHTS}
+    return {name: _outside(name, in_one(layers)) for name in names if name != CLASS_WEIGHTS}
 
 
 def _outside(name: str, one: bool) -> str:
-    if name == "encoder.weight":
+    if name in ("encoder.weight", "encoder.step_encoder.weight"):
         return "embedding.weight"
+    if (found := _FRONT.fullmatch(name)) is not None:
+        return f"{'front' if found['kind'] == 'convolutions' else 'front_norms'}.{found['layer']}.{found['part']}"
     if (found := _TABLE.fullmatch(name)) is not None:
         return f"categories.{found['table']}.weight"
     if (found := _NORM.fullmatch(name)) is not None:
@@ -45,13 +49,13 @@ def _outside(name: str, one: bool) -> str:
     return name
 
 
-def arguments(lstm: Recurrent) -> list[dict[str, Any]]:
+def arguments(layers: Recurrent) -> list[dict[str, Any]]:
     """The arguments of the nn.LSTM, or of each of several, that the weights belong to; of another cell, those of its module in torch."""
-    usual: dict[str, Any] = {"bias": lstm.bias, "bidirectional": lstm.bidirectional, **lstm.cell.torch_arguments}
-    usual |= {"proj_size": lstm.proj_size} if lstm.cell.projects else {}
-    if in_one(lstm):
-        return [{"input_size": lstm.input_size, "hidden_size": lstm.widths[0], "num_layers": lstm.num_layers, **usual}]
-    inputs = [lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1))]
+    usual: dict[str, Any] = {"bias": layers.bias, "bidirectional": layers.bidirectional, **layers.cell.torch_arguments}
+    usual |= {"proj_size": layers.proj_size} if layers.cell.projects else {}
+    if in_one(layers):
+        return [{"input_size": layers.input_size, "hidden_size": layers.widths[0], "num_layers": layers.num_layers, **usual}]
+    inputs = [layers.input_size, *(layers.outputs(layer) for layer in range(layers.num_layers - 1))]
     return [
-        {"input_size": width, "hidden_size": hidden, "num_layers": 1, **usual} for width, hidden in zip(inputs, lstm.widths, strict=True)
+        {"input_size": width, "hidden_size": hidden, "num_layers": 1, **usual} for width, hidden in zip(inputs, layers.widths, strict=True)
     ]

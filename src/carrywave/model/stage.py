@@ -21,6 +21,7 @@ from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.heads import Forecast
+from carrywave.model.over_time.front import shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.state import Chunk, State
 from carrywave.model.vocabulary.rows import sharing
@@ -40,6 +41,10 @@ class ModelParts(Protocol):
     head: nn.Module
     pooled: bool
     whole_head: bool
+    stride: int
+
+    @property
+    def has_front(self) -> bool: ...
 
 
 class Stage(nn.Module):
@@ -67,6 +72,7 @@ class Stage(nn.Module):
         self.pooled = self.has_head and model.pooled  # targets are one per lane
         self.whole_head = model.whole_head  # the head reads whole sequences, and their lengths
         self.past_steps = model.head.past_steps if isinstance(model.head, Forecast) else 0  # values that the head reads beside each step
+        self.has_front, self.stride = model.has_front, model.stride  # the encoder does, and layers and head see n / stride steps
         self.accumulates = self.pooled and not self.whole_head
         self.width_in, self.width_out = _width(model, first), _width(model, last)
         self.width_head = _width(model, units - 1)
@@ -91,19 +97,21 @@ class Stage(nn.Module):
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
         if self.lstm.bidirectional and chunk.start:
             raise PlanError(f"bidirectional layers need whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
+        if self.has_front and chunk.start:
+            raise PlanError(f"the front needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if self.whole_head and chunk.start:
             raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         with random.scope(chunk.key, chunk.lanes, chunk.start), sharing(chunk.most):
-            raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x))
+            raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x), *([chunk.lengths] if self.has_front else []))
             raw = raw if self.dropout_in is None else self.dropout_in(raw)
             carries = state.carries
             if self.layers:
                 if self.has_encoder:
-                    self._check_encoded(raw)
+                    self._check_encoded(raw, x.shape[0])
                 raw, carries = self.lstm.run(
                     raw,
                     carries,
-                    lengths=chunk.lengths,
+                    lengths=None if chunk.lengths is None else shorter(chunk.lengths, self.stride),
                     fresh=chunk.fresh,
                     lanes=chunk.lanes,
                     start=chunk.start,
@@ -119,8 +127,13 @@ class Stage(nn.Module):
             self.audit(y)
         return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.accumulates else state.acc)
 
-    def _check_encoded(self, x: Any) -> None:
+    def _check_encoded(self, x: Any, steps: int) -> None:
         """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
+        if not self.has_front and isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != steps:
+            raise UserError(
+                f"the encoder {type(self.encoder).__name__} makes {x.shape[0]} steps of {steps}, so that lengths no longer fit; "
+                "use cw.Front as the encoder, whose lengths follow"
+            )
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.lstm.input_size:
             got = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise UserError(
@@ -160,7 +173,8 @@ class Stage(nn.Module):
     def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
-        return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
+        with random.scope(chunk.key, chunk.lanes, chunk.start):
+            return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], or nothing."""
@@ -175,9 +189,11 @@ class Stage(nn.Module):
         return *lengths, self._in_own_dtype(chunk.history).unfold(0, self.past_steps, 1)
 
     def _lengths(self, y: Tensor, chunk: Chunk) -> Tensor:
-        """[B]: the real steps of each lane in the chunk."""
+        """[B]: the real steps of each lane in the chunk, after a front."""
         steps, lanes = y.shape[:2]
-        return torch.full((lanes,), steps, dtype=torch.int64, device=y.device) if chunk.lengths is None else chunk.lengths
+        if chunk.lengths is None:
+            return torch.full((lanes,), steps, dtype=torch.int64, device=y.device)
+        return shorter(chunk.lengths, self.stride)
 
     def _accumulator(self, method: str, acc: Any) -> tuple[Tensor, ...]:
         if not isinstance(acc, tuple) or not acc or not all(isinstance(part, Tensor) and part.dim() for part in acc):

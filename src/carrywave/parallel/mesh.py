@@ -35,7 +35,7 @@ from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.transports import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, Pair, lines, pairs_of
+from carrywave.plan.schedule.messages import Channel, Pair, channels_of, pairs_of
 
 ALL = "all"  # the use of the world's own group
 
@@ -83,27 +83,27 @@ class Mesh:
         return Share(self.replica, self.plan.replicas, inputs, targets)
 
     @property
-    def in_stream(self) -> bool:
+    def on_device(self) -> bool:
         """True if everything that workers exchange within a step is work of the device, so that a whole step can be captured."""
-        return self._all is None or self._all.in_stream
+        return self._all is None or self._all.on_device
 
     @property
-    def messages_in_stream(self) -> bool:
+    def messages_on_device(self) -> bool:
         """True if there are messages between stages, and they are work of the device, so that a pass can be captured."""
-        return self.links is not None and self.links.in_stream
+        return self.links is not None and self.links.on_device
 
     @property
     def messages(self) -> Transport:
         """What carries messages between stages; "": there is one."""
-        return "" if self.plan.stages == 1 else self._carrier(in_stream=self.messages_in_stream)
+        return "" if self.plan.stages == 1 else self._carrier(on_device=self.messages_on_device)
 
     @property
     def sums(self) -> Transport:
         """What carries sums over all workers; "": there is one."""
-        return "" if self.world.size == 1 else self._carrier(in_stream=self.in_stream)
+        return "" if self.world.size == 1 else self._carrier(on_device=self.on_device)
 
-    def _carrier(self, *, in_stream: bool) -> Transport:
-        return DEVICE_MEMORY if in_stream else BY_BACKEND[self.world.backend]
+    def _carrier(self, *, on_device: bool) -> Transport:
+        return DEVICE_MEMORY if on_device else BY_BACKEND[self.world.backend]
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         """What sums over these stages in all replicas; None if it would be this worker alone.
@@ -195,19 +195,19 @@ class Mesh:
         if pair_links.takes_order(world.backend):
             self.links = pair_links.connect(world, plan, self.ranks)
             return
-        known = lines(plan.stages, share_head=plan.shares_head)
+        known = channels_of(plan.stages, share_head=plan.shares_head)
         channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
         # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
         for replica in range(plan.replicas):
-            for line in known:
-                sender, receiver = (self.rank_at(replica, stage) for stage in (line.sender, line.receiver))
-                group = process_groups.group(sorted((sender, receiver)), f"{line.phase} {sender}>{receiver}")
+            for channel in known:
+                sender, receiver = (self.rank_at(replica, stage) for stage in (channel.sender, channel.receiver))
+                group = process_groups.group(sorted((sender, receiver)), f"{channel.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
                     sends = world.rank == sender
-                    channels[line] = PeerLink(group, receiver if sends else sender)
-                    channels[line].greet(sends=sends, device=where)
+                    channels[channel] = PeerLink(group, receiver if sends else sender)
+                    channels[channel].greet(sends=sends, device=where)
         self.links = GroupLinks(channels, self.device, staged=staged)
 
     def _check_transport(self) -> None:
@@ -250,7 +250,7 @@ class Mesh:
 
     def _device_links(self) -> DeviceLinks:
         lost_contact.use_device_memory()
-        pairs = pairs_of(lines(self.plan.stages, share_head=self.plan.shares_head))
+        pairs = pairs_of(channels_of(self.plan.stages, share_head=self.plan.shares_head))
         groups: dict[Pair, dist.ProcessGroup] = {}
         for replica in range(self.plan.replicas):  # every worker creates every group, in the same order
             for low, high in pairs:

@@ -74,8 +74,9 @@ def draw(
     the same range. What is said of `marks` stands above the plot, where it covers nothing. `x_ticks` replaces the numbers below it.
     """
     drawn = [line for line in lines if line.points]
-    xs = [x for line in drawn for x, _ in line.points] + [x for band in bands for x, *_ in band.points]
+    xs = [x for line in drawn for x, _ in line.points] + [x for band in bands for x, *_ in band.points] + [x for x, _ in dots]
     ys = [y for line in drawn for _, y in line.points] + [y for band in bands for _, *pair in band.points for y in pair]
+    ys += [y for _, y in dots]
     if not xs:
         return ""
     y_range = _range(ys, zero=zero)

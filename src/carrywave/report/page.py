@@ -45,14 +45,15 @@ def render(records: Sequence[RunRecord], samples: Sequence[Samples | None], *, l
     views = [_view(number, record, some, most) for number, (record, some) in enumerate(zip(records, samples, strict=True))]
     title = records[0].name if len(records) == 1 else f"{len(records)} runs"
     return (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(title=title, runs=views, compared=_compared(records) if len(records) > 1 else None, live=live, parts=figures.PARTS)
     )
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Where templates come from."""
     found = Environment(
         loader=PackageLoader("carrywave.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -207,7 +208,7 @@ def _schedule(record: RunRecord) -> str:
     chunks = known.chunks(steps)
     if chunks * micro_batches * stages == 1 or chunks * micro_batches > MOST_PICTURED or stages > MOST_PICTURED:
         return ""
-    return show(wavefront(stages, chunks, micro_batches, share_head=bool(plan.get("share_head")), weights=not plan.get("recompute")))
+    return show(wavefront(stages, chunks, micro_batches, share_head=bool(plan.get("share_head")), defer_weights=not plan.get("recompute")))
 
 
 def _samples(samples: Samples) -> dict[str, Any]:

@@ -105,17 +105,17 @@ def evaluate(
     metrics: dict[str, float] = {}
     meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
     if meters and not unfit:
-        joined = _joined(meters, places, mesh)
-        metrics = joined.values()
+        metric = joined(meters, places, mesh)
+        metrics = metric.values()
         if details is not None:
-            details.rows.update({by: joined.rows(by) for by in details.by})
+            details.rows.update({by: metric.rows(by) for by in details.by})
         if look is not None:
-            look(joined)
+            look(metric)
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
 
 
-def _joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
+def joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
     """The metric summed over all workers and shards; this worker's first meter holds the result."""
     given = {shard: meter.tensors() for shard, meter in meters.items()}
     first = next(iter(meters))
@@ -167,7 +167,7 @@ def _walk(
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)
     if capture is None:
-        capture = Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream)
+        capture = Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
     forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
     splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision, shards=shards is not None)
     states: dict[int, State] = {}

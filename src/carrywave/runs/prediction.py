@@ -22,12 +22,14 @@ from carrywave.data.python_inputs import read_python, rows_for, series_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
+from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
+from carrywave.runs.ensemble.members import Paths, open_members, paths_of
 from carrywave.runs.rows import row_writer
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.outputs import Outputs
-from carrywave.runs.rows.predicted import forecasts, rows_of
+from carrywave.runs.rows.predicted import BY_PLACE, forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
 from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
@@ -36,14 +38,13 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
 
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
-AT_ONCE = 4096  # rows of a forecast that are written together
 
 
 @dataclass(frozen=True)
 class _Asked:
     """What to predict for, and how."""
 
-    path: Path | str
+    paths: Sequence[Path | str]
     data: Any
     prompt: str | None
     tokens: int
@@ -54,7 +55,7 @@ class _Asked:
 
 
 def predict(
-    path: Path | str,
+    path: Paths,
     data: Any = None,
     *,
     prompt: str | None = None,
@@ -71,6 +72,8 @@ def predict(
 ) -> list[Row]:
     """Predict for a file or an object as `fit` accepts them, labels not needed; for a language model, for one `prompt` or, as `data`, a
     list of them.
+
+    Of a list of runs, the predictions are averaged: probabilities, numbers, forecasts, and quantiles level by level.
 
     Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
     restrict which tokens are drawn. `format` is that of a file, where its name does not say it. `model` is the model of a run that was
@@ -91,13 +94,13 @@ def predict(
         return True
 
     how = Sampling(temperature, top_k, top_p, seed)
-    asked = _Asked(path, data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
+    asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
     _predict(asked, device, model, lambda world: nullcontext(keep_all))
     return rows
 
 
 def predict_run(
-    path: Path | str,
+    path: Paths,
     input: Path | str | None = None,
     output: Path | None = None,
     *,
@@ -140,7 +143,7 @@ def predict_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
-    asked = _Asked(path, input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)
+    asked = _Asked(paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)
     row_writer.check(output)
     _predict(asked, device, None, to_output)
     return written
@@ -149,25 +152,29 @@ def predict_run(
 def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Callable[[World], Any]) -> None:
     world = join(device)
     with raise_on_all(world):
-        saved = open_run(asked.path, device, model, world=world, whole_for="language", loss=_no_loss)
+        if len(asked.paths) > 1 and model is not None:
+            raise UserError("several runs predict together only if their models are in their folders; pass one run with model=...")
+        if len(asked.paths) > 1:
+            members = open_members(asked.paths, device, world)
+        else:
+            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", loss=_no_loss)]
+        saved = members[0]
         _check(saved, asked)
         carried = KeptColumns.of(asked.keep, saved.spec.task)
-    spec = saved.spec
-    if asked.format != "auto":
-        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"format": asked.format})})
+    spec = _in_format(saved.spec, asked.format)
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):
             sink = stack.enter_context(sink_for(world))
         if spec.task == "language":
             prompts = prompts_of(asked.data, asked.prompt, spec, carried)
-            for rows in continued(saved, prompts, asked.tokens, asked.how):
+            for rows in continued(members, prompts, asked.tokens, asked.how):
                 if not _written(world, sink, rows):
                     break
         elif spec.task == "forecasting":
-            _forecast(saved, spec, asked, sink)
+            _forecast(members, spec, asked, sink)
         else:
-            outputs = Outputs(saved)
-            for block in shared(world, lambda: _blocks(stack, saved, spec, asked.data, carried)):
+            outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
+            for block in shared(world, lambda: _blocks(stack, members, spec, asked.data, carried)):
                 if not _written(world, sink, rows_of(outputs, block)):
                     break
         leave(world)
@@ -178,8 +185,9 @@ def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     return from_rank_0(world, lambda: sink(rows), no_timeout=True)  # whoever reads our output may take its time
 
 
-def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: KeptColumns) -> Iterator[Block]:
-    yield from read_blocks(_open(stack, spec, data, carried), saved.task.codec, carried)
+def _blocks(stack: ExitStack, members: Sequence[Saved], spec: Spec, data: Any, carried: KeptColumns) -> Iterator[Block]:
+    codec, *others = (member.task.codec for member in members)
+    yield from read_blocks(_open(stack, spec, data, carried), codec, carried, others=others)
 
 
 def _open(stack: ExitStack, spec: Spec, data: Any, carried: KeptColumns) -> Rows:
@@ -192,21 +200,35 @@ def _open(stack: ExitStack, spec: Spec, data: Any, carried: KeptColumns) -> Rows
     return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, as_text=carried.names)
 
 
-def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
-    world, codec = saved.mesh.world, saved.task.codec
+def _forecast(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -> None:
+    world, codec = members[0].mesh.world, members[0].task.codec
     with ExitStack() as stack:
         data = asked.data
         if is_standard(data):
             data = kept_on_all(world, stack, lambda: spec)
-        with raise_on_all(world, no_timeout=True):
-            table = series_of(data, codec, spec)
-            table.check_ahead(spec.data.horizon)
-            sequences = read_python(data, codec, spec, labelled=False)
-        if world.rank == 0:
-            short = short_of_season(spec.data, sequences.lengths)
-            for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
-                asked.note(line)
-        _written(world, sink, forecasts(Outputs(saved), sequences, table))
+        made = [_forecasts_of(member, data, asked, tell=member is members[0]) for member in members]
+        places = (BY_PLACE, "step", *(name for name in (codec.series, codec.time) if name is not None))
+        _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places))
+
+
+def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iterator[Row]:
+    """The forecasts of one run, computed when this is called; `tell` what is odd about the data."""
+    world, codec = saved.mesh.world, saved.task.codec
+    spec = _in_format(saved.spec, asked.format)
+    with raise_on_all(world, no_timeout=True):
+        table = series_of(data, codec, spec)
+        table.check_ahead(spec.data.horizon)
+        sequences = read_python(data, codec, spec, labelled=False)
+    if world.rank == 0 and tell:
+        short = short_of_season(spec.data, sequences.lengths)
+        for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
+            asked.note(line)
+    return forecasts(Outputs(saved), sequences, table)
+
+
+def _in_format(spec: Spec, format: str) -> Spec:
+    """The spec, for a file of another format than its name says."""
+    return spec if format == "auto" else spec.model_copy(update={"data": spec.data.model_copy(update={"format": format})})
 
 
 def _check(saved: Saved, asked: _Asked) -> None:
@@ -219,7 +241,7 @@ def _check(saved: Saved, asked: _Asked) -> None:
     if not saved.model.has_output:
         raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
     if prompt is not None and task != "language":
-        raise UserError(f"{option('prompt')} needs a language model, but {asked.path} is a {task} model; pass an INPUT file instead")
+        raise UserError(f"{option('prompt')} needs a language model, but {asked.paths[0]} is a {task} model; pass an INPUT file instead")
     if prompt is not None and not isinstance(prompt, str):
         raise UserError(f"{option('prompt')} is of type {type(prompt).__name__}, not one text; pass a list of prompts as data")
     if prompt is not None and data is not None:

@@ -12,6 +12,7 @@ from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.over_time.front import Front
 from carrywave.model.vocabulary.split import count_parameters
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
@@ -75,7 +76,7 @@ def summarize(
         lines.append(f"kernels   {_by_layer(names)}")
     chunks = 1 if model.reads_whole else plan.chunks(widest)
     if chunks * plan.micro_batches <= 12 and chunks * plan.micro_batches * plan.stages > 1:
-        schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, weights=not plan.recompute)
+        schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, defer_weights=not plan.recompute)
         lines += [f"          {row}" for row in show(schedule).splitlines()]
     return "\n".join(lines)
 
@@ -83,9 +84,9 @@ def summarize(
 def transports_of_run(mesh: Mesh, model: Model | OpaqueModel, spec: Spec) -> Transports:
     """How the workers of this run reach each other, and what of a step will be recorded."""
     on_gpu = mesh.device.type == "cuda"
-    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream) is None:
+    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device) is None:
         return Transports(mesh.messages, mesh.sums, "", on_gpu)
-    one_piece = mesh.in_stream and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
+    one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
     return Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
 
 
@@ -94,7 +95,7 @@ def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, d
     if isinstance(model, OpaqueModel):
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
-    steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
+    steps = -(-window.steps // model.stride) if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
     lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.micro_batches))
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
@@ -150,7 +151,9 @@ def _network(model: Model | OpaqueModel, *, tied: bool) -> str:
     lstm = model.lstm
     widths = lstm.widths
     shape = f"{len(widths)} x {widths[0]}" if len(set(widths)) == 1 else " -> ".join(map(str, widths))
+    front = model.encoder.layers if isinstance(model.encoder, Front) else ()
     extras = [
+        f"front of {_count(len(front), 'convolution')}, {_count(model.stride, 'step')} to 1" if front else "",
         f"projection {lstm.proj_size}" if lstm.proj_size else "",
         "bidirectional" if lstm.bidirectional else "",
         "tied" if tied else "",

@@ -65,12 +65,13 @@ def open_run(
     *,
     world: World | None = None,
     whole_for: str | None = None,
+    whole: bool = False,
     loss: Loss | None = None,
 ) -> Saved:
     """The best weights of a run, in the model of its spec, or in `model` if the run was trained with the user's own modules.
 
     With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas. Of a run whose task
-    is `whole_for`, every worker is a replica. `loss` is that of a module in one piece which has none of its own.
+    is `whole_for`, or with `whole`, every worker is a replica. `loss` is that of a module in one piece which has none of its own.
     """
     run = Run.open(folder_of(path))
     spec = load_own(run.path / "spec.yaml")
@@ -84,7 +85,7 @@ def open_run(
             f"model=..., or load {run.weights} into it"
         )
     task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
-    if spec.task == whole_for:
+    if whole or spec.task == whole_for:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
@@ -187,7 +188,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
 
 
 def evaluate_run(
-    path: Path | str,
+    path: Path | str | Sequence[Path | str],
     data: Any = None,
     device: str = "auto",
     *,
@@ -204,6 +205,8 @@ def evaluate_run(
     labels. `top_k=(3, 5)` adds how often the target is among the 3 and 5 likeliest labels (`top_3_accuracy`), and `confusion=True` a
     confusion matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i.
 
+    A list of runs is evaluated as one: by the average of their predictions, with the loss of the first.
+
     `model` is the model of a run that was trained with modules of the user's own, and `loss` the loss that `fit` was given with it.
 
     Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
@@ -218,10 +221,17 @@ def evaluate_run(
     world = join(device)
     with raise_on_all(world, no_timeout=True):
         check_loss(loss, model)
-        saved = open_run(path, device, model, world=world, loss=loss)
+        from carrywave.runs.ensemble.members import open_members, paths_of
+
+        paths = paths_of(path)
+        if len(paths) > 1 and model is not None:
+            raise UserError("several runs are evaluated as one only if their models are in their folders; pass one run with model=...")
+        members = [open_run(paths[0], device, model, world=world, loss=loss)] if len(paths) == 1 else open_members(paths, device, world)
+        saved = members[0]
         details = Details(_checked_by(by, saved.spec.task))
         tops = _tops(saved, top_k, confusion)
-        part = _part(saved, data)
+        parts = [_part(member, data) for member in members]
+        part = parts[0]
     if world.rank == 0:
         for line in part.notes:
             (note or warn)(line)
@@ -232,7 +242,12 @@ def evaluate_run(
             counts.append(metric.counts_KK.tolist())
 
     show = look if confusion else None
-    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, details=details, tops=tops, look=show)
+    if len(members) > 1:
+        from carrywave.runs.ensemble.evaluation import evaluate_together
+
+        values = evaluate_together(members, parts, details=details, tops=tops, look=show)
+    else:
+        values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, details=details, tops=tops, look=show)
     leave(world)
     matrix = {"confusion": {"labels": list(saved.task.codec.labels), "counts": counts[0]}} if counts else {}
     return {"split": part.name, **values, **matrix, **{f"by_{name}": rows for name, rows in details.rows.items()}}

@@ -103,6 +103,7 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout_words": _not_forecasting(),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
+    "model.front_dropout": lambda spec: None if spec.model.front_layers else "is for model.front, which is none; remove it, or set a front",
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
     "model.linear": _tasks("forecasting"),
@@ -116,7 +117,7 @@ ACTS: Mapping[str, Rule] = {
     "train.patience": _patience,
     "train.every": _schedules("step"),
     "train.min_lr": _min_lr,
-    "train.class_weights": _tasks(*LABELS),
+    **dict.fromkeys(("train.class_weights", "train.label_smoothing"), _tasks(*LABELS)),
     "train.loss": _loss,
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
@@ -124,7 +125,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
-        *("cell", "layer_norm", "learned_carry", "init", "forget_bias", "pretrained"),
+        *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "forget_bias", "pretrained"),
     ),
     "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),
     "train": (
@@ -173,7 +174,7 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
 
 def idle_beside_own(spec: Spec) -> Iterator[str]:
     """Lines for keys that describe the built-in model, if the user passes one of their own."""
-    keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights")
+    keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights", "train.label_smoothing")
     for key in keys:
         if is_set(spec, key):
             yield f"{key} is for the model that a spec describes, but you pass a model of your own; remove it"

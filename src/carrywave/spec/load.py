@@ -59,10 +59,15 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, own: bool = False) -> Spec:
     """Apply `key=value` overrides to the values of a spec, and validate; `own` as in `parse`."""
+    return parse(set_overrides(values, overrides), own=own)
+
+
+def set_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of a spec with `key=value` overrides set in them, not yet validated."""
     tree = dict(values)
     for override in overrides:
         _override(tree, override)
-    return parse(tree, own=own)
+    return tree
 
 
 def load_own(path: Path) -> Spec:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from carrywave.cells.cell import by_name, names
 from carrywave.errors import SpecError
+from carrywave.spec.front_spec import FrontLayer, front_layers
 from carrywave.spec.section import Positive, Section, Share
 
 WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
@@ -22,6 +23,13 @@ class ModelSpec(Section):
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
+    front: Literal["none", "small", "deep"] | tuple[FrontLayer, ...] = Field(
+        "none",
+        description="convolutions over time before the layers, which shorten long sequences: small (64 channels, kernel 9, stride 4; then "
+        "128, 9, 4), deep (64, 9, 2; 128, 7, 2; 128, 5, 2), or a list such as [{channels: 64, kernel: 9, stride: 2}]; classification and "
+        "regression, and tagging if every stride is 1",
+    )
+    front_dropout: Share = Field(0.0, description="dropout after each convolution of the front")
     dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
     dropout_input: Share | None = Field(
         None, description="dropout on the encoder's output; by default model.dropout for tokens, 0 for numbers"
@@ -44,9 +52,16 @@ class ModelSpec(Section):
     layer_norm: bool = Field(False, description="normalise each layer's output")
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
     init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the weights of the layers are initialised")
+    init_scale: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="embeddings and softmax are drawn within ± this; by default embeddings have variance 1 and the softmax lies within "
+        "±1/√width, as in PyTorch, and a matrix that both share (tie) within ±0.1",
+    )
     forget_bias: float | None = Field(None, description="initial bias of the forget gate")
-    pool: Literal["last", "mean"] = Field(
-        "last", description="classification, regression: the last real step, or the mean of all real steps"
+    pool: Literal["last", "mean", "max", "attention", "mean_max"] = Field(
+        "last",
+        description="classification, regression: what the head reads of the real steps: the last, their mean, the maximum of each unit, "
+        "a mean with learned weights (attention), or mean and maximum side by side",
     )
     linear: Annotated[int, Field(ge=0)] = Field(
         0,
@@ -84,6 +99,11 @@ class ModelSpec(Section):
         if self.softmax == "adaptive" and self.tie:
             raise ValueError("tie needs one matrix for all tokens, which softmax=adaptive does not have; remove one of them")
         return self
+
+    @property
+    def front_layers(self) -> tuple[FrontLayer, ...]:
+        """The convolutions before the recurrent layers; none if there is no front."""
+        return front_layers(self.front)
 
     @property
     def widths(self) -> tuple[int, ...]:

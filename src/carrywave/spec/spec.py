@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from carrywave.spec.data_spec import BatchSpec, DataSpec
+from carrywave.spec.front_spec import total_stride
 from carrywave.spec.model_spec import ModelSpec
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.section import Section
@@ -56,6 +57,8 @@ class Spec(Section):
                 "model.bidirectional cannot read a stream backwards; "
                 "use separate sequences (classification, tagging or regression with batch.tokens)"
             )
+        if self.model.front_layers:
+            self._check_front()
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
         if self.task in ("classification", "regression") and streams:
@@ -72,6 +75,27 @@ class Spec(Section):
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
+
+    def _check_front(self) -> None:
+        stride = total_stride(self.model.front_layers)
+        if self.streams or self.task in ("language", "forecasting"):
+            raise ValueError(
+                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression or "
+                "tagging with batch.tokens), or remove it"
+            )
+        if self.task == "tagging" and stride > 1:
+            raise ValueError(
+                f"model.front makes one step of {stride}, but tagging labels every step; list layers with a stride of 1, or remove it"
+            )
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.front reads whole sequences; use plan.micro_batches, "
+                "which divides lanes instead, or remove it"
+            )
+        if stride > 1 and self.train.beta:
+            raise ValueError(
+                f"train.beta={self.train.beta:g} penalises changes from step to step, which model.front has merged; remove one of them"
+            )
 
     @property
     def streams(self) -> bool:

@@ -105,6 +105,11 @@ class TrainSpec(Section):
         None,
         description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total",
     )
+    label_smoothing: Share = Field(
+        0.0,
+        description="classification, tagging: the share of each target in training that is spread evenly over all labels, as torch's cross "
+        "entropy has it; losses of evaluations are without it",
+    )
     loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
     on_nan: Literal["stop", "skip", "back"] = Field(
         "stop",

@@ -30,7 +30,7 @@ class Reduced:
 
     group: Summing
     parameters: Sequence[nn.Parameter]
-    early: bool = True  # may start while backward is still running
+    during_backward: bool = True  # may start while backward is still running
     owners: Pieces | None = None  # if given, and if the group can do that, each replica gets only the sums of its pieces
 
 
@@ -38,9 +38,9 @@ class _Bucket:
     """Neighbouring gradients of a flat buffer, all-reduced together."""
 
     def __init__(
-        self, group: Summing, parameters: list[nn.Parameter], flat: Tensor, *, early: bool, owned: Sequence[Sequence[Tensor]] = ()
+        self, group: Summing, parameters: list[nn.Parameter], flat: Tensor, *, during_backward: bool, owned: Sequence[Sequence[Tensor]] = ()
     ) -> None:
-        self.group, self.parameters, self.flat, self.early = group, parameters, flat, early
+        self.group, self.parameters, self.flat, self.during_backward = group, parameters, flat, during_backward
         self.owned = owned  # the parts of the buffer that each replica owns, if each needs only the sums of its own
         self.missing: set[int] = set()  # ids of the parameters whose gradients are not final yet
         self.work: Working | None = None
@@ -62,7 +62,7 @@ class AllReduce(Gradients):
         watched: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(trained, held)
-        self.in_stream = all(each.group.in_stream for each in wanted)
+        self.on_device = all(each.group.on_device for each in wanted)
         self.buckets: list[_Bucket] = []
         self._watched = {id(p) for p in watched}
         self._armed = False
@@ -74,10 +74,12 @@ class AllReduce(Gradients):
             self._summed |= buffers.by_id
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):
                 start = 0
-                for run in _runs(part, bucket_bytes or (DEVICE_BUCKET_BYTES if each.group.in_stream else BUCKET_BYTES)):
+                for run in _runs(part, bucket_bytes or (DEVICE_BUCKET_BYTES if each.group.on_device else BUCKET_BYTES)):
                     size = sum(p.numel() for p in run)
                     owned = _owned(each, [self._summed[id(p)] for p in run])
-                    self.buckets.append(_Bucket(each.group, run, flat[start : start + size], early=each.early, owned=owned))
+                    self.buckets.append(
+                        _Bucket(each.group, run, flat[start : start + size], during_backward=each.during_backward, owned=owned)
+                    )
                     start += size
         self.scattered = any(bucket.owned for bucket in self.buckets)
         self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
@@ -112,7 +114,7 @@ class AllReduce(Gradients):
         for each in self.buckets:
             if each.started:
                 continue
-            if each.missing or not each.early:
+            if each.missing or not each.during_backward:
                 return
             self._start(each)
 

@@ -171,7 +171,7 @@ class Engine:
         """True if a step is one pass, and nothing in it needs the host."""
         one_pass = len(batches) == 1 or self.mesh.plan.stages > 1
         # A gradient that this worker lacks and another may have is looked up on the host. A worker without lanes lacks all of them.
-        return one_pass and self.shards is None and self.mesh.in_stream and self.gradients.in_stream and _kind(batches) not in self._missed
+        return one_pass and self.shards is None and self.mesh.on_device and self.gradients.on_device and _kind(batches) not in self._missed
 
     @property
     def _is_alone(self) -> bool:

@@ -25,7 +25,7 @@ def evaluation_weights(trainer: Trainer, of: nn.Module | None) -> AbstractContex
         return _taken_from(of, trainer)
     if trainer.sync is not None:
         return trainer.sync.swapped()
-    if trainer.own_optimizer:
+    if trainer.user_optimizer:
         return nullcontext()  # torch's ASGD has averages in its state that are the user's business
     if trainer.pieces is not None:
         return trainer.pieces.averaged(trainer.optimizer)
@@ -37,7 +37,7 @@ def _taken_from(other: nn.Module, trainer: Trainer) -> Iterator[None]:
     """Use the parameters and buffers of a copy of the model. Collective: every rank must enter it."""
     own = trainer.parameters()
     with raise_on_all(trainer.mesh.world):
-        if trainer.sync is not None or (not trainer.own_optimizer and weight_average.averaged(trainer.optimizer)):
+        if trainer.sync is not None or (not trainer.user_optimizer and weight_average.averaged(trainer.optimizer)):
             raise UserError("this trainer evaluates with weights of its own (train.ema, ntasgd or train.sync); use these, without a copy")
         given = _given(other, own)
     with torch.no_grad():

@@ -63,7 +63,7 @@ class Gradients:
     """The gradients of one worker. `held` are all parameters on it, trained or not."""
 
     sums = False  # True if gradients are summed over workers, or over shards
-    in_stream = True  # True if the host takes no part in that
+    on_device = True  # True if the host takes no part in that
     scattered = False  # True if a worker gets the sums of the pieces that it owns, and the rest of its gradients is not summed
 
     def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,13 +18,12 @@ from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import lanes_of
 from carrywave.step.reproducible.shards import parts_of
-
-if TYPE_CHECKING:
-    from carrywave.step.trainer import Trainer
+from carrywave.step.trainer_view import TrainerView
+from carrywave.step.worker_setup import local_part
 
 
 @torch.no_grad()
-def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None) -> float:
+def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None) -> float:
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
     see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
@@ -39,7 +37,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
             if trainer.keep_state:
                 lanes = check_continued(batch, lanes)
             trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
-            own = trainer.own_part(batch, scores=trainer.stage.has_head)
+            own = local_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
             # number of replicas.
             for shard, part in parts_of(mesh, own, shards, pooled=model.pooled):
@@ -56,7 +54,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
     return float(loss_sum / count)
 
 
-def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: Observer | None) -> BatchOutcome:
+def _forward(trainer: TrainerView, batch: Batch, state: State | None, observe: Observer | None) -> BatchOutcome:
     stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
     if state is None or not trainer.keep_state or lanes_of(state, lanes) != lanes:
         state = stage.start(lanes, mesh.device).detach()
@@ -64,7 +62,7 @@ def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: Obser
     return executor.forward(stage, mesh, batch, state, uncut_time=uncut_time, precision=precision, observe=observe)
 
 
-def _alike(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
+def _alike(trainer: TrainerView, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield each batch once all workers are known to have the same one; they must also run out of batches together."""
     for batch in batches:
         trainer.agreement.same_batch(batch)

@@ -61,7 +61,7 @@ from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.sync.own_loop import OwnExchanges
 from carrywave.step.update import StepResult, Votes
-from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, own_part, owned, pieces_of, place_model, tensors_of, trained
+from carrywave.step.worker_setup import engine_of, local_part, mesh_of, owned, pieces_of, place_model, tensors_of, trained, user_optimizer
 
 
 class Trainer:
@@ -73,9 +73,9 @@ class Trainer:
     layers. All start from the weights of rank 0.
 
     A user's `optimizer` replaces the one in the spec, and the user sets its learning rate. `keep_state` passes the carry from step to step,
-    for lanes that are not fresh; by default it is on unless the head pools or the model is bidirectional. On CUDA, steps whose shapes recur
-    are captured as CUDA graphs, except in a pipeline whose messages pass through the host, and with user-defined modules, whose code a
-    replay would not run; CARRYWAVE_CAPTURE=0 turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
+    for lanes that are not fresh; by default it is on unless the head pools or the model reads whole sequences. On CUDA, steps whose shapes
+    recur are captured as CUDA graphs, except in a pipeline whose messages pass through the host, and with user-defined modules, whose code
+    a replay would not run; CARRYWAVE_CAPTURE=0 turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
 
     >>> import torch
     >>> import carrywave as cw
@@ -105,10 +105,10 @@ class Trainer:
         self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError("a bidirectional model, or a head that reads whole sequences, has no state to keep; remove keep_state")
+            raise UserError("a bidirectional model, a front, or a head that reads whole sequences has no state to keep; remove keep_state")
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
-            check_spec(self.spec, own_optimizer=optimizer is not None)
+            check_spec(self.spec, user_optimizer=optimizer is not None)
             self.spec = in_model_dtype(self.spec, self.model)
         if optimizer is not None:
             check_optimizer(optimizer, self.model)
@@ -126,13 +126,13 @@ class Trainer:
         self.stage = self.held.stage
         self.keep_state = not whole if keep_state is None else keep_state
         self.named = trained(self.held)
-        self.own_optimizer = optimizer is not None
+        self.user_optimizer = optimizer is not None
         self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
             self._optimizer = optimizer_of(self.spec, owned(self.pieces, self.named), self.device)
         else:
             check_separable(optimizer, self.plan)
-            self._optimizer = own_optimizer(optimizer, self.held)
+            self._optimizer = user_optimizer(optimizer, self.held)
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where this guard would copy all tensors: it is
         # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
@@ -161,8 +161,8 @@ class Trainer:
         self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement, shards=shards)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
-        in_stream = self.mesh.messages_in_stream
-        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
+        on_device = self.mesh.messages_on_device
+        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, on_device=on_device) if known else None
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
@@ -209,7 +209,7 @@ class Trainer:
         if self.keep_state:
             self.lanes = check_lanes(batches, self.lanes)
         self.compute.count_changes(batches)
-        own = [self.own_part(batch) for batch in batches]
+        own = [self.local_part(batch) for batch in batches]
         self._splits.look(batches if self.within is self.mesh else own, keys, training=True)
         self._padding.look(own, keys)
         lanes = own[0].lanes.shape[0]
@@ -346,7 +346,7 @@ class Trainer:
             parameter.grad = None  # otherwise the optimizer would keep using the last one
         kept = self.nonfinite.kept
         self.named = trained(self.held)
-        if not self.own_optimizer:
+        if not self.user_optimizer:
             optimizers.enlarge(self.optimizer, owned(self.pieces, self.named))
         self.engine = self.new_engine()
         self.nonfinite.kept.copy_(kept)
@@ -364,9 +364,9 @@ class Trainer:
         before, self._sound = self._sound, None
         self._sound = look(self, result, before)
 
-    def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
-        """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
-        return own_part(self.mesh, self.stage, batch, scores=self.stage.scores if scores is None else scores, pooled=self.model.pooled)
+    def local_part(self, batch: Batch) -> Batch:
+        """This worker's lanes of a batch, reduced to what its stage reads, on its device."""
+        return local_part(self.mesh, self.stage, batch, scores=self.stage.scores, pooled=self.model.pooled)
 
     def _place(self, batch: Batch) -> int:
         """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""

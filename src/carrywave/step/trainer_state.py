@@ -7,7 +7,7 @@ Everything is keyed by parameter name, layer and global lane, never by rank, so 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,20 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state, piece_state
 from carrywave.step.optim.piece_state import Wanted
 from carrywave.step.sync.own_loop import check_unsaved
+from carrywave.step.trainer_view import TrainerView
 from carrywave.step.worker_setup import owned, tensors_of
-
-if TYPE_CHECKING:
-    from carrywave.step.trainer import Trainer
 
 FORMAT = 2
 _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 
-def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+def whole_weights(trainer: TrainerView) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    found = row_parts.joined(collect(trainer.mesh.world, _own_part(trainer, trainer.parameters())))
+    found = row_parts.joined(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
     return {name: found[name] for name in tensors_of(trainer.model) if name in found}
 
 
-def _own_part(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _local_part(trainer: TrainerView, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica, or its rows."""
     return row_parts.named(tensors, trainer.held.rows, others=trainer.mesh.replica == 0)
 
@@ -55,19 +53,19 @@ def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
     return {name: copies[of] for name, of in names.items() if of in copies}
 
 
-def state_dict(trainer: Trainer) -> dict[str, Any]:
+def state_dict(trainer: TrainerView) -> dict[str, Any]:
     """On rank 0, the state in host memory; empty on other ranks. Collective: every rank must call it."""
-    check_unsaved(trainer)
+    check_unsaved(trainer.spec.sync)
     trainer.check_unbroken()
     trainer.agreement.settle()
     world = trainer.mesh.world
     weights = whole_weights(trainer)
-    own = _own_optimizer(trainer) if trainer.own_optimizer else None
+    own = _user_optimizer(trainer) if trainer.user_optimizer else None
     state: dict[str, Tensor] = {}
     if trainer.pieces is not None:
         state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
-    elif not trainer.own_optimizer:
-        state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
+    elif not trainer.user_optimizer:
+        state = _local_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
     own_carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state and low < high else {}
@@ -86,14 +84,14 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
+def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
     """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's argument is used, the others' is ignored."""
-    check_unsaved(trainer)
+    check_unsaved(trainer.spec.sync)
     world = trainer.mesh.world
     told, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
-            _check(given, own_optimizer=trainer.own_optimizer)
+            _check(given, user_optimizer=trainer.user_optimizer)
             told, tensors = pack(given)
     told = all_gather_text(world, told)[0]
     state = unpack(told, broadcast(world, tensors))
@@ -102,8 +100,8 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
     with raise_on_all(world):
         # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
-        carry = _own_carry(trainer, state["carry"])
-        if not trainer.own_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
+        carry = _local_carry(trainer, state["carry"])
+        if not trainer.user_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
             many = len(state["groups"])
             raise RunError(
                 f"the state has {many} parameter groups, but the spec's optimizer has one; pass the state of a trainer with one group"
@@ -111,7 +109,7 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
         if trainer.scaler is not None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
-        if trainer.own_optimizer:
+        if trainer.user_optimizer:
             held_rows = {name: (own.low, own.high) for name, own in rows.items()}
             own_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
             optimizer_state.load(trainer.optimizer, trainer.held.parameters, own_state)
@@ -157,16 +155,16 @@ def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda pair: pair[0])], dim=1) for name, parts in pieces.items()}
 
 
-def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
+def _check(given: Mapping[str, Any], *, user_optimizer: bool) -> None:
     if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
         raise RunError("not a trainer state; pass what trainer.state_dict() returned on rank 0")
-    if (given["own_optimizer"] is not None) != own_optimizer:
+    if (given["own_optimizer"] is not None) != user_optimizer:
         kinds = ("your own optimizer", "the spec's optimizer")
         there, here = kinds if given["own_optimizer"] is not None else kinds[::-1]
         raise RunError(f"the state is from a trainer with {there}, but this one has {here}; use the same in both")
 
 
-def _whole(trainer: Trainer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole(trainer: TrainerView, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Optimizer state by parameter, put together from the pieces of all replicas if there are any."""
     if trainer.pieces is None:
         return state
@@ -175,7 +173,7 @@ def _whole(trainer: Trainer, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return piece_state.assembled(found, wanted, wanted.keys())
 
 
-def wanted_state(trainer: Trainer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Wanted]:
+def wanted_state(trainer: TrainerView, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Wanted]:
     """The ranges of these parameters whose optimizer state this worker keeps, by name."""
     if trainer.pieces is not None:
         return {name: Wanted.piece(piece) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None}
@@ -186,7 +184,7 @@ def wanted_state(trainer: Trainer, named: Iterable[tuple[str, nn.Parameter]]) ->
     }
 
 
-def load_optimizer(trainer: Trainer, given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]], *, averages: bool) -> None:
+def load_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]], *, averages: bool) -> None:
     """Load the state of an optimizer that we built, for these parameters, from what was saved with pieces or without. `averages`: whether
     NT-ASGD had started to average.
     """
@@ -198,7 +196,7 @@ def load_optimizer(trainer: Trainer, given: Mapping[str, Tensor], named: Sequenc
     optimizers.load_state(trainer.optimizer, named, piece_state.assembled(given, wanted, whole), averages=averages)
 
 
-def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
+def _user_optimizer(trainer: TrainerView) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
     world, has_part = trainer.mesh.world, trainer.mesh.replica == 0 or bool(trainer.held.rows)
     with raise_on_all(world):
@@ -210,7 +208,7 @@ def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
     return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()], trainer.held.rows.keys())
 
 
-def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
+def _check_weights(trainer: TrainerView, given: Mapping[str, Tensor]) -> None:
     own = trainer.parameters()
     whole = tensors_of(trainer.model).keys()
     for name, tensor in own.items():
@@ -224,7 +222,7 @@ def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
         raise RunError(f"the state has {extra[0]}, which the model does not have; pass a state of this model")
 
 
-def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+def _take_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
     """Load the state of an optimizer that we built."""
     held, optimizer = trainer.held.parameters, trainer.optimizer
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
@@ -241,7 +239,7 @@ def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Seque
                 own[name] = value
 
 
-def _own_carry(trainer: Trainer, carry: Mapping[str, Tensor]) -> State | None:
+def _local_carry(trainer: TrainerView, carry: Mapping[str, Tensor]) -> State | None:
     """The carry of this worker's lanes and layers."""
     if not carry or not trainer.keep_state:
         return None

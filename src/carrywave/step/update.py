@@ -91,7 +91,7 @@ class Update:
     reproducible: bool
     pieces: Pieces | None = None  # of the optimizer state, if the replicas divide it
     ema: float | None = None  # decay of an average of the weights, which each step moves
-    early: bool = False  # True if every worker has the whole summed gradient, so that nothing has to be exchanged after it
+    has_whole_gradient: bool = False  # True if every worker has the whole summed gradient, so that nothing has to be exchanged after it
 
     def __post_init__(self) -> None:
         columns, flags = self.agreement.columns, self.reach.count
@@ -113,7 +113,7 @@ class Update:
 
     def ahead(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None) -> StatsAhead | None:
         """Begin to share what is known before the gradients are summed; None if that has to wait for them. Collective."""
-        if not self.early:
+        if not self.has_whole_gradient:
             return None
         of_passes = total(list(stats_by_shard.values()))
         code = self.nonfinite.code([], self._zeros(0), of_passes, self.gradients)
@@ -138,7 +138,7 @@ class Update:
         """The norm of what is in `.grad` on all workers. Collective."""
         squared_S = self._zeros(self.mesh.plan.stages)
         squared_S[self.mesh.stage] = self._norms()[1].square().sum()
-        if not self.early:
+        if not self.has_whole_gradient:
             self.mesh.sum_(squared_S)
         return squared_S.sum().sqrt()
 

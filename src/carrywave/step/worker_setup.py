@@ -172,11 +172,11 @@ def engine_of(
     else:
         gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces if scatters else None)
     # If all workers are replicas and add up all gradients through the host, each knows their norm without asking the others.
-    through_host = mesh.plan.stages == 1 and not (mesh.in_stream or spec.reproducible)
-    early = through_host and bool(named) and all(gradients.reduces(p) for _, p in named)
+    through_host = mesh.plan.stages == 1 and not (mesh.on_device or spec.reproducible)
+    has_whole_gradient = through_host and bool(named) and all(gradients.reduces(p) for _, p in named)
     # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once. Rows of a split vocabulary are
     # on one replica only, and so are gradients that are summed to their owners.
-    first = mesh.replica == 0 or gradients.scattered or early
+    first = mesh.replica == 0 or gradients.scattered or has_whole_gradient
     counted = [p for name, p in named if name in held.rows or (first and name not in elsewhere)]
     names = [name for name, _ in model.named_parameters()]
     update = Update(
@@ -196,7 +196,7 @@ def engine_of(
         reproducible=spec.reproducible,
         pieces=pieces,
         ema=spec.ema,
-        early=early,
+        has_whole_gradient=has_whole_gradient,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
     return Engine(compute, gradients, update, shards=shards, resets=spec.on_nan == "skip")
@@ -212,14 +212,14 @@ def _all_reduce(
     if group is not None:
         # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
         # stream would hold up the rest of backward.
-        early = not group.in_stream and (mesh.links is None or not mesh.links.in_order)
-        wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early, owners=pieces))
+        during_backward = not group.on_device and (mesh.links is None or not mesh.links.in_order)
+        wanted.append(Reduced(group, [p for name, p in named if name not in names], during_backward=during_backward, owners=pieces))
     own = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = mesh.replicas_of(stages)  # collective: also created by workers outside it
         if mesh.stage in stages and group is not None:
             # Not early, to avoid a deadlock: the other stages reach it only after messages that this one has yet to send.
-            wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
+            wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], during_backward=False))
     wanted = [each for each in wanted if each.parameters]
     parameters, everything = [p for _, p in named], list(held.parameters.values())
     return AllReduce(parameters, everything, wanted, watched=watched) if wanted else Gradients(parameters, everything)
@@ -269,18 +269,22 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
             )
         return
     check_head(plan, pooled=model.pooled or model.whole_head)
-    if model.whole_head and plan.chunk_steps is not None:
+    if model.has_front:
+        # Otherwise the weight gradients of convolutions may be summed in another order from one run to the next.
+        torch.backends.cudnn.deterministic = True
+    if model.stride > 1 and spec.beta:
+        raise UserError(f"train.beta={spec.beta:g} penalises changes from step to step, which a front has merged; remove it")
+    if (model.whole_head or model.has_front) and plan.chunk_steps is not None:
         instead = "use plan.micro_batches=2 or more, which divide lanes instead" if plan.stages > 1 else "remove plan.chunk_steps"
-        raise PlanError(
-            f"the head {type(model.head).__name__} reads whole sequences, but the plan cuts time into chunks of {plan.chunk_steps} steps; "
-            f"{instead}"
-        )
+        cut = f"{plan.stages} stages cut time" if plan.stages > 1 else "the plan cuts time"
+        reader = f"the head {type(model.head).__name__}" if model.whole_head else "the front"
+        raise PlanError(f"{reader} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}")
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel
 
 
-def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
+def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
     """The user's optimizer, without the parameters that other workers hold, and with its state where the parameters are now."""
     kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:
@@ -302,7 +306,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}
 
 
-def own_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
+def local_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: bool, pooled: bool) -> Batch:
     """A worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: it reads the targets."""
     if batch.part_of is None and mesh.plan.replicas > 1:
         batch = batch.take(*mesh.share().bounds(batch.lanes.shape[0]), pooled=pooled)

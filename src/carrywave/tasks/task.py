@@ -23,6 +23,7 @@ from carrywave.model.heads import Forecast, Line, PooledNumbers, PooledSoftmax, 
 from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
+from carrywave.model.over_time.front import Front
 from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained.embeddings import load_pretrained
 from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
@@ -140,9 +141,10 @@ class Task:
         encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
         if tokens:
             encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty)
+        front = self._front(encoder)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = class_of(spec.cell)(
-            width,
+            front.width,
             spec.widths,
             spec.layers,
             dropout=hidden,
@@ -160,7 +162,7 @@ class Task:
         # Numeric inputs are few and each one matters, so by default they get no dropout.
         first = first if tokens or spec.dropout_input is not None else 0.0
         model = Model(
-            encoder,
+            front,
             lstm,
             self._head(lstm.output_size, encoder, train, empty),
             dropout_in=Dropout(first, locked=spec.locked, name="dropout_in"),
@@ -170,7 +172,7 @@ class Task:
             allocate(model, holding)
         if not draw:
             return model
-        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
+        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias, init_scale=spec.init_scale)
         model.drawn = holding is not None
         model.rounded_by_host = rounded_by_host(model, spec.init)
         if isinstance(model.head, Forecast) and model.head.line is not None:
@@ -181,6 +183,13 @@ class Task:
         elif spec.pretrained is not None:
             self._pretrain(encoder)
         return model
+
+    def _front(self, encoder: Encoder) -> Encoder | Front:
+        """The encoder, with the convolutions of `model.front` behind it."""
+        spec = self.spec.model
+        if not spec.front_layers:
+            return encoder
+        return Front(encoder if isinstance(encoder, Embedding) else encoder.width, spec.front_layers, spec.front_dropout)
 
     def _head(
         self, width: int, encoder: Encoder, train: Sequences | None, device: str | None
@@ -194,10 +203,15 @@ class Task:
                 rows = encoder.rows if isinstance(encoder, Embedding) else None
                 return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
             case "tagging":
-                return Softmax(width, len(facts.labels), weights=self._class_weights(train))
+                return Softmax(width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing)
             case "classification":
                 return PooledSoftmax(
-                    width, len(facts.labels), spec.model.pool, self._class_weights(train), bidirectional=spec.model.bidirectional
+                    width,
+                    len(facts.labels),
+                    spec.model.pool,
+                    self._class_weights(train),
+                    bidirectional=spec.model.bidirectional,
+                    label_smoothing=spec.train.label_smoothing,
                 )
             case "regression":
                 return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)

@@ -123,7 +123,7 @@ class Loop:
         self.trainer.compute.scheduler = SCHEDULERS[split.family]
         self.clock = DeviceClock(world.device) if clock else None
         self.trainer.compute.clock = self.clock
-        part = self.trainer.own_part(self.batch)
+        part = self.trainer.local_part(self.batch)
         # As the loader hands it out: on the device, and marked as a part, so that ranks do not compare their batches at every step.
         self.part = replace(part, part_of=part.part_of or (self.batch.real, self.batch.lanes.shape[0]))
         self.key = random.key(self.trainer.spec.seed, self.batch.epoch, self.batch.step)
@@ -135,7 +135,7 @@ class Loop:
     def forward_backward(self) -> None:
         """Everything of a step up to its summed gradients; in one graph, if the step as a whole would be."""
         trainer, engine = self.trainer, self.trainer.engine
-        one_piece = trainer.mesh.in_stream and engine.gradients.in_stream
+        one_piece = trainer.mesh.on_device and engine.gradients.on_device
         if trainer.capture is not None and one_piece:
             trainer.capture("forward_backward", self._forward_backward, [self.part], [self.key], None)
         else:

@@ -22,10 +22,10 @@ from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, pad
 from carrywave.plan.schedule.buffers import LEAST_BYTES, Places, places
 from carrywave.plan.schedule.messages import Channel, Pair, Program
 
-LINES = 4  # most channels between two stages: activations, gradients, and the same for a shared head
+CHANNELS = 4  # most channels between two stages: activations, gradients, and the same for a shared head
 SLOTS = 15  # most slots of a channel that are reused within a pass; with more, every micro-batch has its own
-SIGNALS = signals_of(2) // LINES - SLOTS - 1  # of a channel that tell of arrivals
-_OF_LINE = signals_of(2) // LINES  # signals of a channel: for arrivals, one for "all free", one for each slot
+SIGNALS = signals_of(2) // CHANNELS - SLOTS - 1  # of a channel that tell of arrivals
+_SIGNALS_OF_CHANNEL = signals_of(2) // CHANNELS  # signals of a channel: for arrivals, one for "all free", one for each slot
 _ALL_FREE = SIGNALS
 
 _abandoned: list[GrowingMemory] = []  # of links that were closed
@@ -73,7 +73,7 @@ def _laid(messages: Sequence[Message], room: Places) -> _Layout:
 
 
 @dataclass
-class _Line:
+class _ChannelMemory:
     """A channel during one pass."""
 
     memory: SharedMemory
@@ -110,14 +110,14 @@ class DeviceLinks:
     """One stage's channels. `make` creates shared memory with another stage; both must call it in the same order."""
 
     in_order = False
-    in_stream = True
+    on_device = True
 
     def __init__(self, stage: int, make: Make) -> None:
         self.stage, self.make = stage, make
         self.closed = False
         self.memories: dict[Pair, GrowingMemory] = {}
-        self._incoming: dict[Channel, _Line] = {}
-        self._outgoing: dict[Channel, _Line] = {}
+        self._incoming: dict[Channel, _ChannelMemory] = {}
+        self._outgoing: dict[Channel, _ChannelMemory] = {}
 
     def begin(self, program: Program, messages: Mapping[Channel, Sequence[Message]]) -> None:
         """Start a pass in which these messages are sent and received on this stage's channels, in this order on each."""
@@ -125,27 +125,28 @@ class DeviceLinks:
             raise WorkerError("the messages between stages were broken off by a step that failed; create a new Trainer on all workers")
         self._incoming, self._outgoing = {}, {}
         pairs: dict[Pair, list[Channel]] = {}
-        for line in sorted(messages, key=_number):
-            pairs.setdefault(line.pair, []).append(line)
+        for channel in sorted(messages, key=_number):
+            pairs.setdefault(channel.pair, []).append(channel)
         rooms = _rooms(program)
         for pair in sorted(pairs):
-            laid = [(line, _laid(messages[line], rooms[line])) for line in pairs[pair]]
+            laid = [(channel, _laid(messages[channel], rooms[channel])) for channel in pairs[pair]]
             begins = {
-                line: sum(each.size for other, each in laid[:n] if other.receiver == line.receiver) for n, (line, _) in enumerate(laid)
+                channel: sum(each.size for other, each in laid[:n] if other.receiver == channel.receiver)
+                for n, (channel, _) in enumerate(laid)
             }
-            memory = self._memory(pair, max(begins[line] + each.size for line, each in laid))
-            for line, each in laid:
-                found = _Line(memory, 1 - memory.rank, _number(line) * _OF_LINE, each, begins[line])
-                (self._outgoing if line.sender == self.stage else self._incoming)[line] = found
+            memory = self._memory(pair, max(begins[channel] + each.size for channel, each in laid))
+            for channel, each in laid:
+                found = _ChannelMemory(memory, 1 - memory.rank, _number(channel) * _SIGNALS_OF_CHANNEL, each, begins[channel])
+                (self._outgoing if channel.sender == self.stage else self._incoming)[channel] = found
 
-    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """The next message on a channel."""
-        found = self._incoming[line]
+        found = self._incoming[channel]
         return _Arrival(found, found.take(), shape, dtype)
 
-    def send(self, line: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         """Write the next message on a channel into the receiver's buffer, and tell it."""
-        found = self._outgoing[line]
+        found = self._outgoing[channel]
         number = found.take()
         if number == 0:
             found.memory.wait(found.peer, found.all_free)
@@ -196,26 +197,26 @@ class DeviceLinks:
 def _all_free(make: Make, pair: Pair, size: int) -> SharedMemory:
     """New shared memory of a pair, in which this stage has signalled that everything is free."""
     memory = make(pair, size)
-    for number in range(LINES):  # on channels that this stage sends on, nobody asks
-        memory.signal(1 - memory.rank, number * _OF_LINE + _ALL_FREE)
+    for number in range(CHANNELS):  # on channels that this stage sends on, nobody asks
+        memory.signal(1 - memory.rank, number * _SIGNALS_OF_CHANNEL + _ALL_FREE)
     return memory
 
 
 class _Arrival:
-    def __init__(self, line: _Line, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.line, self.number, self.shape, self.dtype = line, number, shape, dtype
+    def __init__(self, channel: _ChannelMemory, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.channel, self.number, self.shape, self.dtype = channel, number, shape, dtype
 
     def wait(self) -> Tensor:
         """The message, in place: valid until this stage has finished its micro-batch."""
-        line, arrived = self.line, self.line.arrived(self.number)
+        channel, arrived = self.channel, self.channel.arrived(self.number)
         if arrived is not None:
-            line.memory.wait(line.peer, arrived)
-        return line.piece(line.memory.rank, self.number, self.shape, self.dtype)
+            channel.memory.wait(channel.peer, arrived)
+        return channel.piece(channel.memory.rank, self.number, self.shape, self.dtype)
 
 
-def _number(line: Channel) -> int:
+def _number(channel: Channel) -> int:
     """The number of a channel among those of its pair, the same in every pass."""
-    return {"F": 0, "H": 2}.get(line.phase, 1 if line.sender > line.receiver else 3)
+    return {"F": 0, "H": 2}.get(channel.phase, 1 if channel.sender > channel.receiver else 3)
 
 
 @lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.links.transport import PeerLink, Pending
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, lines, pairs_of
+from carrywave.plan.schedule.messages import Channel, channels_of, pairs_of
 
 
 class MessageEnd(NamedTuple):
@@ -62,7 +62,7 @@ def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = 
     at = range(world.size) if ranks_by_position is None else ranks_by_position
     # Every worker creates every group, in the same order.
     for first in range(0, world.size, plan.stages):
-        for low, high in pairs_of(lines(plan.stages, share_head=plan.shares_head)):
+        for low, high in pairs_of(channels_of(plan.stages, share_head=plan.shares_head)):
             ranks = at[first + low], at[first + high]
             group = process_groups.group(ranks, "messages")
             if world.rank in ranks:
@@ -76,7 +76,7 @@ class PairLinks:
     """Messages in batches. `pairs` holds the communicator with each stage that this one exchanges messages with."""
 
     in_order = True
-    in_stream = False
+    on_device = False
 
     def __init__(self, pairs: dict[int, PeerLink], device: torch.device) -> None:
         self.pairs, self.device = pairs, device
@@ -98,14 +98,14 @@ class PairLinks:
             self._add(dist.irecv, torch.empty_like(word), stage)
             self.drain()
 
-    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        return _InBatch(self, self._add(dist.irecv, buffer, line.sender), buffer)
+        return _InBatch(self, self._add(dist.irecv, buffer, channel.sender), buffer)
 
-    def send(self, line: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         """Send the next message on a channel."""
-        self._add(dist.isend, tensor, line.receiver)
+        self._add(dist.isend, tensor, channel.receiver)
 
     def flush(self) -> None:
         """Issue the batches, in order. Each keeps its tensors alive until it has completed; do not wait for that here, which would stall

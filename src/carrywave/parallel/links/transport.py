@@ -33,24 +33,24 @@ class Pending(Protocol):
 
 
 class Links(Protocol):
-    """One stage's connections to others, with a channel (`line`) for each kind of message."""
+    """One stage's connections to others, with a channel for each kind of message."""
 
     @property
     def in_order(self) -> bool:
         """True if messages are carried out one after another, so that programs must be in order too."""
 
     @property
-    def in_stream(self) -> bool:
+    def on_device(self) -> bool:
         """True if the host takes no part: messages are work of the current CUDA stream, in its order, and can be captured."""
 
     @property
     def closed(self) -> bool:
         """True if nothing can be sent any more: they, or others over the same process groups, were closed."""
 
-    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
 
-    def send(self, line: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         """Send the next message on a channel; the tensor must not change afterwards."""
 
     def flush(self) -> None:
@@ -82,7 +82,7 @@ class GroupLinks:
     """Messages over torch.distributed. `staged`: through host memory, for CUDA tensors when only gloo is available."""
 
     in_order = False
-    in_stream = False
+    on_device = False
 
     def __init__(self, channels: dict[Channel, PeerLink], device: torch.device, *, staged: bool) -> None:
         self.channels, self.device, self.staged = channels, device, staged
@@ -95,21 +95,21 @@ class GroupLinks:
     def closed(self) -> bool:
         return not self.channels
 
-    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
-        channel = self.channels[line]
+        link = self.channels[channel]
         where = torch.device("cpu") if self.staged else self.device
         buffer = torch.empty(shape, dtype=dtype, device=where, pin_memory=self.staged)
-        work = _work(dist.irecv(buffer, channel.peer, group=channel.group))
+        work = _work(dist.irecv(buffer, link.peer, group=link.group))
         return _Receive(work, buffer, self.device)
 
-    def send(self, line: Channel, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         """Send the next message on a channel; blocks only if too many are in flight."""
-        channel = self.channels[line]
+        link = self.channels[channel]
         if self.staged:
             # gloo reads host memory immediately, so the copy must have completed.
             tensor = tensor.to("cpu")
-        work = _work(dist.isend(tensor, channel.peer, group=channel.group))
+        work = _work(dist.isend(tensor, link.peer, group=link.group))
         # Keep the tensor alive: gloo reads it until the message has been sent.
         self._sent.append((work, tensor))
         while len(self._sent) > self._most:

@@ -27,7 +27,7 @@ Make = Callable[[int], SharedMemory]  # shared memory of the group, of a given s
 class DeviceSum:
     """All-reduces over one group. `make` creates its memory; every worker must sum tensors of the same sizes in the same order."""
 
-    in_stream = True
+    on_device = True
 
     def __init__(self, workers: int, make: Make) -> None:
         self.workers, self.memory = workers, GrowingMemory(make, SUMS_LEAST_BYTES)

@@ -23,7 +23,7 @@ class Summing(Protocol):
     """Sums over one group of workers, and what each of them has; the result has the same bits on each of them."""
 
     @property
-    def in_stream(self) -> bool:
+    def on_device(self) -> bool:
         """True if the host takes no part: the sum is work of the current CUDA stream, in its order, and can be captured."""
 
     def all_reduce(self, tensor: Tensor) -> Working | None:
@@ -45,7 +45,7 @@ def added_up(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
 class GroupSum:
     """Collectives of gloo or NCCL."""
 
-    in_stream = False
+    on_device = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group

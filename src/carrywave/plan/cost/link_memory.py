@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from carrywave.plan.cost.units import Unit, Units
+from carrywave.plan.cost.unit import Unit
+from carrywave.plan.cost.units import Units
 from carrywave.plan.schedule.buffers import shared_bytes
 
 SUMS_LEAST_BYTES = 1 << 16  # of memory in which replicas sum
@@ -55,8 +56,9 @@ def link_bytes(units: Units, first: int, last: int, links: Links, *, lanes: int,
 
 def _largest_tensor(unit: Unit) -> int:
     """Elements of the largest parameter of a unit."""
+    largest = max((layer.inputs * layer.channels for layer in unit.front), default=0)
     if unit.kind == "numbers":
-        return 0
+        return largest
     if unit.cell is not None:
         return unit.cell.gates * unit.outputs * max(unit.inputs, unit.projection or unit.outputs)
-    return unit.inputs * unit.outputs
+    return max(largest, unit.inputs * unit.outputs)

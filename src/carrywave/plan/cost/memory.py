@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from carrywave.plan.cost.link_memory import NO_LINKS, Links, link_bytes
-from carrywave.plan.cost.units import Unit, Units
+from carrywave.plan.cost.unit import Unit
+from carrywave.plan.cost.units import Units
 from carrywave.plan.schedule.schedule import Schedule
 from carrywave.plan.schedule.wavefront_order import MOST_WAITING, extra
 

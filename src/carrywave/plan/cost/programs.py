@@ -15,7 +15,7 @@ from carrywave.plan.schedule.schedule import wavefront
 @lru_cache(maxsize=256)
 def program_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> Compiled:
     """The program that the runtime would execute, compiled for simulation."""
-    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head, weights=put_off)))
+    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head, defer_weights=put_off)))
 
 
 @lru_cache(maxsize=1024)
@@ -23,7 +23,7 @@ def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bo
     """The chunks that each stage holds at once."""
     if len(chunks) == 1:
         return (one_micro_batch(chunks[0], put_off=put_off),) * stages
-    return loads(wavefront(stages, chunks, share_head=share_head, weights=put_off))
+    return loads(wavefront(stages, chunks, share_head=share_head, defer_weights=put_off))
 
 
 @lru_cache(maxsize=1024)
@@ -37,7 +37,7 @@ def slots_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bo
 @lru_cache(maxsize=1024)
 def scored_by(stages: int, chunks: tuple[int, ...], put_off: bool) -> tuple[int, ...]:
     """The number of chunks that each stage scores when the head is shared."""
-    counts = Counter(wavefront(stages, chunks, share_head=True, weights=put_off).scorers.values())
+    counts = Counter(wavefront(stages, chunks, share_head=True, defer_weights=put_off).scorers.values())
     return tuple(counts[stage] for stage in range(stages))
 
 

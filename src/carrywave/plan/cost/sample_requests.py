@@ -119,11 +119,16 @@ def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
 def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask]:
     for unit in units.units:
         if unit.kind != "numbers":
-            rows = 1 if units.pooled and unit.width_out == 0 else steps
+            rows = 1 if units.pooled and unit.width_out == 0 else steps * (units.stride if unit.front else 1)
             yield Ask(unit.kind, unit.inputs, unit.outputs, lanes, rows, unit.projection, units.precision, chunks)
         for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
             if width:
                 yield Ask(kind, width, width, lanes, steps, 0, units.precision, chunks)
+        for layer in unit.front:
+            rows = steps * layer.times
+            yield Ask("linear", layer.inputs, layer.channels, lanes, rows, 0, units.precision, chunks)
+            for kind in ("norm", "dropout") if layer.dropped else ("norm",):
+                yield Ask(kind, layer.channels, layer.channels, lanes, rows, 0, units.precision, chunks)
 
 
 def lighter_ask(ask: Ask, largest: float) -> Ask:

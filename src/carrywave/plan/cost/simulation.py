@@ -36,7 +36,7 @@ class TaskTimes:
 
     run: Callable[[StageTask], float]
     num_bytes: Callable[[StageTask], int] = lambda task: 0  # size of the message this task sends to another stage
-    link: Callable[[Channel], Link] = lambda line: INSTANT
+    link: Callable[[Channel], Link] = lambda channel: INSTANT
     message_seconds: float = 0.0  # of a stage's own time, per message sent or received
     copied: bool = False  # the sender itself copies its messages into the receiver's memory
 
@@ -89,16 +89,16 @@ class Compiled:
         self.program = program
         schedule = program.schedule
         numbers: dict[StageTask, int] = {}
-        self.lines: list[Channel] = []  # the channel of each message
+        self.channels: list[Channel] = []  # the channel of each message
         self.readers: list[StageTask] = []
 
         def number(reading: StageTask) -> int:
             if reading not in numbers:
-                line = incoming(reading, schedule)
-                if line is None:
+                channel = incoming(reading, schedule)
+                if channel is None:
                     return -1
-                numbers[reading] = len(self.lines)
-                self.lines.append(line)
+                numbers[reading] = len(self.channels)
+                self.channels.append(channel)
                 self.readers.append(reading)
             return numbers[reading]
 
@@ -124,12 +124,12 @@ class _Simulated:
         self.program, self.times = program, times
         self.rows: list[list[TaskSpan]] = [[] for _ in program.stages]
         self.sent_bytes = [0] * len(program.stages)
-        messages = len(program.lines)
+        messages = len(program.channels)
         self.posted = [-1.0] * messages  # when the receive was posted; negative: not yet
         self.offered = [-1.0] * messages
         self.sizes = [0] * messages
         self.arrived = [-1.0] * messages
-        self.links = {line: times.link(line) for line in set(program.lines)}
+        self.links = {channel: times.link(channel) for channel in set(program.channels)}
         self.free = dict.fromkeys(self.links, 0.0)
         self.waiting: dict[int, int] = {}  # message -> the stage waiting for it
         self.ready = deque(range(len(program.stages)))
@@ -161,7 +161,7 @@ class _Simulated:
                 self.sizes[message] = times.num_bytes(task)
                 self.sent_bytes[stage] += self.sizes[message]
                 if times.copied:
-                    clock += self.sizes[message] / self.links[self.program.lines[message]].bytes_per_second
+                    clock += self.sizes[message] / self.links[self.program.channels[message]].bytes_per_second
                 self.offered[message] = clock
                 self._meet(message)
             else:
@@ -175,8 +175,8 @@ class _Simulated:
     def _meet(self, message: int) -> None:
         """Transfer a message if both of its ends are ready, and wake the stage waiting for it."""
         posted, offered = self.posted[message], self.offered[message]
-        line = self.program.lines[message]
-        link = self.links[line]
+        channel = self.program.channels[message]
+        link = self.links[channel]
         if self.times.copied:
             if offered < 0:
                 return
@@ -184,7 +184,7 @@ class _Simulated:
         else:
             if posted < 0 or offered < 0:
                 return
-            self.free[line] = max(offered, posted, self.free[line]) + self.sizes[message] / link.bytes_per_second
-            self.arrived[message] = self.free[line] + link.latency_seconds
+            self.free[channel] = max(offered, posted, self.free[channel]) + self.sizes[message] / link.bytes_per_second
+            self.arrived[message] = self.free[channel] + link.latency_seconds
         if (stage := self.waiting.pop(message, None)) is not None:
             self.ready.append(stage)

@@ -12,7 +12,8 @@ from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.cost.interpolation import NOTHING, Fit, Seconds, Size, size_of
 from carrywave.plan.cost.profile import Piped, Profile, Sample
-from carrywave.plan.cost.units import Unit, Units
+from carrywave.plan.cost.unit import Unit
+from carrywave.plan.cost.units import Units
 
 # Fallback for a precision that was not timed: one that uses similar hardware.
 _ALIKE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
@@ -98,12 +99,17 @@ class Costs:
         found = NOTHING
         if unit.kind != "numbers":
             # A pooled head has one row per lane. It runs only on the last chunk, but is too cheap for that to be worth modelling here.
-            rows = 1 if self.units.pooled and unit.width_out == 0 else steps
+            rows = 1 if self.units.pooled and unit.width_out == 0 else steps * (self.units.stride if unit.front else 1)
             fit = self._kind(unit.kind)
             found = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
-        for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
+        after = [("dropout", unit.dropout, steps), ("norm", unit.norm, steps)]
+        for layer in unit.front:
+            # A convolution is priced as the product that it is.
+            found = found + self._kind("linear")(Size(layer.inputs, layer.channels, lanes, steps * layer.times))
+            after += [(kind, layer.channels, steps * layer.times) for kind in ("norm", "dropout") if kind == "norm" or layer.dropped]
+        for kind, width, rows in after:
             if width and self._samples(kind):
-                found = found + self._kind(kind)(Size(width, width, lanes, steps))
+                found = found + self._kind(kind)(Size(width, width, lanes, rows))
         return found
 
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:

@@ -6,53 +6,24 @@ depends on the precision.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
-from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import CallKind
+from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.front_spec import total_stride
 from carrywave.spec.spec import Spec
-from carrywave.spec.step_inputs import step_inputs
 from carrywave.spec.train_spec import TrainSpec
 
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
 _SHAPES = 3  # representative batch shapes when sequences differ in length
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The encoder, a layer or the head."""
-
-    name: str
-    kind: CallKind  # of a `Sample`: for a layer, its cell; or "numbers": numeric input passes through unchanged
-    inputs: int  # inputs and outputs are as in a `Sample`
-    outputs: int
-    width_in: int  # width of the input from the previous unit; 0 for the encoder
-    width_out: int  # width of the output to the next unit; 0 for the head
-    parameters: int  # not counting those shared with another unit
-    kept: int  # elements per lane and step saved from forward to backward, not counting the input
-    deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
-    carry: int = 0  # elements per lane
-    work: int = 0  # elements per lane and step of temporary memory while it runs
-    most_work: int = 0  # the most of it, however many lanes and steps there are; 0: no limit
-    projection: int = 0
-    directions: int = 1
-    dropout: int = 0  # width of the dropout applied to its output; 0 for none
-    norm: int = 0  # width of the layer norm applied to its output; 0 for none
-    tensors: int = 0  # number of parameter tensors
-
-    @property
-    def cell(self) -> Cell | None:
-        """The cell of a layer; None for the encoder and the head."""
-        return by_name(self.kind) if self.kind in names() else None
 
 
 @dataclass(frozen=True)
@@ -76,13 +47,14 @@ class Units:
     tied: int = 0  # parameters shared by the encoder and the head
     accumulate: int = 1
     pooled: bool = False  # the head scores whole sequences
-    whole: bool = False  # layers are bidirectional, so time cannot be cut into chunks
+    whole: bool = False  # layers are bidirectional, or there is a front, so time cannot be cut into chunks
     streams: bool = True
     reproducible: bool = False
     shard_optimizer: bool = False  # replicas divide the optimizer state
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
     picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
     rows: int = 0  # parameters of a split vocabulary that one replica holds alone
+    stride: int = 1  # steps of the data that a front makes one of; shapes are those after it
 
     def __len__(self) -> int:
         return len(self.units)
@@ -114,7 +86,7 @@ class Units:
     @property
     def tokens(self) -> float:
         """Average number of steps, over all lanes, per optimizer step."""
-        return self.accumulate / sum(shape.share / (shape.lanes * shape.steps) for shape in self.shapes)
+        return self.stride * self.accumulate / sum(shape.share / (shape.lanes * shape.steps) for shape in self.shapes)
 
     def parameters(self, first: int, last: int, *, share_head: bool = False) -> int:
         """Number of parameters held by a stage with units [first, last)."""
@@ -171,7 +143,7 @@ class Units:
     @property
     def has_vocabulary(self) -> bool:
         """True if the encoder has rows that replicas can split."""
-        return self.units[0].kind == "embedding"
+        return self.units[0].kind == "embedding" and not self.units[0].front
 
     @property
     def scores_vocabulary(self) -> bool:
@@ -214,34 +186,36 @@ class Units:
         """
         spec = with_precision(fitted(spec, facts), suited(made_for_bf16=False))
         model = spec.model
-        encoder = _encoder(spec, facts)
+        encoder = encoder_unit(spec, facts)
         directions = 2 if model.bidirectional else 1
         units, width = [encoder], encoder.width_out
         hidden_dropout = model.dropout if model.dropout_hidden is None else model.dropout_hidden
         for layer, hidden in enumerate(model.widths):
             out = (model.projection or hidden) * directions
-            dropped = hidden_dropout if layer < model.layers - 1 else _or(model.dropout_output, model.dropout)
-            units.append(_layer(spec, layer, width, hidden, out, out if dropped else 0))
+            dropped = hidden_dropout if layer < model.layers - 1 else given_or(model.dropout_output, model.dropout)
+            units.append(layer_unit(spec, layer, width, hidden, out, out if dropped else 0))
             width = out
         head, outputs = _head(spec, facts)
         tied = facts.vocabulary * width if model.tie else 0
         pooled = spec.task in ("classification", "regression")
         past = spec.past_steps if spec.task == "forecasting" else 0
         line = facts.outputs * spec.data.horizon * (past + 1) if model.linear else 0
+        read = 2 * width if pooled and model.pool == "mean_max" else width
+        query = width if pooled and model.pool == "attention" else 0
         units.append(
             Unit(
                 "head",
                 head,
-                width + past,  # the last values are multiplied with as many weights for each output
+                read + past,  # the last values are multiplied with as many weights for each output
                 outputs,
                 width,
                 0,
-                outputs * width + outputs - tied + line,
+                outputs * read + outputs - tied + query + line,
                 kept=0 if pooled else outputs + facts.outputs * past,
                 deferred=0 if pooled else outputs,
                 work=0 if pooled else outputs,
-                carry=width if pooled else 0,
-                tensors=4 if line else 2,
+                carry=read if pooled else 0,
+                tensors=2 + bool(query) + 2 * bool(line),
             )
         )
         if tied:
@@ -250,19 +224,20 @@ class Units:
             units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
         return Units(
             tuple(units),
-            _shapes(spec, facts),
+            tuple(replace(shape, steps=-(-shape.steps // total_stride(model.front_layers))) for shape in _shapes(spec, facts)),
             spec.train.precision,
             spec.train.optimizer,
             _states(spec.train),
             tied,
             spec.train.accumulate,
             pooled,
-            model.bidirectional,
+            model.bidirectional or bool(model.front_layers),
             spec.streams,
             spec.train.reproducible,
             spec.train.shard_optimizer,
             _outer_copies(spec.train),
             picks_rows=model.softmax == "adaptive",
+            stride=total_stride(model.front_layers),
         )
 
 
@@ -279,68 +254,6 @@ def _outer_copies(train: TrainSpec) -> int:
         return 4  # gradients in a row, weights that come back, in parts and in a row, and at most one more for the share
     momentum = train.outer_momentum if train.sync == "diloco" else train.block_momentum
     return 1 + (1 if momentum else 0) + -(-2 // train.sync_fragments)
-
-
-def _or(given: float | None, otherwise: float) -> float:
-    return otherwise if given is None else given
-
-
-def _encoder(spec: Spec, facts: DataFacts) -> Unit:
-    model = spec.model
-    if facts.vocabulary:
-        width = model.embedding or model.widths[0]
-        dropped = width if _or(model.dropout_input, model.dropout) or model.dropout_words else 0
-        size = facts.vocabulary * width
-        return Unit(
-            "encoder",
-            "embedding",
-            facts.vocabulary,
-            width,
-            0,
-            width,
-            size,
-            kept=dropped + 2,
-            deferred=width + 2,
-            work=width,
-            dropout=dropped,
-            tensors=1,
-        )
-    if not facts.features:
-        raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
-    inputs = step_inputs(spec, facts)
-    width, tables = inputs.width, len(inputs.tables)
-    dropped = width if model.dropout_input else 0
-    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped, tensors=tables)
-
-
-def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: int) -> Unit:
-    model = spec.model
-    cell, directions, back = by_name(model.cell), 2 if model.bidirectional else 1, model.projection or hidden
-    rows, extra = cell.gates * hidden, cell.extra(hidden).values()
-    one = cell.multiply_adds(width, hidden, model.projection) + 2 * rows + sum(math.prod(each.shape) for each in extra)
-    norm = out if model.layer_norm else 0
-    carry = directions * sum(cell.widths(hidden, model.projection))
-    parameters = directions * one + 2 * norm + (carry if model.learned_carry else 0)
-    # What the cell keeps, the output (also before the projection), then what dropout and norm save.
-    kept = directions * (cell.kept * hidden + (hidden if model.projection else 0)) + out + dropout + norm
-    return Unit(
-        f"layer {layer + 1}",
-        cell.name,
-        width,
-        hidden,
-        width,
-        out,
-        parameters,
-        kept,
-        deferred=directions * (rows + back) + width if cell.backends else 0,  # autograd alone defers nothing
-        carry=carry,
-        work=directions * cell.kept * hidden + width,
-        projection=model.projection,
-        directions=directions,
-        dropout=dropout,
-        norm=norm,
-        tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(cell.parts) * model.learned_carry,
-    )
 
 
 def _head(spec: Spec, facts: DataFacts) -> tuple[CallKind, int]:

@@ -47,15 +47,15 @@ def places(program: Program) -> dict[Channel, Places]:
         at = task.stage, task.micro_batch
         ends[at] = max(ends[at], turn)
     found: dict[Channel, Places] = {}
-    for line, sent in sends(program).items():
+    for channel, sent in sends(program).items():
         reads = [order[cast(StageTask, reader(task, program.schedule))] for task in sent]
         begun: dict[int, int] = {}  # the turn of each micro-batch's first message
         for task in sent:
             begun.setdefault(task.micro_batch, order[task])
         signalled = _signalled(reads)
         signals = _fewest([reads[number] for number in signalled], [order[sent[number]] for number in signalled])
-        slots = _fewest([ends[line.receiver, part] for part in begun], list(begun.values()))
-        found[line] = Places(slots, signals, signalled)
+        slots = _fewest([ends[channel.receiver, part] for part in begun], list(begun.values()))
+        found[channel] = Places(slots, signals, signalled)
     return found
 
 

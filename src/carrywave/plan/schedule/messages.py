@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, place, reader, source
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, reader, source, start_times
 
 Pair = tuple[int, int]  # two stages, the lower first
 
@@ -89,7 +89,7 @@ def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
 
 def global_order(schedule: Schedule) -> dict[StageTask, int]:
     """The position of each task in the global order, by start time."""
-    moments = place(schedule)
+    moments = start_times(schedule)
     return {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
 
 
@@ -105,16 +105,16 @@ def outgoing(task: StageTask, schedule: Schedule) -> Channel | None:
     return None if other is None else Channel(other.phase, task.stage, other.stage)
 
 
-def lines(stages: int, *, share_head: bool) -> list[Channel]:
+def channels_of(stages: int, *, share_head: bool) -> list[Channel]:
     """Every channel used by programs with this number of stages."""
     last = stages - 1
-    found = [line for stage in range(last) for line in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
-    return found + [line for stage in range(last) if share_head for line in (Channel("H", last, stage), Channel("B", stage, last))]
+    found = [channel for stage in range(last) for channel in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
+    return found + [channel for stage in range(last) if share_head for channel in (Channel("H", last, stage), Channel("B", stage, last))]
 
 
 def pairs_of(known: Iterable[Channel]) -> list[Pair]:
     """The pairs of stages that exchange messages on these channels, in the order in which they connect."""
-    return sorted({line.pair for line in known})
+    return sorted({channel.pair for channel in known})
 
 
 def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: int) -> tuple[ProgramStep, ...]:
@@ -170,4 +170,4 @@ def _inboxes(schedule: Schedule, stage: int) -> list[list[tuple[StageTask, Stage
             reading = reader(task, schedule)
             if reading is not None and reading.stage == stage:
                 found[Channel(reading.phase, task.stage, stage)].append((task, reading))
-    return [found[line] for line in sorted(found, key=lambda line: ("FBH".index(line.phase), line.sender))]
+    return [found[channel] for channel in sorted(found, key=lambda channel: ("FBH".index(channel.phase), channel.sender))]

@@ -63,17 +63,17 @@ class Schedule:
         return frozenset(task.micro_batch for tasks in self.stages for task in tasks if task.phase == "W")
 
 
-def serial(chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, weights: bool = True) -> Schedule:
+def serial(chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, defer_weights: bool = True) -> Schedule:
     """One stage: each micro-batch runs forward through its chunks, then backward in reverse order, before the next micro-batch starts.
 
-    `weights`: the weight gradients of a micro-batch with several chunks are a task of their own (W), here and in the other schedules.
+    `defer_weights`: the weight gradients of a micro-batch with several chunks are a task of their own (W), here and in the other schedules.
     """
     counts = _counts(1, chunks, micro_batches)
-    return Schedule((_one_by_one(0, counts, backward, weights),), counts)
+    return Schedule((_one_by_one(0, counts, backward, defer_weights),), counts)
 
 
 def sequential(
-    stages: int, chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, weights: bool = True
+    stages: int, chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, defer_weights: bool = True
 ) -> Schedule:
     """Naive model parallelism: stages run one after the other, a whole micro-batch at a time, so only one works at any moment (but for
     weight gradients, which keep nobody waiting).
@@ -84,7 +84,7 @@ def sequential(
             "a sequential schedule without backward must have one micro-batch, since no backward would hold up the next; "
             "use micro_batches=1"
         )
-    return Schedule(tuple(_one_by_one(stage, counts, backward, weights) for stage in range(stages)), counts, in_turn=True)
+    return Schedule(tuple(_one_by_one(stage, counts, backward, defer_weights) for stage in range(stages)), counts, in_turn=True)
 
 
 def gpipe(stages: int, micro_batches: int, *, backward: bool = True) -> Schedule:
@@ -105,7 +105,7 @@ def wavefront(
     backward: bool = True,
     share_head: bool = False,
     head: float = HEAD,
-    weights: bool = True,
+    defer_weights: bool = True,
 ) -> Schedule:
     """Chunks are pipelined: stages work on different chunks, and a micro-batch's backward starts once its last chunk has passed the
     last stage. Several micro-batches interleave one forward, one backward (1F1B), so a stage holds little more than one micro-batch.
@@ -120,8 +120,8 @@ def wavefront(
         return Schedule(
             tuple(tuple(StageTask("F", stage, chunk, part) for chunk, part in forwards_of(counts)) for stage in range(stages)), counts
         )
-    rows = wavefront_order(stages, counts, head if share_head and stages > 1 else None, weights=weights)
-    return Schedule(tuple(tuple(StageTask(phase, stage, *place) for phase, *place in row) for stage, row in enumerate(rows)), counts)
+    rows = wavefront_order(stages, counts, head if share_head and stages > 1 else None, defer_weights=defer_weights)
+    return Schedule(tuple(tuple(StageTask(phase, stage, *position) for phase, *position in row) for stage, row in enumerate(rows)), counts)
 
 
 def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:
@@ -136,14 +136,14 @@ def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tup
     return counts
 
 
-def _one_by_one(stage: int, counts: tuple[int, ...], backward: bool, weights: bool) -> tuple[StageTask, ...]:
+def _one_by_one(stage: int, counts: tuple[int, ...], backward: bool, defer_weights: bool) -> tuple[StageTask, ...]:
     tasks: list[StageTask] = []
     for part, count in enumerate(counts):
         row = [StageTask("F", stage, chunk, part) for chunk in range(count)]
         tasks += row
         if backward:
             tasks += [task._replace(phase="B") for task in reversed(row)]
-        if backward and weights and count > 1:
+        if backward and defer_weights and count > 1:
             tasks.append(StageTask("W", stage, 0, part))
     return tuple(tasks)
 
@@ -233,12 +233,12 @@ def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
     """Check that a shared head scores each chunk exactly once, on any stage."""
     found = Counter((task.chunk, task.micro_batch) for task in heads)
     last = len(schedule.stages) - 1
-    for place in forwards_of(schedule.chunks) if heads else []:
-        if (times := found.pop(place, 0)) != 1:
+    for position in forwards_of(schedule.chunks) if heads else []:
+        if (times := found.pop(position, 0)) != 1:
             fact = "is missing from" if times == 0 else f"appears {times} times in"
-            raise PlanError(f"{name(StageTask('H', last, *place), schedule)} {fact} the schedule; the head must run once on each chunk")
-    for place in found:
-        raise PlanError(f"{name(StageTask('H', last, *place), schedule)} scores a chunk that does not exist; remove it")
+            raise PlanError(f"{name(StageTask('H', last, *position), schedule)} {fact} the schedule; the head must run once on each chunk")
+    for position in found:
+        raise PlanError(f"{name(StageTask('H', last, *position), schedule)} scores a chunk that does not exist; remove it")
 
 
 def durations(
@@ -262,14 +262,14 @@ def durations(
     return seconds
 
 
-def place(
+def start_times(
     schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
 ) -> dict[StageTask, float]:
     """Start time of each task, given durations as in `durations` and free messages; rejects a schedule that would deadlock."""
-    return _place(schedule, durations(schedule, forward=forward, backward=backward, head=head, weights=weights))
+    return _start_times(schedule, durations(schedule, forward=forward, backward=backward, head=head, weights=weights))
 
 
-def _place(schedule: Schedule, seconds: Callable[[StageTask], float]) -> dict[StageTask, float]:
+def _start_times(schedule: Schedule, seconds: Callable[[StageTask], float]) -> dict[StageTask, float]:
     check(schedule)
     ends: dict[StageTask, float] = {}
     moments: dict[StageTask, float] = {}
@@ -305,7 +305,7 @@ def bubble(
 ) -> float:
     """The fraction of the stages' time spent idle, given durations as in `durations` and free messages."""
     seconds = durations(schedule, forward=forward, backward=backward, head=head, weights=weights)
-    moments = _place(schedule, seconds)
+    moments = _start_times(schedule, seconds)
     end = max(moment + seconds(task) for task, moment in moments.items())
     return 1 - sum(map(seconds, moments)) / (end * len(schedule.stages))
 
@@ -324,7 +324,7 @@ def _letters(part: int) -> str:
 
 def show(schedule: Schedule) -> str:
     """The schedule as a picture, one row per stage."""
-    moments = {task: int(moment) for task, moment in _place(schedule, lambda task: 1).items()}
+    moments = {task: int(moment) for task, moment in _start_times(schedule, lambda task: 1).items()}
     width = max(len(name(task, schedule)) for task in moments)
     end = max(moments.values()) + 1
     rows = []

@@ -17,7 +17,7 @@ MOST_WAITING = 2
 Placed = tuple[Literal["F", "B", "H", "W"], int, int]  # a task of a stage: phase, chunk, micro-batch
 
 
-def wavefront_order(stages: int, counts: tuple[int, ...], head: float | None, *, weights: bool) -> list[list[Placed]]:
+def wavefront_order(stages: int, counts: tuple[int, ...], head: float | None, *, defer_weights: bool) -> list[list[Placed]]:
     """Each stage's task order from a greedy simulation with the durations assumed above. A stage prefers a backward if one is ready, then a
     forward unless that would exceed its limit of chunks in flight, then a head (None: not shared), then the weight gradients of a
     micro-batch whose backward it has finished. If MOST_WAITING micro-batches wait for these, it computes the oldest before anything else; a
@@ -32,7 +32,7 @@ def wavefront_order(stages: int, counts: tuple[int, ...], head: float | None, *,
     whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
     last, total = stages - 1, len(forwards)
     limits = [max(counts) + extra(max(counts), last - stage) for stage in range(stages)]
-    deferred = frozenset(part for part, count in enumerate(counts) if weights and count > 1)
+    deferred = frozenset(part for part, count in enumerate(counts) if defer_weights and count > 1)
     most = min(stages, MOST_WAITING)
     waiting: list[list[int]] = [[] for _ in range(stages)]  # micro-batches whose weight gradients can be computed, oldest first
     rows: list[list[Placed]] = [[] for _ in range(stages)]

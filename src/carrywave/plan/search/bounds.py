@@ -87,16 +87,16 @@ def _all_units(case: PlanCase, seconds: OfUnits, tasks: int) -> float:
 
 def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     """The earliest time at which each stage can finish: its own work, plus the time to reach it and to return from later stages."""
-    stages, span = case.plan.stages, case.spans(edges)
+    stages, units = case.plan.stages, case.spans(edges)
     first, final = case.lanes[0], case.lanes[-1]
     # Weight gradients after the last backward: those of its own micro-batch, and of others that may still wait.
-    late = [case.weight_gradients(stage, *span[stage], final) for stage in range(stages)]
-    waiting = [sum(case.weight_gradients(stage, *each, lanes) for lanes in case.lanes[-MOST_WAITING:]) for stage, each in enumerate(span)]
+    late = [case.weight_gradients(stage, *units[stage], final) for stage in range(stages)]
+    waiting = [sum(case.weight_gradients(stage, *each, lanes) for lanes in case.lanes[-MOST_WAITING:]) for stage, each in enumerate(units)]
     sends = case.message_seconds * sum(case.counts)  # receives cost nothing here: they may be posted while the stage is idle
     lead = back = all_work = waits = 0.0  # lead: time to reach a stage; back: time to return from it
     own = []  # the earliest end of each stage's tasks, without those weight gradients that may come after its last backward
     for stage in range(stages):
-        work = case.busy(stage, *span[stage]) - waiting[stage] + sends * ((stage > 0) + (stage < stages - 1))
+        work = case.busy(stage, *units[stage]) - waiting[stage] + sends * ((stage > 0) + (stage < stages - 1))
         all_work += work + waiting[stage]
         waits += lead + max(0.0, back - waiting[stage])
         if case.share_head:
@@ -105,13 +105,13 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
             work += scored_by(stages, case.counts, case.put_off)[stage] * min(scores)
         own.append(lead + work)
         if stage < stages - 1:
-            lead += case.forward(stage, *span[stage], first, 0) + case.hop(stage, edges, first, 0)
-            back += case.backward(stage, *span[stage], final, 0) + case.hop(stage, edges, final, 0)
+            lead += case.forward(stage, *units[stage], first, 0) + case.hop(stage, edges, first, 0)
+            back += case.backward(stage, *units[stage], final, 0) + case.hop(stage, edges, final, 0)
     # The last backward of a stage is followed by those of all earlier stages; `hop` already includes its send.
     ends = [own[-1] + waiting[-1]]
     after = own[-1] - case.message_seconds
     for stage in range(stages - 2, -1, -1):
-        after += case.hop(stage, edges, final, 0) + case.backward(stage, *span[stage], final, 0)
+        after += case.hop(stage, edges, final, 0) + case.backward(stage, *units[stage], final, 0)
         ends.append(max(after + late[stage], own[stage] + waiting[stage]))
         after = max(after, own[stage] - case.message_seconds)
     ends.reverse()
@@ -125,18 +125,18 @@ def _wave(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     stages and chunks in which all chunks but the last are equal: it follows one stage, the slowest, and crosses to the last chunk where
     that is latest.
     """
-    stages, span, lanes, last = case.plan.stages, case.spans(edges), case.lanes[0], case.chunks - 1
+    stages, units, lanes, last = case.plan.stages, case.spans(edges), case.lanes[0], case.chunks - 1
     send = case.message_seconds
     hop, short_hop = ([case.hop(stage, edges, lanes, chunk) for stage in range(stages - 1)] for chunk in (0, last))
-    whole, short = ([case.forward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
+    whole, short = ([case.forward(stage, *units[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
     forward = through(whole, short, hop, short_hop, last, [send] * (stages - 1) + [0.0])
     if case.share_head:  # no backward starts before the last chunk is scored
         forward += min(case.score(stage, lanes, last) for stage in range(stages))
-    whole, short = ([case.backward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
+    whole, short = ([case.backward(stage, *units[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
     ends = []
     for stage in range(stages):
         # The backward starts with the short chunk: the same path, reversed.
         sends = [send if each else 0.0 for each in range(stage, stages)]
         back = through(whole[stage:], short[stage:], hop[stage:], short_hop[stage:], last, sends)
-        ends.append(forward + back + case.weight_gradients(stage, *span[stage], lanes))
+        ends.append(forward + back + case.weight_gradients(stage, *units[stage], lanes))
     return ends

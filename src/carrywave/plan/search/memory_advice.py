@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.search.partition import NoFit, say, span
+from carrywave.plan.search.partition import NoFit, say, units_text
 from carrywave.plan.search.predictor import Predictor
 from carrywave.plan.search.space import Space
 
@@ -39,7 +39,9 @@ def too_large(space: Space) -> str | None:
     largest = alone.index(max(alone))
     if alone[largest] <= limit:
         return None
-    return f"{span(largest, largest + 1, units)} alone exceeds the {say(limit)} of the largest device by {say(alone[largest] - limit)}"
+    return (
+        f"{units_text(largest, largest + 1, units)} alone exceeds the {say(limit)} of the largest device by {say(alone[largest] - limit)}"
+    )
 
 
 def remedies(error: NoFit, space: Space) -> list[str]:

@@ -57,7 +57,7 @@ def no_fit(units: int, stages: int, num_bytes: BytesOf, limits: Sequence[int]) -
     lacks = [num_bytes(stage, edges[stage], edges[stage + 1]) - limits[stage] for stage in range(stages)]
     stage = lacks.index(max(lacks))
     first, last = edges[stage], edges[stage + 1]
-    alone = f"{_unit(first, units)} alone exceeds" if last - first == 1 else f"stage {stage} ({span(first, last, units)}) exceeds"
+    alone = f"{_unit(first, units)} alone exceeds" if last - first == 1 else f"stage {stage} ({units_text(first, last, units)}) exceeds"
     lack = f"{alone} the {say(limits[stage])} of its device by {say(int(missing))}"
     remedy = (
         "use a device with more memory, or a smaller model"
@@ -121,7 +121,7 @@ def _trace(units: int, rows: list[BestCuts]) -> tuple[tuple[int, ...], float]:
     return tuple(edges[-2:0:-1]), rows[-1][0][units]
 
 
-def span(first: int, last: int, units: int) -> str:
+def units_text(first: int, last: int, units: int) -> str:
     """Describe units [first, last)."""
     names = [_unit(first, units)] if last - first == 1 else [_unit(first, units), _unit(last - 1, units)]
     return " to ".join(names)

@@ -27,7 +27,7 @@ from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, even_cuts
 from carrywave.plan.search.memory_advice import explained
-from carrywave.plan.search.partition import NoFit, all_cuts, partition, say, span
+from carrywave.plan.search.partition import NoFit, all_cuts, partition, say, units_text
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.space import ALL_STAGES, MICRO_BATCHES, Space
 
@@ -275,9 +275,8 @@ class Search:
         """Says how much memory a plan lacks."""
         limits, units = self.predictor.limits(plan), len(self.units)
         missing = self.predictor.missing(plan).missing_bytes
-        return (
-            f"does not fit: {say(missing)} over the {say(min(limits))} limit of {'a stage' if plan.stages > 1 else span(0, units, units)}"
-        )
+        held = "a stage" if plan.stages > 1 else units_text(0, units, units)
+        return f"does not fit: {say(missing)} over the {say(min(limits))} limit of {held}"
 
 
 def _any(plan: Plan) -> bool:
@@ -329,7 +328,7 @@ def asked_for(plan: Plan, predictor: Predictor, choice: PlanChoice) -> PlanChoic
     edges = plan.edges(len(predictor.units))
     for stage, (memory, limit) in enumerate(zip(predictor.memories(plan), predictor.limits(plan), strict=True)):
         if memory.total > limit:
-            where = span(edges[stage], edges[stage + 1], len(predictor.units))
+            where = units_text(edges[stage], edges[stage + 1], len(predictor.units))
             over = say(memory.total - limit)
             raise PlanError(
                 f"stage {stage} of the requested plan ({where}) exceeds the {say(limit)} of its device by {over}; "

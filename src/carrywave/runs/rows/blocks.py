@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class Block:
 
     data: Sequences
     carried: Sequence[Row] = ()  # of each row; on rank 0 only
+    others: tuple[Sequences, ...] = ()  # the same rows, as further runs read them
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,22 @@ class _Piece:
 
 
 def read_blocks(
-    rows: Rows, codec: Codec, carried: KeptColumns, *, most_rows: int = MOST_ROWS, most_elements: int = MOST_ELEMENTS
+    rows: Rows,
+    codec: Codec,
+    carried: KeptColumns,
+    *,
+    others: Sequence[Codec] = (),
+    most_rows: int = MOST_ROWS,
+    most_elements: int = MOST_ELEMENTS,
 ) -> Iterator[Block]:
-    """Yield all rows in order, encoded with a codec; an input without rows is an error."""
+    """Yield all rows in order, encoded with a codec and with each of `others`; an input without rows is an error."""
     piece: list[tuple[int, Row]] = []
     kept: list[Row] = []
     elements = count = 0
     for number, row in rows:
         size = _elements(row, codec.field)
         if piece and (len(piece) == most_rows or elements + size > most_elements):
-            yield _block(_Piece(rows, piece), codec, kept)
+            yield _block(_Piece(rows, piece), codec, kept, others)
             piece, kept, elements = [], [], 0
         kept.append(carried.take(row, rows.where(number)))
         # Other fields are not held: a row may have much that nobody asked for.
@@ -75,11 +83,12 @@ def read_blocks(
         count += 1
     if not count:
         raise DataError(f"{rows.name} is empty; use data with at least one row")
-    yield _block(_Piece(rows, piece), codec, kept)
+    yield _block(_Piece(rows, piece), codec, kept, others)
 
 
-def _block(piece: _Piece, codec: Codec, carried: list[Row]) -> Block:
-    return Block(examples.encode(piece, codec, MemoryAppender, labelled=False, join=False), carried)
+def _block(piece: _Piece, codec: Codec, carried: list[Row], others: Sequence[Codec]) -> Block:
+    data, *more = (examples.encode(piece, each, MemoryAppender, labelled=False, join=False) for each in (codec, *others))
+    return Block(data, carried, tuple(more))
 
 
 def _elements(row: Row, field: str) -> int:
@@ -103,15 +112,22 @@ def shared(world: World, read: Callable[[], Iterator[Block]]) -> Iterator[Block]
             if world.rank == 0:
                 blocks = read() if blocks is None else blocks
                 block = next(blocks, None)
-        given = broadcast(world, {} if block is None else _packed(block.data))
+        given = broadcast(world, {} if block is None else _packed((block.data, *block.others)))
         if not given:
             return
-        yield block if block is not None else Block(_unpacked(given))
+        if block is None:
+            data, *others = _unpacked(given)
+            block = Block(data, others=tuple(others))
+        yield block
 
 
-def _packed(data: Sequences) -> dict[str, Tensor]:
+def _packed(read: Sequence[Sequences]) -> dict[str, Tensor]:
     """The arrays as bytes, named with what they hold: not every dtype of NumPy can be sent."""
-    arrays = {"inputs": data.inputs, "starts": data.starts, "lengths": data.lengths}
+    arrays = {
+        f"{number} {name}": array
+        for number, data in enumerate(read)
+        for name, array in (("inputs", data.inputs), ("starts", data.starts), ("lengths", data.lengths))
+    }
     return {
         f"{name} {array.dtype.str} {'x'.join(map(str, array.shape))}": torch.from_numpy(
             np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -120,9 +136,10 @@ def _packed(data: Sequences) -> dict[str, Tensor]:
     }
 
 
-def _unpacked(given: dict[str, Tensor]) -> Sequences:
-    arrays = {}
+def _unpacked(given: dict[str, Tensor]) -> list[Sequences]:
+    arrays: dict[int, dict[str, Any]] = {}
     for key, flat in given.items():
-        name, dtype, shape = key.split(" ")
-        arrays[name] = flat.numpy().view(np.dtype(dtype)).reshape([int(size) for size in shape.split("x")])
-    return Sequences(arrays["inputs"], arrays["starts"], arrays["lengths"])
+        number, name, dtype, shape = key.split(" ")
+        array = flat.numpy().view(np.dtype(dtype)).reshape([int(size) for size in shape.split("x")])
+        arrays.setdefault(int(number), {})[name] = array
+    return [Sequences(each["inputs"], each["starts"], each["lengths"]) for _, each in sorted(arrays.items())]

@@ -16,6 +16,7 @@ from torch import Tensor
 from carrywave.errors import UserError, option
 from carrywave.kernels import random
 from carrywave.model.model import Model
+from carrywave.runs.ensemble.averages import mean_of_shares
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def kept(shares_BV: Tensor, how: Sampling) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: Model,
+    model: Model | Sequence[Model],
     prompts: Sequence[Sequence[int]],
     count: int,
     *,
@@ -77,25 +78,30 @@ def generate(
 ) -> list[list[int]]:
     """Generate `count` tokens for each prompt (of at least one token).
 
-    `numbers` are the numbers of the prompts among all of them, by which draws are keyed; by default, they are counted from 0.
+    Several models continue them together: each token is drawn from the mean of their probabilities. `numbers` are the numbers of the
+    prompts among all of them, by which draws are keyed; by default, they are counted from 0.
     """
     if not prompts:
         return []
-    model.eval()
+    models = [model] if isinstance(model, Model) else list(model)
+    for each in models:
+        each.eval()
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
     x_TB = torch.zeros((int(lengths_B.max()), len(prompts)), dtype=torch.int64)
     for lane, prompt in enumerate(prompts):
         x_TB[: len(prompt), lane] = torch.tensor(list(prompt))
-    y_TBH, state = model(x_TB.to(device), lengths=lengths_B)
-    y_BH = y_TBH[lengths_B - 1, torch.arange(len(prompts), device=device)]
+    read = [each(x_TB.to(device), lengths=lengths_B) for each in models]
+    ys_BH = [y_TBH[lengths_B - 1, torch.arange(len(prompts), device=device)] for y_TBH, _ in read]
+    states = [state for _, state in read]
     key = random.key(how.seed).to(device)
     number_B = torch.tensor(range(len(prompts)) if numbers is None else list(numbers), device=device)
     tokens: list[Tensor] = []
     for position in range(count):
-        logits_BV = model.head(y_BH[None])[0].double()
+        logits = [each.head(y_BH[None])[0].double() for each, y_BH in zip(models, ys_BH, strict=True)]
+        logits_BV = logits[0] if len(logits) == 1 else mean_of_shares(logits)
         chosen_B = choose(logits_BV, how, random.uniform(key, number_B, torch.full_like(number_B, position)))
         tokens.append(chosen_B)
         if position + 1 < count:
-            y_TBH, state = model(chosen_B[None], state)
-            y_BH = y_TBH[0]
+            read = [each(chosen_B[None], state) for each, state in zip(models, states, strict=True)]
+            ys_BH, states = [y_TBH[0] for y_TBH, _ in read], [state for _, state in read]
     return torch.stack(tokens, dim=1).tolist() if tokens else [[] for _ in prompts]

@@ -22,17 +22,18 @@ Numbers = NDArray[Any]
 
 
 class Outputs:
-    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next."""
+    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next. With `shares`, tags are given as logits."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: Saved, *, shares: bool = False) -> None:
         self.saved = saved
+        self._shares = shares
         spec = saved.spec
         if spec.task == "tagging" and spec.streams:
             # Predictions are for each sequence by itself, however the model was trained.
             spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
         self._spec = spec
         mesh = saved.mesh
-        self._capture = Capture.of(mesh.device, mesh.plan, saved.model, in_stream=mesh.messages_in_stream)
+        self._capture = Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device)
 
     def of(self, data: Sequences) -> list[Numbers]:
         """The output for the whole of each sequence (classification, regression), its tags (tagging), or the forecast after its last step.
@@ -41,7 +42,7 @@ class Outputs:
         """
         pieces: dict[int, Tensor] = {}
         for out, lengths, owners in self._walk(data):
-            if self.saved.spec.task == "tagging":
+            if self.saved.spec.task == "tagging" and not self._shares:
                 out = out.argmax(-1)
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner < 0 or not length:

@@ -10,6 +10,7 @@ import torch
 from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.table import Table
+from carrywave.runs.ensemble.averages import AveragedOutputs
 from carrywave.runs.rows.blocks import Block
 from carrywave.runs.rows.outputs import Numbers, Outputs
 from carrywave.runs.trained_run import Saved
@@ -18,9 +19,9 @@ from carrywave.tasks.forecast_values import ForecastValues
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 
 
-def rows_of(outputs: Outputs, block: Block) -> Iterator[Row]:
+def rows_of(outputs: Outputs | AveragedOutputs, block: Block) -> Iterator[Row]:
     """A row for each of a block, in order, after the fields that are carried. Empty on ranks other than 0. Collective when it is called."""
-    found = outputs.of(block.data)
+    found = outputs.of(block.data, *block.others)
     predicted = _PREDICTED[outputs.saved.spec.task](outputs.saved, found) if found else ()
     return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,12 @@ def _of_rows(rows: Rows, carried: KeptColumns) -> Iterator[Prompt]:
         yield Prompt(where, text, carried.take(row, where))
 
 
-def continued(saved: Saved, prompts: Iterator[Prompt], count: int, how: Sampling) -> Iterator[list[Row]]:
+def continued(members: Sequence[Saved], prompts: Iterator[Prompt], count: int, how: Sampling) -> Iterator[list[Row]]:
     """Yield the continuations of block after block of prompts; on ranks other than 0 the blocks are empty. Collective.
 
-    Rank 0 reads the prompts. Each worker continues its share of a block.
+    Rank 0 reads the prompts. Each worker continues its share of a block. Several runs continue them together.
     """
+    saved, models = members[0], [member.model for member in members if isinstance(member.model, Model)]
     world, codec = saved.mesh.world, saved.task.codec
     if not isinstance(saved.model, Model):
         raise RunError(
@@ -128,7 +129,7 @@ def continued(saved: Saved, prompts: Iterator[Prompt], count: int, how: Sampling
         starts = [start(codec, prompt.text, prompt.where) for prompt in block]
         numbers = range(world.rank, len(block), world.size)
         made = generate(
-            saved.model,
+            models,
             [starts[number].tolist() for number in numbers],
             count,
             how=how,

@@ -15,6 +15,7 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
+from carrywave.model.over_time.front import Front
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -70,11 +71,11 @@ def train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
     return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
 
 
-def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
+def check_spec(spec: TrainSpec, *, user_optimizer: bool) -> None:
     """Refuse settings that have no effect on a step in a user's own loop."""
     usual = TrainSpec()
     for key in sorted(spec.model_fields_set):
-        if own_optimizer and key in OPTIMIZER_KEYS:
+        if user_optimizer and key in OPTIMIZER_KEYS:
             remedy = "average with torch.optim.swa_utils.AveragedModel" if key == "ema" else f"remove train.{key}"
             raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; {remedy}")
         if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
@@ -237,6 +238,8 @@ def _why_no_carry(model: Model | OpaqueModel) -> str:
         return f"the trainer does not know the carry of a module such as {name}; wrap its parts as cw.Model(encoder, lstm, head), or "
     if model.pooled or model.whole_head:
         return f"the head {type(model.head).__name__} reads whole sequences; "
+    if model.has_front:
+        return "the front reads whole sequences; "
     return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "
 
 
@@ -244,11 +247,12 @@ def _first(module: nn.Module) -> nn.Module:
     """The innermost module that reads the inputs."""
     while isinstance(module, nn.Sequential) and len(module):
         module = module[0]
-    return module
+    return module if not isinstance(module, Front) or module.step_encoder is None else _first(module.step_encoder)
 
 
 def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
+    numbers = reader.features if isinstance(reader, Front) else numbers
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(

@@ -82,11 +82,12 @@ def _fails_without_targets(trainer: Trainer) -> bool:
     sample = few_of(batch, random.key(0), stage.width_head, pooled=stage.pooled, whole_time=True)
     assert sample.targets is not None
     masked = torch.full_like(sample.targets, torch.nan if targets.is_floating_point() else IGNORED)
+    beside: dict[str, object] = {}
     if isinstance(stage, OpaqueModel):
-        root, run = stage.module, piecewise(stage, "module")
+        root, run, beside = stage.module, piecewise(stage, "module"), stage.own_loss
     else:
         root, run = stage.head, head(stage.head, "head", pooled=stage.pooled)
     dtype = next((p.dtype for p in root.parameters()), torch.float32)
-    with suppress(Exception), untouched(root, sample.x.device, dtype), torch.no_grad():
+    with suppress(Exception), untouched(root, sample.x.device, dtype, beside.values()), torch.no_grad():
         return not bool(run(replace(sample, targets=masked).to(dtype), sample.whole.pieces).sums[0][0].isfinite())
     return False

@@ -73,10 +73,10 @@ class Capture:
 
     @staticmethod
     def of(
-        device: torch.device, plan: Plan, model: nn.Module, optimizer: Optimizer | None = None, *, in_stream: bool = False
+        device: torch.device, plan: Plan, model: nn.Module, optimizer: Optimizer | None = None, *, on_device: bool = False
     ) -> Capture | None:
         """Return a Capture, or None if nothing may be captured: without CUDA, in a pipeline whose messages pass through the host (they do
-        not if `in_stream`), if replicas exchange rows of a vocabulary within a pass, if the head's
+        not if `on_device`), if replicas exchange rows of a vocabulary within a pass, if the head's
         work depends on the targets, or with CARRYWAVE_CAPTURE=0.
 
         User-defined modules and hooks are not captured either, because a replay would not run their code, unless CARRYWAVE_CAPTURE=1. Pass
@@ -84,7 +84,7 @@ class Capture:
         """
         wanted = os.environ.get("CARRYWAVE_CAPTURE", "")
         on_host = (
-            (plan.stages > 1 and not in_stream) or plan.splits_vocabulary or getattr(getattr(model, "head", None), "picks_rows", False)
+            (plan.stages > 1 and not on_device) or plan.splits_vocabulary or getattr(getattr(model, "head", None), "picks_rows", False)
         )
         if wanted == "0" or device.type != "cuda" or on_host or not (wanted == "1" or ours(model)):
             return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
 from carrywave.step.passes.job import Job, Observer
@@ -63,7 +64,8 @@ class ChunkForward:
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths, job.per_change)
+            lengths = None if chunk.lengths is None else shorter(chunk.lengths, self.stage.stride)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths, job.per_change)
             left = self.with_tail(job, raw, left)
             penalty = extra.detach()
             root = extra if root is None else root + extra

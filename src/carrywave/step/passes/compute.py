@@ -60,7 +60,7 @@ class Compute:
                 program,
                 self._jobs(batches, keys, carry),
                 self.mesh.links,
-                place=self.mesh.stage,
+                stage_number=self.mesh.stage,
                 gradients=gradients,
                 clock=self.clock,
             )

@@ -45,6 +45,7 @@ from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
 from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.parallel.links.device_links import DeviceLinks, Message
@@ -84,15 +85,15 @@ def run(
     jobs: Sequence[Job],
     links: Links | None = None,
     *,
-    place: int = 0,
+    stage_number: int = 0,
     gradients: Gradients | None = None,
     clock: TaskClock | None = None,
 ) -> list[BatchOutcome]:
-    """Execute the program of the stage at `place`; gradients accumulate in the parameters' `.grad`.
+    """Execute the program of the stage with this number; gradients accumulate in the parameters' `.grad`.
 
     `gradients` are told which become final, in the last backward of a step and in the weight gradients after it. `clock` times each task.
     """
-    begun = _Run(stage, plan, program, jobs, links, place, gradients, clock)
+    begun = _Run(stage, plan, program, jobs, links, stage_number, gradients, clock)
     try:
         return begun.execute()
     except BaseException:
@@ -106,7 +107,9 @@ def forward(
 ) -> BatchOutcome:
     """Run one batch forward only, as an evaluation does. `uncut_time`: as in `program_for`."""
     program = program_for(mesh.plan, [batch], backward=False, uncut_time=uncut_time)
-    [outcome] = run(stage, mesh.plan, program, [Job(batch, state, precision=precision, observe=observe)], mesh.links, place=mesh.stage)
+    [outcome] = run(
+        stage, mesh.plan, program, [Job(batch, state, precision=precision, observe=observe)], mesh.links, stage_number=mesh.stage
+    )
     return outcome
 
 
@@ -120,14 +123,14 @@ class _Run:
         program: Program,
         jobs: Sequence[Job],
         links: Links | None,
-        place: int,
+        stage_number: int,
         gradients: Gradients | None,
         clock: TaskClock | None,
     ) -> None:
         if links is not None and links.in_order:
             program = program.in_order
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
-        self.place, self.gradients, self.clock = place, gradients, clock
+        self.stage_number, self.gradients, self.clock = stage_number, gradients, clock
         self.batches: list[Batch] = []  # by micro-batch
         self.owner: list[int] = []  # the job of each micro-batch
         self.first: list[int] = []  # the first micro-batch of each job
@@ -146,8 +149,8 @@ class _Run:
         device = jobs[0].batch.lengths.device
         self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
         self.carry_gradients: dict[int, list[Tensor | None]] = {}  # from a chunk to the one before it, by micro-batch
-        self.steps = program.stages[place]
-        self.last_stage = place == len(program.stages) - 1
+        self.steps = program.stages[stage_number]
+        self.last_stage = stage_number == len(program.stages) - 1
         self.share_head = bool(program.schedule.scorers)
         backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
         self.last_backward = backwards[-1] if backwards else None
@@ -155,7 +158,7 @@ class _Run:
         # Autograd graphs are needed only if the program has a backward pass.
         self.trains = bool(backwards)
         # Weight gradients that wait for their task, by micro-batch.
-        self.deferred = {task.micro_batch: Deferred() for task in program.schedule.stages[place] if task.phase == "W"}
+        self.deferred = {task.micro_batch: Deferred() for task in program.schedule.stages[stage_number] if task.phase == "W"}
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
         self.deferred_head = Deferred()
@@ -184,9 +187,9 @@ class _Run:
                 if step.kind == "receive":
                     self._receive(step.task)
                 elif step.kind == "send":
-                    line = cast(Channel, outgoing(step.task, self.program.schedule))
+                    channel = cast(Channel, outgoing(step.task, self.program.schedule))
                     with self._timed("send", step.task):
-                        cast(Links, self.links).send(line, self.leaving.pop(step.task))
+                        cast(Links, self.links).send(channel, self.leaving.pop(step.task))
                 else:
                     if self.links is not None:
                         self.links.flush()
@@ -245,30 +248,30 @@ class _Run:
             self.gradients.is_final(weight)
 
     def _receive(self, task: StageTask) -> None:
-        line = cast(Channel, incoming(task, self.program.schedule))
-        self.arriving[task] = cast(Links, self.links).receive(line, self._shape(line, task), self.dtype)
+        channel = cast(Channel, incoming(task, self.program.schedule))
+        self.arriving[task] = cast(Links, self.links).receive(channel, self._shape(channel, task), self.dtype)
 
-    def _shape(self, line: Channel, task: StageTask) -> tuple[int, int, int]:
+    def _shape(self, channel: Channel, task: StageTask) -> tuple[int, int, int]:
         """The shape of a message on a channel, from one of the tasks at its ends, which work on the same chunk."""
         first, end = self._span(task)
-        head = line.phase == "H" or (line.phase == "B" and line.sender < line.receiver)
-        from_below = self.place == (line.receiver if line.phase == "F" else line.sender)
+        head = channel.phase == "H" or (channel.phase == "B" and channel.sender < channel.receiver)
+        from_below = self.stage_number == (channel.receiver if channel.phase == "F" else channel.sender)
         width = self.stage.width_head if head else self.stage.width_in if from_below else self.stage.width_out
-        return end - first, self.batches[task.micro_batch].lanes.shape[0], width
+        return shorter(end - first, self.stage.stride), self.batches[task.micro_batch].lanes.shape[0], width
 
     def _messages(self) -> dict[Channel, list[Message]]:
         """Every message that this stage sends or receives, by channel, in order."""
         found: dict[Channel, list[Message]] = {}
         for step in self.steps:
             if step.kind != "run":
-                line = cast(Channel, (outgoing if step.kind == "send" else incoming)(step.task, self.program.schedule))
-                size = math.prod(self._shape(line, step.task)) * self.dtype.itemsize
-                found.setdefault(line, []).append(Message(step.task.micro_batch, size))
+                channel = cast(Channel, (outgoing if step.kind == "send" else incoming)(step.task, self.program.schedule))
+                size = math.prod(self._shape(channel, step.task)) * self.dtype.itemsize
+                found.setdefault(channel, []).append(Message(step.task.micro_batch, size))
         return found
 
     def _forward(self, task: StageTask) -> None:
         entered = self._entered(task)
-        if self.place > 0:
+        if self.stage_number > 0:
             x = self.arriving.pop(task).wait().requires_grad_(self.trains)
         else:
             first, end = self._span(task)
@@ -360,7 +363,7 @@ class _Run:
             self.chunks.finish(task.micro_batch)
         else:
             self.carry_gradients[task.micro_batch] = [tensor.grad for tensor in flatten(entered)]
-        if self.place > 0:
+        if self.stage_number > 0:
             self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
 
     def _place_in_segment(self, task: StageTask) -> int:

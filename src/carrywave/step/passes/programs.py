@@ -11,13 +11,13 @@ from carrywave.plan.schedule.messages import Program, with_messages
 from carrywave.plan.schedule.schedule import Schedule, wavefront
 from carrywave.step.passes.micro_batches import micro_batches_of
 
-# (stages, chunks of each micro-batch, backward=, share_head=True if requested, weights=False if gradients are not deferred) -> Schedule
+# (stages, chunks of each micro-batch, backward=, share_head=True if requested, defer_weights=False if none are deferred) -> Schedule
 Scheduler = Callable[..., Schedule]
 
 
 @lru_cache(maxsize=1024)
-def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, weights: bool, scheduler: Scheduler) -> Program:
-    options = ({"share_head": True} if share_head else {}) | ({} if weights else {"weights": False})
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, defer_weights: bool, scheduler: Scheduler) -> Program:
+    options = ({"share_head": True} if share_head else {}) | ({} if defer_weights else {"defer_weights": False})
     return with_messages(scheduler(stages, chunks, backward=backward, **options))
 
 

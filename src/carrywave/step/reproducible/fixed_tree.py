@@ -95,7 +95,7 @@ class FixedTree(Gradients):
     """
 
     sums = True
-    in_stream = False
+    on_device = False
 
     def __init__(
         self,

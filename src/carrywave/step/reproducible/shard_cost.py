@@ -44,7 +44,7 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     engine = trainer.engine
     if engine.shards is None:
         raise UserError("there are no shards to time; set train.reproducible=true")
-    own = trainer.own_part(batch)
+    own = trainer.local_part(batch)
     whole = Engine(engine.compute, Gradients(engine.gradients.trained, engine.gradients.held), engine.update)
     key = random.key(trainer.spec.seed, 0, 0)
     state = trainer.compute.start(own.lanes.shape[0]) if trainer.keep_state else None

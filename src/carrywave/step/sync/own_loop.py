@@ -64,10 +64,10 @@ class OwnExchanges:
             self.met = self.steps
 
 
-def check_unsaved(trainer: Trainer) -> None:
+def check_unsaved(sync: str) -> None:
     """Refuse to save or load a state that would lack what each replica has of its own."""
-    if trainer.sync is not None:
+    if sync != "step":
         raise UserError(
-            f"with train.sync={trainer.spec.sync} each replica has an optimizer state of its own, which a trainer's state does not hold; "
+            f"with train.sync={sync} each replica has an optimizer state of its own, which a trainer's state does not hold; "
             "save trainer.gathered() inside trainer.evaluation_weights() and start from these weights, or use cw.fit"
         )

@@ -62,6 +62,8 @@ def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss |
         raise SpecError(
             "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"
         )
+    if isinstance(model, Model) and model.has_front and spec.streams:
+        raise SpecError("the front reads whole sequences, but a stream is read in windows; set batch.tokens to train on sequences")
     if isinstance(model, Model) and model.whole_head and spec.streams:
         name = type(model.head).__name__
         raise SpecError(f"the head {name} reads whole sequences, but a stream is read in windows; set batch.tokens to train on sequences")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-_FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
+from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, is_users, own_classes, walk
 
 
-class Place(NamedTuple):
-    """Where a value lies that code reads: a name in the globals of a file, or a cell of a closure."""
+class Variable(NamedTuple):
+    """A variable that code reads: a name in the globals of a file, or a cell of a closure."""
 
     name: str
     holder: dict[str, Any] | CellType
@@ -35,12 +34,12 @@ class Place(NamedTuple):
             self.holder.cell_contents = value
 
 
-def places(roots: Sequence[object]) -> list[Place]:
+def variables_read_by(roots: Sequence[object]) -> list[Variable]:
     """Those that the code of these modules and functions reads, and the functions of the user's that it calls.
 
     Files, functions, modules and others' classes are not values.
     """
-    found: dict[tuple[int, str], Place] = {}
+    found: dict[tuple[int, str], Variable] = {}
     seen: set[int] = set()
     waiting = [function for root in roots for function in _functions(root)]
     while waiting:
@@ -49,27 +48,17 @@ def places(roots: Sequence[object]) -> list[Place]:
             continue
         seen.add(id(function.__code__))
         names = _names(function.__code__)
-        read = [Place(name, function.__globals__) for name in names if name in function.__globals__]
-        read += [Place(name, cell) for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
-        files = [each for place in read if isinstance(each := place.read(), ModuleType) and not _is_installed(vars(each))]
-        read += [Place(name, vars(each)) for each in files for name in names if name in vars(each)]
-        for place in read:
-            value = place.read()
+        read = [Variable(name, function.__globals__) for name in names if name in function.__globals__]
+        read += [Variable(name, cell) for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
+        files = [each for variable in read if isinstance(each := variable.read(), ModuleType) and not _is_installed(vars(each))]
+        read += [Variable(name, vars(each)) for each in files for name in names if name in vars(each)]
+        for variable in read:
+            value = variable.read()
             if isinstance(value, FunctionType | MethodType):
                 waiting += _functions(value)
             elif not isinstance(value, ModuleType | nn.Module | BuiltinFunctionType) and not _is_others_class(value):
-                found[id(place.holder), place.name] = place
+                found[id(variable.holder), variable.name] = variable
     return list(found.values())
-
-
-def own_classes(module: nn.Module) -> list[type]:
-    """The user's classes that a module is made of."""
-    return [kind for kind in type(module).__mro__ if not is_foreign(kind.__module__)]
-
-
-def is_foreign(name: str | None) -> bool:
-    """True for what is neither the user's nor from a library that knows nothing of us, by the name of its file's module."""
-    return str(name).partition(".")[0] in _FOREIGN
 
 
 def _is_installed(file: dict[str, Any]) -> bool:
@@ -87,18 +76,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _functions(root: object) -> Iterator[FunctionType]:
-    """The code of a function, or of a module and its submodules: methods, and functions among their attributes and hooks."""
-    if isinstance(root, MethodType):
-        root = root.__func__
-    if isinstance(root, FunctionType):
-        yield root
-    elif isinstance(root, nn.Module):
-        for module in root.modules():
-            hooks = [hook for store in (module._forward_hooks, module._forward_pre_hooks) for hook in store.values()]
-            methods = [value for kind in own_classes(module) for value in vars(kind).values()]
-            for value in (*vars(module).values(), *hooks, *methods):
-                held = [] if isinstance(value, FunctionType | type | nn.Module) else list(getattr(value, "__dict__", {}).values())
-                inner = (value.fget,) if isinstance(value, property) else (getattr(value, "__func__", value), *held)
-                for each in inner:
-                    if isinstance(each, FunctionType):
-                        yield each
+    """The code of a function, or of a module and its submodules: methods, and all functions that they hold, such as hooks."""
+    roots = [root, *(vars(type(root)).values() if is_users(root) else ())]
+    if isinstance(root, nn.Module):
+        modules = list(root.modules())
+        roots = [value for module in modules for kind in (module, *own_classes(module)) for value in vars(kind).values()]
+    return (met.value for met in walk(Met((), value) for value in roots) if isinstance(met.value, FunctionType))

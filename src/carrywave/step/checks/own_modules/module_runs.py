@@ -85,7 +85,8 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
                 for at in [each for each in pieces if (each.low, each.high) == (low, high)]:
                     encode(sample, at)
                     lengths = (sample.lengths[low:high] - at.first).clamp(0, at.end - at.first)
-                    acc = module.pool(y[at.first : at.end, low:high], lengths, acc)
+                    with random.scope(sample.key, sample.lanes[low:high], at.first):
+                        acc = module.pool(y[at.first : at.end, low:high], lengths, acc)
                 score(sample, acc, Piece(0, y.shape[0], low, high), ran)
         if ran.sums and torch.is_grad_enabled():
             _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))

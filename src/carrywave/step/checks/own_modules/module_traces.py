@@ -7,95 +7,87 @@ a running mean or a growing list is state: it changes again.
 from __future__ import annotations
 
 import random as python_random
-from collections import OrderedDict, deque
-from collections.abc import Mapping
-from types import MethodType
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from carrywave.step.checks.own_modules.module_reads import is_foreign, own_classes, places
+from carrywave.step.checks.own_modules.module_reads import variables_read_by
+from carrywave.step.checks.own_modules.object_walk import (
+    PLAIN,
+    TORCHS,
+    Met,
+    Path,
+    attributes_of,
+    is_foreign,
+    is_users,
+    own_classes,
+    slots_of,
+    walk,
+)
 
-_TORCHS = frozenset(vars(nn.Module())) - {"_buffers", "_parameters"} | {"_flat_weights"}
-_CONTAINERS = (list, dict, set, deque, OrderedDict)
-_DEPTH, _MOST = 4, 256  # how deep to descend into containers and objects, and how many members of each to compare
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_STORES = ("_parameters", "_buffers", "_modules")
 _GENERATORS = (torch.Generator, python_random.Random, np.random.Generator)
 
 
 class Kept:
-    """A copy of the current state of a module and its submodules, and of what their code reads and may change, to be restored later."""
+    """A copy of the current state of a module and its submodules, and of what their code reads and may change, to be restored later.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = list(root.modules())
+    `beside`: what is called with it, such as a loss.
+    """
+
+    def __init__(self, root: nn.Module, beside: Iterable[object] = ()) -> None:
+        roots = [root, *beside]
+        self._modules = [module for each in roots if isinstance(each, nn.Module) for module in each.modules()]
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._stores = [{name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")} for module in self._modules]
-        self._classes = [
-            (kind, name, value)
-            for kind in {kind for module in self._modules for kind in own_classes(module)}
-            for name, value in vars(kind).items()
-            if not name.startswith("__") and not callable(value) and not isinstance(value, (property, staticmethod, classmethod))
-        ]
-        self._outside = [(place, place.read()) for place in places([root])]
-        self._contents: list[tuple[Any, Any]] = [
-            (value, value.copy())
-            for each in self._attributes
-            for name, value in each.items()
-            if name in _STORES and type(value) in _CONTAINERS
-        ]
-        self._slots: list[tuple[Any, str, Any]] = []
-        self._generators: list[tuple[Any, Any]] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._values: list[tuple[Tensor, int, Tensor]] = []  # with torch's counter of changes
-        values = [value for each in self._attributes for name, value in each.items() if name not in _STORES]
-        values += [value for _, value in self._outside] + [value for _, _, value in self._classes]
-        seen: set[int] = set()
-        for value in values:
-            self._keep(value, seen, _DEPTH)
+        self._undo: list[Callable[[], None]] = []  # what restores everything else
+        held: list[Any] = [*roots, *(kind for module in self._modules for kind in own_classes(module))]
+        for variable in variables_read_by(roots):
+            held.append(variable.read())
+            if isinstance(held[-1], PLAIN):
+                self._undo.append(partial(variable.write, held[-1]))
+        for attributes in self._attributes:
+            for name, value in attributes.items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    held.append(value)
+                elif isinstance(value, dict):
+                    self._undo.append(partial(_refill, value, dict(value)))
+        for met in walk((Met((), value) for value in held), foreign=False):
+            self._keep(met.value)
         self._copies: dict[int, Tensor] = {}
         self._dtype: torch.dtype | None = None
 
-    def _keep(self, value: Any, seen: set[int], depth: int) -> None:
-        """Keep what a container or an object holds, and what that holds in turn."""
-        if not depth or id(value) in seen or isinstance(value, (*_PLAIN, nn.Module, type)):
-            return
-        seen.add(id(value))
-        if isinstance(value, np.ndarray):
-            self._arrays.append((value, value.copy()))
-            return
+    def _keep(self, value: Any) -> None:
+        """Keep what this value itself holds, if that can change. Modules of the root are kept as a whole, others are not restored."""
+        fields: dict[str, Any] = {}
         if isinstance(value, Tensor):
-            self._keep_value(value)
-            return
-        if isinstance(value, _GENERATORS):
-            self._generators.append((value, _state_of(value)))
-            return
-        store = value if type(value) in _CONTAINERS else None
-        if store is None and not is_foreign(type(value).__module__) and isinstance(getattr(value, "__dict__", None), dict):
-            store = vars(value)
-        inner = [] if store is None else list(store.values() if isinstance(store, dict) else store)
-        for name in _slots_of(value):
-            self._slots.append((value, name, getattr(value, name)))
-            inner.append(getattr(value, name))
-        if store is not None:
-            self._contents.append((store, store.copy()))
-        elif isinstance(value, tuple):
-            inner = list(value)
-        elif isinstance(value, MethodType):
-            inner = [value.__self__]
-        for each in inner[:_MOST]:
-            self._keep(each, seen, depth - 1)
+            self._keep_tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._undo.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, _GENERATORS):
+            self._undo.append(partial(_set_state, value, _state_of(value)))
+        elif isinstance(value, list | set | deque | dict):
+            self._undo.append(partial(_refill, value, dict(value) if isinstance(value, dict) else [*value]))
+        elif isinstance(value, type):
+            fields = class_values(value)
+        if is_users(value) and not isinstance(value, nn.Module | type):
+            fields = slots_of(value)
+            if isinstance(getattr(value, "__dict__", None), dict):
+                self._undo.append(partial(_refill, vars(value), dict(vars(value))))
+        self._undo += [partial(_reassign, value, name, each) for name, each in fields.items()]
 
-    def _keep_value(self, tensor: Tensor) -> None:
+    def _keep_tensor(self, tensor: Tensor) -> None:
         if not tensor.is_meta and not tensor.is_inference() and not (tensor.requires_grad and tensor.is_leaf):
-            self._values.append((tensor, tensor._version, tensor.detach().clone()))
+            self._undo.append(partial(_rewrite, tensor, tensor._version, tensor.detach().clone()))
 
     def keep_buffers(self) -> None:
         """Keep the values of buffers too, which may be changed in place."""
         for buffer in [each for module in self._modules for each in module._buffers.values() if each is not None]:
-            self._keep_value(buffer)
+            self._keep_tensor(buffer)
 
     def copy_tensors(self, dtype: torch.dtype) -> None:
         """Replace parameters and buffers by copies, floating-point ones in this dtype; tied tensors stay tied.
@@ -140,38 +132,22 @@ class Kept:
         for module, attributes in zip(self._modules, self._attributes, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
-        for place, value in self._outside:
-            if isinstance(value, _PLAIN) and place.read() is not value:
-                place.write(value)
-        for kind, name, value in self._classes:
-            if vars(kind).get(name) is not value:
-                setattr(kind, name, value)
-        for store, before in self._contents:
-            store.clear()
-            (store.extend if isinstance(store, (list, deque)) else store.update)(before)
-        for holder, name, value in self._slots:
-            if getattr(holder, name, None) is not value:
-                setattr(holder, name, value)
-        for array, before in self._arrays:
-            array[...] = before
-        for tensor, version, before in self._values:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(before)
-        for generator, state in self._generators:
-            _set_state(generator, state)
+        for undo in self._undo:
+            undo()
 
 
 class Left:
     """A record of what modules hold, apart from torch's own attributes, and of the variables that their code reads, at one moment."""
 
-    def __init__(self, paths: Mapping[str, nn.Module]) -> None:
+    def __init__(self, paths: Mapping[str, nn.Module], beside: Mapping[str, object]) -> None:
         root = next(iter(paths))
-        self._outside = [(root, place) for place in places([paths[root]])]
+        self._beside = {path: getattr(each, "__self__", each) for path, each in beside.items() if path not in paths}
+        self._outside = [(path, variable) for path, each in {root: paths[root], **beside}.items() for variable in variables_read_by([each])]
         self._values = self._now(paths)
 
     def _now(self, paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
-        return _values(paths) | {(root, f"variable {place.name}"): held(place.read()) for root, place in self._outside}
+        found = _values(paths) | {(path, f"variable {variable.name}"): held(variable.read()) for path, variable in self._outside}
+        return found | {(path, name): held(value) for path, each in self._beside.items() for name, value in attributes_of(each).items()}
 
     def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
         """What differs now, as (module path, attribute)."""
@@ -187,35 +163,37 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
         for name, value in vars(module).items():
             if name in ("_buffers", "_parameters"):
                 found |= {(path, inner): held(tensor) for inner, tensor in value.items()}
-            elif name not in _TORCHS:
+            elif name not in TORCHS:
                 found[path, name] = held(value)
         for kind in own_classes(module):
-            own = {name: value for name, value in vars(kind).items() if not name.startswith("__") and not callable(value)}
-            found |= {(path, f"class attribute {name}"): held(value) for name, value in own.items()}
+            found |= {(path, f"class attribute {name}"): held(value) for name, value in class_values(kind).items()}
     return found
 
 
-def held(value: Any, depth: int = _DEPTH) -> Any:
-    """A copy of a value for later comparison; None if the value cannot be compared."""
+def class_values(kind: type) -> dict[str, Any]:
+    """The attributes of a class of the user's that are values, not code."""
+    code = (property, staticmethod, classmethod)
+    members = {} if is_foreign(kind.__module__) else vars(kind)
+    return {name: value for name, value in members.items() if not (name.startswith("__") or callable(value) or isinstance(value, code))}
+
+
+def held(value: Any) -> dict[Path, Any]:
+    """A copy of a value and of all that it holds, for later comparison."""
+    return {met.path: _copy_of(met.value) for met in walk([Met((), value)])}
+
+
+def _copy_of(value: Any) -> Any:
+    """A copy of a value without what it holds; None if there is nothing to compare."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, _PLAIN):
-        return value
     if isinstance(value, _GENERATORS):
         state = _state_of(value)
         return state if isinstance(state, Tensor) else str(state)
-    if not depth or isinstance(value, (nn.Module, type)) or callable(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: held(inner, depth - 1) for key, inner in [*value.items()][-_MOST:]}, len(value)
-    if isinstance(value, (list, tuple, deque)):
-        return [held(inner, depth - 1) for inner in [*value][-_MOST:]], len(value)
-    if isinstance(value, (set, frozenset)):
+    if isinstance(value, list | tuple | set | frozenset | deque | Mapping):
         return len(value)
-    inside = getattr(value, "__dict__", {}) | {name: getattr(value, name) for name in _slots_of(value)}
-    return held(inside, depth - 1) if inside else None
+    return value if isinstance(value, PLAIN) else None
 
 
 def same(one: Any, other: Any) -> bool:
@@ -228,18 +206,30 @@ def same(one: Any, other: Any) -> bool:
         return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other or one != one)
 
 
-def _slots_of(value: Any) -> list[str]:
-    """The slots of an object of a class of the user's that hold something."""
-    kinds = [kind for kind in type(value).__mro__ if not is_foreign(kind.__module__)]
-    names = [name for kind in kinds for name in vars(kind).get("__slots__", ())]
-    return [name for name in names if isinstance(name, str) and name != "__dict__" and hasattr(value, name)]
+def _refill(container: Any, before: Any) -> None:
+    """Give a container its content back. Some cannot be filled, and do not change."""
+    now, then = ([*each, *each.values()] if isinstance(each, dict) else [*each] for each in (container, before))
+    if [*map(id, now)] != [*map(id, then)]:
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+def _reassign(holder: Any, name: str, value: Any) -> None:
+    """Give a class or an object with slots its field back."""
+    if (vars(holder).get(name) if isinstance(holder, type) else getattr(holder, name, None)) is not value:
+        setattr(holder, name, value)
+
+
+def _rewrite(tensor: Tensor, version: int, before: Tensor) -> None:
+    """Give a tensor its values back, unless torch's counter says that they are unchanged."""
+    if tensor._version != version:
+        with torch.no_grad():
+            tensor.copy_(before)
 
 
 def _state_of(generator: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random as python_random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -67,8 +67,8 @@ def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Seque
         half = tolerances is IN_HALVES  # as the step runs it; the last resort, because it is blunt
         context: AbstractContextManager[object] = autocast(how.precision, sample.x.device) if half else nullcontext()
         try:
-            with untouched(root, sample.x.device, dtype) as kept, context:
-                return _Probe(run, root, path, sample.to(dtype), kept, tolerances).findings(cuts, how)
+            with untouched(root, sample.x.device, dtype, how.beside.values()) as kept, context:
+                return _Probe(run, root, path, sample.to(dtype), kept, tolerances, how.beside).findings(cuts, how)
         except Exception as error:
             cause = error.with_traceback(None)  # frames hold tensors
     return [] if isinstance(cause, _Fails) else [Finding("unknown", path, type(root).__name__, _words(cause), None, cause)]
@@ -81,6 +81,7 @@ class Trial(NamedTuple):
     thorough: bool = True  # also whether it draws random numbers, keeps state or adds terms without targets; otherwise it is only cut
     precision: str = "fp32"  # of the step
     recompute: bool = False  # True if the step runs it without gradients first
+    beside: Mapping[str, object] = {}  # what is called with it, by name: a user's loss
 
 
 class _Fails(Exception):
@@ -88,17 +89,27 @@ class _Fails(Exception):
 
 
 class _Probe:
-    def __init__(self, run: Run, root: nn.Module, path: str, sample: ProbeSample, kept: Kept, tolerances: tuple[float, float]) -> None:
-        self.run, self.root, self.path, self.sample, self.kept = run, root, path, sample, kept
+    def __init__(
+        self,
+        run: Run,
+        root: nn.Module,
+        path: str,
+        sample: ProbeSample,
+        kept: Kept,
+        tolerances: tuple[float, float],
+        beside: Mapping[str, object],
+    ) -> None:
+        self.run, self.root, self.path, self.sample, self.kept, self.beside = run, root, path, sample, kept, beside
         self.tolerance, self.of_loss = tolerances
-        self.modules = {f"{path}.{name}" if name else path: module for name, module in root.named_modules()}
+        roots = [(name, each) for name, each in {path: root, **beside}.items() if isinstance(each, nn.Module)]
+        self.modules = {name: module for prefix, each in roots for name, module in each.named_modules(prefix=prefix)}
         self.names = {id(module): name for name, module in self.modules.items()}
         self.random = _generators(sample.x.device)
         self.fresh = self._fresh()
 
     def _fresh(self) -> Kept:
         """The state from which every run starts."""
-        fresh = Kept(self.root)
+        fresh = Kept(self.root, self.beside.values())
         fresh.keep_buffers()
         return fresh
 
@@ -170,7 +181,8 @@ class _Probe:
         return [self._finding("recompute", self.path)] if any(self._differ(a, b) for a, b in pairs) else []
 
     def _finding(self, fault: Fault, path: str, detail: str = "", axis: Axis | None = None) -> Finding:
-        return Finding(fault, path, type(self.modules.get(path, self.root)).__name__, detail, axis)
+        blamed = self.modules.get(path) or self.beside.get(path, self.root)
+        return Finding(fault, path, getattr(blamed, "__name__", type(blamed).__name__), detail, axis)
 
     def _draws(self) -> list[Finding]:
         """Report a module that draws from a generator that is not keyed: the innermost one."""
@@ -196,7 +208,7 @@ class _Probe:
         """Report state that a run leaves behind for the next: whatever a second run on the same inputs changes again."""
         found = self.kept.rewritten(self.modules)
         if not found:
-            left = Left(self.modules)
+            left = Left(self.modules, self.beside)
             self._run(self.sample.whole, again=True)
             found = left.changed(self.modules)
         return [self._finding("state", path, attribute) for path, attribute in found[:1]]
@@ -239,7 +251,8 @@ class _Probe:
         """`scale`: how large the numbers are that may cancel in the sum."""
         if not self._differ(one, several, max(float(one.abs()), scale) * self.of_loss / self.tolerance):
             return []
-        return [self._finding("loss", self.path, f"{what} of {float(one):.6g} as a whole but {float(several):.6g} in parts", cut.axis)]
+        detail = f"{what} of {float(one):.6g} as a whole but {float(several):.6g} in parts"
+        return [self._finding("loss", next(iter(self.beside), self.path), detail, cut.axis)]
 
     def _differences(self, whole: Ran, cut: Cut) -> list[Finding]:
         parts = self._run(cut)
@@ -264,7 +277,10 @@ class _Probe:
                 continue
             one, several = (torch.zeros_like(given) if each is None else each for each in (gradient, summed))
             if self._differ(one, several, scale):
-                return [self._finding("gradient", name.rpartition(".")[0] or self.path, name, cut.axis)]
+                blamed = name.rpartition(".")[0]
+                while blamed in self.modules and stepwise(self.modules[blamed]):  # it is what holds it that changes the gradient
+                    blamed = blamed.rpartition(".")[0]
+                return [self._finding("gradient", blamed or self.path, name, cut.axis)]
         return []
 
     def _differ(self, one: Tensor, other: Tensor, scale: float | None = None, *, by_feature: bool = False) -> bool:
@@ -355,12 +371,12 @@ def _same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 @contextmanager
-def untouched(root: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Kept]:
-    """Run the module on copies of its tensors inside this context, and restore it afterwards.
+def untouched(root: nn.Module, device: torch.device, dtype: torch.dtype, beside: Iterable[object] = ()) -> Iterator[Kept]:
+    """Run the module on copies of its tensors inside this context, and restore it afterwards, and what is called `beside` it.
 
     Its warnings are suppressed, because the step itself will repeat them.
     """
-    kept, states = Kept(root), _generators(device)
+    kept, states = Kept(root, beside), _generators(device)
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:

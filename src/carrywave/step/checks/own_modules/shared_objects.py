@@ -7,17 +7,15 @@ a list, an object, a closure or a bound method, has a copy on each worker, and w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from carrywave.step.checks.own_modules.module_reads import Place, is_foreign, places
+from carrywave.step.checks.own_modules.module_reads import variables_read_by
 from carrywave.step.checks.own_modules.module_traces import held, same
-
-_DEPTH = 5
-_TORCHS = frozenset(vars(nn.Module()))
+from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, is_users, walk
+from carrywave.step.checks.own_modules.stepwise import stepwise
 
 
 def hidden_references(encoder: nn.Module, head: nn.Module) -> Iterator[str]:
@@ -27,7 +25,7 @@ def hidden_references(encoder: nn.Module, head: nn.Module) -> Iterator[str]:
         registered = {id(each) for each in parts[path].modules()}
         members = {id(each): name or other for name, each in parts[other].named_modules(prefix=other) if id(each) not in registered}
         members |= {id(each): name for name, each in parts[other].named_buffers(prefix=other)}
-        for each, _ in _reached(parts[path]):
+        for each in _reached(parts[path]):
             if each in members:
                 yield (
                     f"{path} ({type(parts[path]).__name__}) reaches {members[each]} through a reference that is not a module's attribute, "
@@ -37,10 +35,12 @@ def hidden_references(encoder: nn.Module, head: nn.Module) -> Iterator[str]:
 
 
 def shared_objects(encoder: nn.Module, head: nn.Module) -> list[Any]:
-    """The containers, and objects of classes of the user's, that both reach."""
-    of_encoder = dict(_reached(encoder))
-    shared = [value for each, value in _reached(head) if each in of_encoder]
-    return [each for each in shared if isinstance(each, dict | list | set | deque) or not is_foreign(type(each).__module__)]
+    """The containers, and objects of classes of the user's, that both reach. The code of known modules reads none."""
+    if stepwise(encoder) or stepwise(head):
+        return []
+    of_encoder = _reached(encoder)
+    shared = [value for each, value in _reached(head).items() if each in of_encoder]
+    return [each for each in shared if isinstance(each, dict | list | set | deque) or is_users(each)]
 
 
 def changed_by(act: Callable[[], object], objects: Sequence[Any]) -> str | None:
@@ -50,30 +50,10 @@ def changed_by(act: Callable[[], object], objects: Sequence[Any]) -> str | None:
     return next((type(each).__name__ for each, old in zip(objects, before, strict=True) if not same(old, held(each))), None)
 
 
-def _reached(root: nn.Module) -> Iterator[tuple[int, Any]]:
+def _reached(root: nn.Module) -> dict[int, Any]:
     """What a module reaches other than by its registered parameters, buffers and modules."""
-    waiting: deque[tuple[Any, int]] = deque()
-    for module in root.modules():
-        waiting += [(value, _DEPTH) for name, value in vars(module).items() if name not in _TORCHS]
-    waiting += [(place.read(), _DEPTH) for place in places([root])]
-    seen: set[int] = set()
-    while waiting:
-        value, depth = waiting.popleft()
-        if id(value) in seen or isinstance(value, bool | int | float | complex | str | bytes | None.__class__ | type | ModuleType):
-            continue
-        seen.add(id(value))
-        yield id(value), value
-        if not depth or isinstance(value, nn.Module | Tensor):
-            continue
-        inner: list[Any] = []
-        if isinstance(value, Mapping):
-            inner = list(value.values())
-        elif isinstance(value, list | tuple | set | frozenset | deque):
-            inner = list(value)
-        elif isinstance(value, MethodType):
-            inner = [value.__self__]
-        elif isinstance(value, FunctionType):
-            inner = [Place("", cell).read() for cell in value.__closure__ or ()]
-        elif not is_foreign(type(value).__module__):
-            inner = list(getattr(value, "__dict__", {}).values())
-        waiting += [(each, depth - 1) for each in inner[:256]]
+    roots = [value for module in root.modules() for name, value in vars(module).items() if name not in TORCHS]
+    roots += [variable.read() for variable in variables_read_by([root])]
+    return {
+        id(met.value): met.value for met in walk((Met((), value) for value in roots), foreign=False) if not isinstance(met.value, PLAIN)
+    }

@@ -85,7 +85,7 @@ class SplitCheck:
     ) -> None:
         self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
         self._any = any_of or self._gathered
-        self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head
+        self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head or stage.has_front
         self._seen = {training: _Seen(stage) for training in (True, False)}
         self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
 
@@ -159,12 +159,14 @@ class SplitCheck:
         for path, root, _ in modules if first else ():
             for sentence, always in known(root, path):
                 (errors if always or self._splits else warned).append(sentence)
-        if first and self.mesh.plan.stages > 1 and isinstance(self.model, Model):
-            errors += hidden_references(self.model.encoder, self.model.head)
+        shared: list[object] = []
+        if self.mesh.plan.stages > 1 and isinstance(self.model, Model):
+            errors += hidden_references(self.model.encoder, self.model.head) if first else ()
+            shared = shared_objects(self.model.encoder, self.model.head) if tried else []
         whole = self._whole(batch)
         # Replicas have the same modules, so one of them tries those of its stage on behalf of all, unless only others were changed.
         for path, root, run in tried if (self.mesh.replica == 0 or changed) and not errors else []:
-            for found, harmful in self._found(path, root, run, whole, key, training=training, first=first):
+            for found, harmful in self._found(path, root, run, whole, key, shared, training=training, first=first):
                 cause = found.cause if harmful and not errors else cause
                 if harmful or found.fault not in ("raises", "unknown"):  # if this plan does not cut, the step itself shows what is wrong
                     (errors if harmful else warned).append(say(found, root))
@@ -189,7 +191,7 @@ class SplitCheck:
         return self.mesh.plan.chunk_steps is not None and not self.whole_time
 
     def _found(
-        self, path: str, root: nn.Module, run: Run, batch: Batch, key: Tensor, *, training: bool, first: bool
+        self, path: str, root: nn.Module, run: Run, batch: Batch, key: Tensor, shared: Sequence[object], *, training: bool, first: bool
     ) -> Iterator[tuple[Finding, bool]]:
         """What is found, and whether it changes the result of this plan."""
         plan, width = self.mesh.plan, self.stage.width_head
@@ -197,12 +199,12 @@ class SplitCheck:
         if self._splits:
             own = batch.to(self.mesh.device)
             cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
-            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute))
+            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), self._beside)
             real = self._head_input(own, key) if path == "head" else None
             samples = [all_of(own, key, width, y=real)] if real is not None else []
             if first or real is None:
                 samples.append(all_of(own, key, width, seed=self._seen[training].looks))
-            if plan.stages > 1 and isinstance(self.model, Model) and (shared := shared_objects(self.model.encoder, self.model.head)):
+            if shared:
                 with untouched(root, self.mesh.device, self.stage.dtype), suppress(Exception):
                     kind = changed_by(lambda: run(samples[-1], samples[-1].whole.pieces), shared)
                     if kind is not None:
@@ -219,12 +221,15 @@ class SplitCheck:
             few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
             cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
             cuts += [] if self._cuts_lanes else [few.halves]
+            how = Trial((True, False), thorough, self.precision, beside=self._beside)
             with self._encoder_untouched(path):
-                faults = probe.probe(
-                    run, root, path, replace(few, maskable=self._maskable), cuts, Trial((True, False), thorough, self.precision)
-                )
+                faults = probe.probe(run, root, path, replace(few, maskable=self._maskable), cuts, how)
             for found in faults:
                 yield found, False
+
+    @property
+    def _beside(self) -> dict[str, object]:
+        return self.stage.own_loss if isinstance(self.stage, OpaqueModel) else {}
 
     @property
     def _maskable(self) -> bool:
@@ -238,7 +243,7 @@ class SplitCheck:
     def _head_input(self, batch: Batch, key: Tensor) -> Tensor | None:
         """What the head really reads of this batch, if this worker has all layers; None if the other modules cannot make it."""
         stage, device = self.stage, self.mesh.device
-        if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None:
+        if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None or stage.stride > 1:
             return None
         chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
         with ExitStack() as restored, suppress(Exception):
@@ -341,8 +346,8 @@ def say(found: Finding, root: nn.Module) -> str:
             "was stopped; use nn.Dropout, which is made keyed, instead of functional dropout or noise"
         ),
         "state": lambda: (
-            f"{what} changes its {found.detail} in forward, so its result depends on how often it is called, which a plan decides; "
-            "change it between steps, outside forward"
+            f"{what} changes its {found.detail} {'when it is called' if found.path == 'loss' else 'in forward'}, so its result depends on "
+            f"how often it is called, which a plan decides; change it between steps, outside {'it' if found.path == 'loss' else 'forward'}"
         ),
         "output": lambda: {
             "time": f"{what} gives different results for a step depending on the other steps in its input; {_STEP_BY_STEP}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # torch modules that treat every step of every lane independently, whatever their arguments. LayerNorm is handled separately, because it may
 # normalize over more than the last axis.
 STEPWISE: frozenset[type[nn.Module]] = frozenset(
@@ -21,8 +22,11 @@ def stepwise(module: nn.Module) -> bool:
 def _stepwise(module: nn.Module) -> bool:
     kind = type(module)
     ours = kind.__module__.startswith("carrywave.")
-    changed = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if changed or "forward" in vars(module) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
+    if (
+        any(getattr(module, name) for name in HOOKS)
+        or "forward" in vars(module)
+        or any(p._backward_hooks for p in module._parameters.values() if p is not None)
+    ):
         return False
     if isinstance(module, nn.LayerNorm) and kind is nn.LayerNorm:
         return len(module.normalized_shape) == 1

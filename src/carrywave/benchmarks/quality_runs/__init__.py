@@ -1,0 +1,1 @@
+"""What `bench quality` is made of: its data sets, and the child processes that train on them."""

@@ -1,0 +1,146 @@
+"""A `Unit` is the smallest part of a model that a plan can place: the encoder, a layer or the head. Encoder and layers are made here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from carrywave.cells.cell import Cell, by_name, names
+from carrywave.errors import PlanError
+from carrywave.plan.cost.profile import CallKind
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.front_spec import total_stride
+from carrywave.spec.spec import Spec
+from carrywave.spec.step_inputs import step_inputs
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A layer of a front: a product of `inputs` (what its kernel covers) by `channels`, with a norm after it."""
+
+    inputs: int
+    channels: int
+    times: int  # its outputs for each step that the recurrent layers see
+    dropped: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The encoder, a layer or the head."""
+
+    name: str
+    kind: CallKind  # of a `Sample`: for a layer, its cell; or "numbers": numeric input passes through unchanged
+    inputs: int  # inputs and outputs are as in a `Sample`
+    outputs: int
+    width_in: int  # width of the input from the previous unit; 0 for the encoder
+    width_out: int  # width of the output to the next unit; 0 for the head
+    parameters: int  # not counting those shared with another unit
+    kept: int  # elements per lane and step saved from forward to backward, not counting the input
+    deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
+    carry: int = 0  # elements per lane
+    work: int = 0  # elements per lane and step of temporary memory while it runs
+    most_work: int = 0  # the most of it, however many lanes and steps there are; 0: no limit
+    projection: int = 0
+    directions: int = 1
+    dropout: int = 0  # width of the dropout applied to its output; 0 for none
+    norm: int = 0  # width of the layer norm applied to its output; 0 for none
+    tensors: int = 0  # number of parameter tensors
+    front: tuple[Convolution, ...] = ()  # of the encoder
+
+    @property
+    def cell(self) -> Cell | None:
+        """The cell of a layer; None for the encoder and the head."""
+        return by_name(self.kind) if self.kind in names() else None
+
+
+def given_or(given: float | None, otherwise: float) -> float:
+    """A value of the spec, or its default."""
+    return otherwise if given is None else given
+
+
+def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
+    """The encoder, with the convolutions of a front: everything of it is counted for each step that the layers see."""
+    plain, layers = _plain_encoder(spec, facts), spec.model.front_layers
+    if not layers:
+        return plain
+    front: list[Convolution] = []
+    width, many = plain.width_out, total_stride(layers)
+    kept, parameters, work = plain.kept * many, plain.parameters, 0
+    for layer in layers:
+        many_before, many = many, many // layer.stride
+        front.append(Convolution(width * layer.kernel, layer.channels, many, bool(spec.model.front_dropout)))
+        parameters += (width * layer.kernel + 3) * layer.channels  # its bias, and the norm's scale and bias
+        # What the convolution reads, without padding; what it gives, the norm and ReLU after it, and dropout.
+        own = width * many_before + layer.channels * many * (3 if spec.model.front_dropout else 2)
+        kept, work = kept + own, max(work, own)
+        width = layer.channels
+    return replace(
+        plain,
+        width_out=width,
+        parameters=parameters,
+        kept=kept,
+        deferred=plain.deferred * total_stride(layers),
+        work=max(work, plain.work * total_stride(layers)),
+        dropout=width if plain.dropout else 0,
+        tensors=plain.tensors + 4 * len(layers),
+        front=tuple(front),
+    )
+
+
+def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
+    model = spec.model
+    if facts.vocabulary:
+        width = model.embedding or model.widths[0]
+        dropped = width if given_or(model.dropout_input, model.dropout) or model.dropout_words else 0
+        size = facts.vocabulary * width
+        return Unit(
+            "encoder",
+            "embedding",
+            facts.vocabulary,
+            width,
+            0,
+            width,
+            size,
+            kept=dropped + 2,
+            deferred=width + 2,
+            work=width,
+            dropout=dropped,
+            tensors=1,
+        )
+    if not facts.features:
+        raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
+    inputs = step_inputs(spec, facts)
+    width, tables = inputs.width, len(inputs.tables)
+    dropped = width if model.dropout_input else 0
+    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped, tensors=tables)
+
+
+def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: int) -> Unit:
+    """One recurrent layer; `dropout`: the width of that on its output."""
+    model = spec.model
+    cell, directions, back = by_name(model.cell), 2 if model.bidirectional else 1, model.projection or hidden
+    rows, extra = cell.gates * hidden, cell.extra(hidden).values()
+    one = cell.multiply_adds(width, hidden, model.projection) + 2 * rows + sum(math.prod(each.shape) for each in extra)
+    norm = out if model.layer_norm else 0
+    carry = directions * sum(cell.widths(hidden, model.projection))
+    parameters = directions * one + 2 * norm + (carry if model.learned_carry else 0)
+    # What the cell keeps, the output (also before the projection), then what dropout and norm save.
+    kept = directions * (cell.kept * hidden + (hidden if model.projection else 0)) + out + dropout + norm
+    return Unit(
+        f"layer {layer + 1}",
+        cell.name,
+        width,
+        hidden,
+        width,
+        out,
+        parameters,
+        kept,
+        deferred=directions * (rows + back) + width if cell.backends else 0,  # autograd alone defers nothing
+        carry=carry,
+        work=directions * cell.kept * hidden + width,
+        projection=model.projection,
+        directions=directions,
+        dropout=dropout,
+        norm=norm,
+        tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(cell.parts) * model.learned_carry,
+    )

@@ -1,0 +1,137 @@
+"""Evaluates several runs as one: they read the data side by side, batch by batch; loss and metrics are those of the averaged prediction.
+
+Shapes: T time, B lane, H horizon, C columns, Q quantiles, S series.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import IGNORED, Batch
+from carrywave.errors import DataError, option
+from carrywave.runs.ensemble.averages import mean_of_shares
+from carrywave.runs.evaluation import Details, joined, passes
+from carrywave.runs.trained_run import Saved
+from carrywave.tasks.metrics import Metric
+from carrywave.tasks.task import Part
+
+
+def evaluate_together(
+    members: Sequence[Saved],
+    parts: Sequence[Part],
+    *,
+    details: Details,
+    tops: Sequence[int] = (),
+    look: Callable[[Metric], None] | None = None,
+) -> dict[str, float]:
+    """As `runs.evaluation.evaluate`, of the average; `parts` are the same data as each run reads it. The loss is that of the first."""
+    _check_parts(members, parts)
+    first, mesh, device = members[0], members[0].mesh, members[0].mesh.device
+    meter = first.task.meter(device, parts[0], by_series="series" in details.by, tops=tops)
+    sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
+    units = _units(members, parts)
+    for batch, outs, targets in _side_by_side(members, parts):
+        target = targets[0]
+        if first.spec.task == "language":  # of its many tokens, only the probability of the right one is kept
+            logs_TB = torch.logsumexp(torch.stack(outs), dim=0) - math.log(len(outs))
+            real = target != IGNORED
+            sums[0, 0] -= torch.where(real, logs_TB, 0.0).sum(dtype=torch.float64)
+            sums[0, 1] += real.sum()
+            continue
+        out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, targets, batch, units)
+        loss_sum, count = first.model.head.score(out, target)  # type: ignore[operator]
+        sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
+        if meter is not None:
+            meter.update(out, target, batch.sequence)
+    loss_sum, count = mesh.sum_(sums)[0].tolist()
+    if not count:
+        raise DataError(f"{parts[0].name} contains no targets: every label in it is ignored; add labels")
+    metrics: dict[str, float] = {}
+    if meter is not None:
+        meter = joined({0: meter}, 1, mesh)
+        metrics = meter.values()
+        details.rows.update({by: meter.rows(by) for by in details.by})
+        if look is not None:
+            look(meter)
+    loss = loss_sum / count
+    return {"loss": loss} | first.task.derived(loss) | metrics | parts[0].baseline
+
+
+def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
+    """Refuse runs for which the data has other sequences, steps or targets: each may have held its own rows out of train, say."""
+    for member, part in zip(members, parts, strict=True):
+        if _read(member, part) != _read(members[0], parts[0]):
+            raise DataError(
+                f"{members[0].run.path} and {member.run.path} have other rows as {part.name}, or read them otherwise, so they cannot be "
+                f"evaluated as one; pass a file to evaluate on with {option('data')}"
+            )
+
+
+def _read(member: Saved, part: Part) -> list[object]:
+    """What must be the same for all: the files, where sequences begin, how long they are, and which of their steps only warm up."""
+    files = [part.name] if part.name not in ("valid", "test") else [part.name, member.spec.data.train, getattr(member.spec.data, part.name)]
+    arrays = (part.data.starts, part.view.lengths, part.view.warm)
+    return [*files, *(None if array is None else np.asarray(array).tolist() for array in arrays)]
+
+
+def _units(members: Sequence[Saved], parts: Sequence[Part]) -> list[Tensor | None]:
+    """How many of the first run's units one unit of each run is, for each series and column [S, C]; None where they are the same."""
+    found: list[Tensor | None] = []
+    sizes = [_sizes(member, part) for member, part in zip(members, parts, strict=True)]
+    for own in sizes:
+        same = own is sizes[0] or (own is not None and sizes[0] is not None and np.array_equal(own, sizes[0]))
+        found.append(None if same or own is None or sizes[0] is None else torch.from_numpy(own / sizes[0]).to(members[0].mesh.device))
+    return found
+
+
+def _sizes(member: Saved, part: Part) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None:
+    codec = member.task.codec
+    if codec.task == "regression":
+        return np.array(codec.target_std, np.float64)[None]
+    return None if part.data.units is None or not codec.targets else np.ascontiguousarray(part.data.units[:, list(codec.targets)])
+
+
+def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: Batch, units: Sequence[Tensor | None]) -> Tensor:
+    """The average in the first run's units. What runs add to their output (a naive forecast) is in their targets as well, and so is the
+    mean that was taken off: errors are averaged, which have neither.
+    """
+    target = targets[0].double()
+    mean = torch.zeros_like(outs[0], dtype=torch.float64)
+    spread = (..., None) if outs[0].ndim > target.ndim else (...,)  # one number for each quantile
+    for out, own, unit_SC in zip(outs, targets, units, strict=True):
+        error = out.double() - own.double()[spread]
+        if unit_SC is not None:
+            unit_BC = unit_SC[batch.sequence.clamp(min=0)] if len(unit_SC) > 1 else unit_SC
+            error = error * (unit_BC if target.ndim == 2 else unit_BC[:, None])[spread]
+        mean += error / len(outs)
+    return (mean + target[spread]).to(outs[0].dtype)
+
+
+def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[tuple[Batch, list[Tensor], list[Tensor]]]:
+    """Yield each batch, what each run makes of it, and its targets as each reads them. All read it in the batches of the first."""
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in members]
+    walks = []
+    for number, (member, part) in enumerate(zip(members, parts, strict=True)):
+        spec = member.spec.model_copy(update={"batch": members[0].spec.batch})
+
+        def observe(out: Tensor, target: Tensor | None, number: int = number, task: str = member.spec.task) -> None:
+            if target is None:
+                return
+            if task == "language":
+                wide = out.to(torch.promote_types(out.dtype, torch.float32))
+                out = torch.log_softmax(wide, dim=-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+            # A copy: what is shown may be overwritten by the next batch.
+            seen[number].append((out.clone(), target.clone()))
+
+        walks.append(passes(member.model, spec, part, mesh=member.mesh, stage=member.stage, observe=observe))
+    for together in zip(*walks, strict=True):
+        shown = [each[-1] for each in seen if each]
+        if len(shown) == len(members):  # a worker without lanes of a small batch is shown nothing
+            yield together[0][0], [out for out, _ in shown], [target for _, target in shown]
+        for each in seen:
+            each.clear()

@@ -1,0 +1,55 @@
+"""Opens several runs that predict together, and refuses those that do not predict the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from carrywave.data.codec import Codec
+from carrywave.errors import PlanError, RunError, UserError
+from carrywave.parallel.world import World
+from carrywave.runs.trained_run import Saved, open_run
+
+Paths = Path | str | Sequence[Path | str]
+# How numbers are scaled, and what is only known of the training data, may differ: predictions are averaged in the units of the data.
+MAY_DIFFER = ("mean", "std", "target_mean", "target_std", "names", "means", "stds", "own_scale", "frequency", "date_order", "label_kind")
+
+
+def paths_of(given: Paths) -> list[Path | str]:
+    """The runs that are named, at least one."""
+    if isinstance(given, Path | str):
+        return [given]
+    found = list(given)
+    if not found or not all(isinstance(each, Path | str) for each in found):
+        raise UserError("pass the folder of a run, or a list of several folders")
+    return found
+
+
+def open_members(paths: Sequence[Path | str], device: str, world: World) -> list[Saved]:
+    """The best weights of several runs. Every worker holds all of them as a whole."""
+    members = [open_run(path, device, world=world, whole=True) for path in paths]
+    for member in members:
+        if member.mesh.plan.splits_vocabulary:
+            raise PlanError(
+                f"runs that predict together are held as a whole by every worker, but {member.run.path} splits its vocabulary over them; "
+                f"start one worker instead of {world.size}"
+            )
+        _check_alike(members[0], member)
+    return members
+
+
+def _check_alike(first: Saved, other: Saved) -> None:
+    differs = [field.name for field in fields(Codec) if field.name not in MAY_DIFFER and _of(first, field.name) != _of(other, field.name)]
+    if first.spec.task == "forecasting":
+        differs += [name for name in ("horizon", "quantiles") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
+    if differs:
+        what = "tasks" if differs[0] == "task" else f"{differs[0]}" if differs[0].endswith("s") else f"{differs[0]}s"
+        raise RunError(
+            f"{first.run.path} and {other.run.path} do not predict the same thing: their {what} differ; "
+            "pass runs that were trained for the same task on the same kind of data"
+        )
+
+
+def _of(saved: Saved, name: str) -> object:
+    return getattr(saved.task.codec, name)

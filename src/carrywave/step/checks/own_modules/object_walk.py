@@ -1,0 +1,102 @@
+"""Walks through what a user's modules hold: the one set of rules for what is entered, what is a leaf, and how far the walk goes."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+_FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
+_LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_DEPTH, _MOST = 6, 256  # how deep to descend, and how many members of each to visit
+
+Path = tuple[Any, ...]  # names of attributes, keys and numbers, from a root
+
+
+class Met(NamedTuple):
+    """A value that was met on the way."""
+
+    path: Path
+    value: Any
+    within: Path | None = None  # the outermost list, set or deque that it is or lies in: what is in those comes and goes
+
+
+def walk(roots: Iterable[Met], *, foreign: bool = True, seen: dict[int, Any] | None = None) -> Iterator[Met]:
+    """Yield these values and what they hold in turn, nearest first, every object once. Modules are not entered.
+
+    `foreign`: also enter objects of torch, numpy and Python, unless they are callable. `seen`: what was met before, and is now.
+    """
+    seen = {} if seen is None else seen  # it keeps values alive, so that no identity is used again
+    waiting = deque((met, _DEPTH) for met in roots)
+    while waiting:
+        met, depth = waiting.popleft()
+        path, value, within = met
+        if not isinstance(value, PLAIN):
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+        if within is None and isinstance(value, list | set | frozenset | deque):
+            within = path
+        yield Met(path, value, within)
+        if depth and not isinstance(value, _LEAVES):
+            waiting += [(Met((*path, name), each, within), depth - 1) for name, each in _members(value, foreign=foreign)]
+
+
+def is_foreign(name: str | None) -> bool:
+    """True for what is neither the user's nor from a library that knows nothing of us, by the name of its file's module."""
+    return str(name).partition(".")[0] in _FOREIGN
+
+
+def own_classes(module: nn.Module) -> list[type]:
+    """The user's classes that a module is made of."""
+    return [kind for kind in type(module).__mro__ if not is_foreign(kind.__module__)]
+
+
+def is_users(value: object) -> bool:
+    """True for an object of a class of the user's, or one that only groups values of the user's."""
+    return not is_foreign(type(value).__module__) or isinstance(value, SimpleNamespace)
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """What is in the slots of an object."""
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(value, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)}
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in slots and attributes."""
+    return {**slots_of(value), **getattr(value, "__dict__", {})}
+
+
+def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
+    """What a function, a class, a container or an object holds: of a sequence the last, of all else the first."""
+    inside: Mapping[Any, Any] = {}
+    if isinstance(value, FunctionType):
+        inside = dict(enumerate((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *(value.__closure__ or ()))))
+    elif isinstance(value, CellType):
+        inside = {} if value == CellType() else {"value": value.cell_contents}  # empty: not assigned yet
+    elif isinstance(value, MethodType | staticmethod | classmethod):
+        inside = {"function": value.__func__, "self": getattr(value, "__self__", None)}
+    elif isinstance(value, property):
+        inside = {"get": value.fget, "set": value.fset}
+    elif isinstance(value, partial):
+        inside = {"function": value.func, "arguments": value.args, **value.keywords}
+    elif isinstance(value, type):
+        inside = {} if is_foreign(value.__module__) else {name: each for name, each in vars(value).items() if not name.startswith("__")}
+    elif isinstance(value, Mapping):
+        inside = value
+    elif isinstance(value, _SEQUENCES):
+        return enumerate([*value][-_MOST:])
+    if (is_users(value) and not isinstance(value, type)) or (foreign and not inside and not callable(value)):
+        inside = {**inside, **attributes_of(value)}
+    return islice(inside.items(), _MOST)

@@ -1,0 +1,183 @@
+"""Runs that are trained in processes of their own, as many at a time as there are places: each is an ordinary `carrywave train`.
+
+One that dies ends nothing but itself. Whoever is asked to stop asks the runs to stop, which write their snapshots, and waits for them. What
+a run prints is kept in a file beside its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from carrywave.errors import PlanError, RunError, WorkerError, option
+from carrywave.launch.engines import surroundings
+from carrywave.launch.hardware import cores, visible
+from carrywave.launch.signals import Reason, Stop
+from carrywave.runs import owner
+from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.run_place import check_name, check_place, refuse_occupied
+
+LOGS = "logs"
+COMMAND = (sys.executable, "-m", "carrywave", "train")
+POLL_SECONDS = 0.2
+SHOWN_CHARACTERS = 300  # of the last line of a run that failed
+
+Place = Mapping[str, str]  # the variables of the environment that give a run its devices
+Why = Reason | Literal["time"]  # why runs were stopped: a signal, or the time that was given is over
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train: its folder, and the arguments of `carrywave train` besides."""
+
+    folder: Path
+    words: tuple[str, ...]
+
+    @property
+    def log(self) -> Path:
+        """What the run prints."""
+        return self.folder.parent / LOGS / f"{self.folder.name}.log"
+
+
+@dataclass
+class ChildRun:
+    """A run that is being trained."""
+
+    job: Job
+    place: Place
+    process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
+    asked: bool = False  # to stop
+
+    @property
+    def seconds(self) -> float:
+        """How long the process has been there."""
+        return time.monotonic() - self.started
+
+    def stop(self) -> None:
+        """Ask the run to write its snapshot and to end."""
+        if not self.asked and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.asked = True
+
+    def complaint(self, code: int) -> str:
+        """Why a run ended that nobody asked to: the last line that it printed, and its exit code."""
+        lines = [line.strip() for line in self.job.log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+        said = lines[-1].removeprefix("carrywave: ") if lines else "it printed nothing"
+        how = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+        return f"{said[:SHOWN_CHARACTERS]} ({how}; {self.job.log})"
+
+
+def run_jobs(
+    next_job: Callable[[], Job | None],
+    places: Sequence[Place],
+    look: Callable[[ChildRun], bool],
+    ended: Callable[[ChildRun, int], None],
+    *,
+    until: float | None = None,
+) -> Why | None:
+    """Train runs until there are no more: returns None then, or why they were stopped before.
+
+    `next_job` is asked for a job whenever a place is free, None if there is none. `look` is shown every run that goes on, and a last time
+    when it has ended; it returns True to stop it. `until` is the time on the monotonic clock at which all are stopped.
+    """
+    free, running = list(places), list[ChildRun]()
+    why: Why | None = None
+    with Stop() as stop:
+        try:
+            while True:
+                while free and why is None and (job := next_job()) is not None:
+                    running.append(_start(job, free.pop(0)))
+                if not running:
+                    return why
+                time.sleep(POLL_SECONDS)
+                for child in [*running]:
+                    code = child.process.poll()
+                    if look(child) and code is None:
+                        child.stop()
+                    if code is not None:
+                        running.remove(child)
+                        free.append(child.place)
+                        ended(child, code)
+                if why is None and (stop.asked is not None or (until is not None and time.monotonic() > until)):
+                    why = stop.asked or "time"
+                    for child in running:
+                        child.stop()
+        finally:  # a second Ctrl-C, or a fault of ours
+            for child in running:
+                child.process.kill()
+            for child in running:
+                child.process.wait()
+
+
+def _start(job: Job, place: Place) -> ChildRun:
+    command = [*COMMAND, *job.words, "--run", str(job.folder), "--continue"]
+    job.log.parent.mkdir(exist_ok=True)
+    with job.log.open("ab") as log:
+        # A session of its own: Ctrl-C in a terminal reaches this process, which stops its runs in order.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **place}, start_new_session=True
+        )
+    return ChildRun(job, place, process)
+
+
+def places_for(at_once: int | None, device: str, devices: int | None) -> list[Place]:
+    """Where runs are trained side by side, on `devices` devices each: by default on every GPU, one after the other on a CPU."""
+    for name, count in (("at-once", at_once), ("devices", devices)):
+        if count is not None and count < 1:
+            raise PlanError(f"{option(name)} is {count}; use a number >= 1")
+    if surroundings.find(os.environ) != surroundings.Surroundings():
+        raise WorkerError(
+            "several runs are trained on one machine, but a launcher or an engine starts workers here; start this command once"
+        )
+    each, gpus = devices or 1, [str(gpu) for gpu in visible()] if device != "cpu" else []
+    if gpus and len(gpus) < each:
+        raise PlanError(f"{option('devices', each)} for each run, but there are {len(gpus)} GPUs; use {option('devices', len(gpus))}")
+    if gpus:
+        groups = [gpus[first : first + each] for first in range(0, len(gpus) - each + 1, each)]
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(groups[number % len(groups)])} for number in range(at_once or len(groups))]
+    count = at_once or 1
+    threads = max(1, cores() // (count * each))
+    return [{} if count == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}] * count
+
+
+@contextmanager
+def holding(folder: Path, *, resume: bool, marker: str) -> Iterator[None]:
+    """Own the folder that runs are trained in: a new one, or one with the file `marker`, which says that they were."""
+    check_name(folder)
+    if resume and not (folder / marker).is_file():
+        raise RunError(f"{folder} has nothing to resume (no {marker}); correct {option('run')}, or remove {option('resume')}")
+    if not resume:
+        refuse_occupied(folder)
+        check_place(folder)
+    with atomic_files.writing(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        claim = owner.take(folder)
+    try:
+        yield
+    finally:
+        claim.release()
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run on valid so far; the last line of its metrics may be cut off."""
+    found = []
+    path = folder / "metrics.jsonl"
+    for line in path.read_text("utf-8").splitlines(keepends=True) if path.is_file() else ():
+        if line.startswith('{"split": "valid"') and line.endswith("\n"):
+            found.append(json.loads(line))
+    return found
+
+
+def options_of(device: str, devices: int | None) -> tuple[str, ...]:
+    """The options of `carrywave train` for where to compute."""
+    return ("--device", device, *(() if devices is None else ("--devices", str(devices))))

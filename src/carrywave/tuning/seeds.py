@@ -1,0 +1,109 @@
+"""Trains one spec with several seeds, each a run of its own: to see how much luck there is in a result, and to predict with all of them.
+
+FOLDER/
+  seeds.yaml     the spec
+  seed-1/ …      ordinary runs, with the spec's seed, the next one, …; what they print is in logs/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from carrywave.errors import RunError, option
+from carrywave.runs import output_file
+from carrywave.runs.run_place import free_place
+from carrywave.spec.load import dump, load
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import score
+from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
+
+BASE = "seeds.yaml"
+
+
+@dataclass(frozen=True)
+class SeedsResult:
+    """The runs of several seeds."""
+
+    run: Path  # the folder that they are in
+    rows: list[dict[str, Any]]  # a row for each: its folder, seed, and best metrics on valid
+    summary: str  # their median and spread
+    failed: str  # the first that failed, and why; empty if none did
+    ending: Why | None  # why they were stopped
+
+
+def train_seeds(
+    spec: Spec | None,
+    seeds: int,
+    *,
+    run: Path | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    devices: int | None = None,
+    words: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> SeedsResult:
+    """Train the spec with `seeds` seeds, side by side where there are several GPUs; None: the spec of the runs that go on.
+
+    `words` are further arguments of `carrywave train`, the same for all.
+    """
+    if resume and run is None:
+        raise RunError(f"{option('resume')} needs the folder of the runs; pass {option('run')}")
+    if spec is None and run is not None and resume:
+        if not (run / BASE).is_file():
+            raise RunError(f"{run} has nothing to resume (no {BASE}); correct {option('run')}, or remove {option('resume')}")
+        spec = load(run / BASE)
+    assert spec is not None
+    places = places_for(None, device, devices)
+    folder = run or free_place(spec.task)
+    if spec.data.valid is None and spec.data.split is None and not spec.streams:
+        say("each seed holds other rows of train out as valid, so their metrics differ by that as well; set data.valid to compare them")
+    with holding(folder, resume=resume, marker=BASE):
+        if resume and load(folder / BASE) != spec:
+            raise RunError(f"{folder} has runs of another spec; leave it out to go on with that one, or use another {option('run')}")
+        output_file.write(folder / BASE, dump(spec))
+        jobs = [
+            Job(
+                folder / f"seed-{number}",
+                (str(folder / BASE), f"train.seed={spec.train.seed + number - 1}", *options_of(device, devices), *words),
+            )
+            for number in range(1, seeds + 1)
+        ]
+        waiting, complaints = list(jobs), list[str]()
+
+        def ended(child: ChildRun, code: int) -> None:
+            name = child.job.folder.name
+            if code and not child.asked:
+                complaints.append(f"{name} failed: {child.complaint(code)}")
+                say(complaints[-1])
+            elif not code:
+                say(f"{name}: {_in_words(_best(child.job.folder, spec), spec)}")
+
+        why = run_jobs(lambda: waiting.pop(0) if waiting else None, places, lambda _: False, ended)
+        rows = []
+        for number, job in enumerate(jobs):
+            best = _best(job.folder, spec)
+            rows.append({"run": str(job.folder), "seed": spec.train.seed + number, **(best or {})})
+    return SeedsResult(folder, rows, _summary(rows, spec), complaints[0] if complaints else "", why)
+
+
+def _best(folder: Path, spec: Spec) -> dict[str, Any] | None:
+    """The evaluation whose weights a run keeps; None if there was none."""
+    metric = spec.train.best
+    judged = [row for row in evaluations(folder) if row.get(metric) is not None]
+    return min(judged, key=lambda row: score(metric, row[metric]), default=None)
+
+
+def _in_words(best: dict[str, Any] | None, spec: Spec) -> str:
+    return "trained, without validation" if best is None else f"best {spec.train.best} {best[spec.train.best]:.4g}, epoch {best['epoch']}"
+
+
+def _summary(rows: Sequence[dict[str, Any]], spec: Spec) -> str:
+    metric = spec.train.best
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    if not values:
+        return f"{len(rows)} seeds, without a {metric} on valid"
+    return f"{len(values)} seeds: median {metric} {median(values):.4g}, from {min(values):.4g} to {max(values):.4g}"

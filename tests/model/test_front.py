@@ -1,0 +1,138 @@
+"""`Front` against plain convolutions: padding changes nothing, lengths follow, and what it cannot do is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import carrywave as cw
+from carrywave.errors import PlanError, UserError
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.initialization import initialize
+from carrywave.model.over_time.front import shorter
+
+DOUBLE = torch.float64
+LAYERS = st.lists(st.tuples(st.integers(2, 5), st.sampled_from((1, 3, 5, 9)), st.integers(1, 4)), min_size=1, max_size=3)
+
+
+def _front(layers: list[tuple[int, int, int]], features: Any = 3, dropout: float = 0.0) -> cw.Front:
+    named = [dict(zip(("channels", "kernel", "stride"), layer, strict=True)) for layer in layers]
+    return cw.Front(features, named, dropout).double()
+
+
+def _alone(front: cw.Front, x_TF: Tensor) -> Tensor:
+    """A whole sequence, as one would write it in torch."""
+    y_CT = x_TF.T
+    for convolution, norm in zip(front.convolutions, front.norms, strict=True):
+        assert isinstance(convolution, nn.Conv1d)
+        y_CT = functional.conv1d(
+            y_CT[None], convolution.weight, convolution.bias, convolution.stride, [size // 2 for size in convolution.kernel_size]
+        )[0]
+        y_CT = norm(y_CT.T).relu().T
+    return y_CT.T
+
+
+@given(LAYERS, st.lists(st.integers(0, 17), min_size=1, max_size=4), st.integers(0, 5))
+@settings(max_examples=40)
+def test_a_padded_lane_gives_what_its_sequence_gives_alone(layers: list[tuple[int, int, int]], lengths: list[int], more: int) -> None:
+    torch.manual_seed(1)
+    front, steps = _front(layers), max(1, max(lengths) + more)
+    x = torch.randn(steps, len(lengths), 3, dtype=DOUBLE)
+    dirty = torch.where((torch.arange(steps)[:, None] < torch.tensor(lengths))[..., None], x, torch.nan)
+    y, after = front(dirty, torch.tensor(lengths)), shorter(torch.tensor(lengths), front.stride)
+    assert y.shape == (-(-steps // front.stride), len(lengths), front.width)
+    for lane, length in enumerate(lengths):
+        assert int(after[lane]) == -(-length // front.stride)
+        if length:
+            torch.testing.assert_close(y[: after[lane], lane], _alone(front, x[:length, lane]), rtol=1e-11, atol=1e-12)
+
+
+def test_a_model_alone_and_in_a_padded_batch() -> None:
+    torch.manual_seed(1)
+    model = cw.Model(_front([(4, 5, 2), (6, 3, 2)]), cw.LSTM(6, 5, bidirectional=True), PooledSoftmax(10, 3, "mean_max")).double()
+    x, lengths = torch.randn(21, 3, 3, dtype=DOUBLE), [21, 9, 2]
+    y, state = model(x, lengths=lengths)
+    assert len(y) == 6
+    together = model.output(y, state)
+    for lane, length in enumerate(lengths):
+        y, state = model(x[:length, lane : lane + 1])
+        torch.testing.assert_close(model.output(y, state)[0], together[lane], rtol=1e-12, atol=1e-13)
+
+
+def test_weights_are_keyed_and_complete() -> None:
+    models = [cw.Model(_front([(4, 5, 2)]), cw.LSTM(4, 5), PooledSoftmax(5, 3, "attention")) for _ in range(2)]
+    assert [initialize(model, 3) for model in models] == [(), ()]
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    encoder = models[0].encoder
+    assert isinstance(encoder, cw.Front)
+    bound = (3 * 5) ** -0.5
+    convolution = encoder.convolutions[0]
+    assert isinstance(convolution, nn.Conv1d)
+    assert 0.8 * bound < convolution.weight.abs().max() <= bound
+
+
+def test_dropout_is_that_of_the_lane_wherever_it_is() -> None:
+    """Of lanes 4 and 7, together and one by one, with the key of a batch."""
+    model = cw.Model(_front([(4, 5, 2), (4, 3, 1)], dropout=0.5), cw.LSTM(4, 5), PooledSoftmax(5, 3, "mean")).double()
+    x, key = torch.randn(9, 2, 3, dtype=DOUBLE), torch.tensor([1, 2], dtype=torch.int32)
+    both, _ = model(x, key=key, lanes=[4, 7])
+    for place, lane in enumerate((4, 7)):
+        one, _ = model(x[:, place : place + 1], key=key, lanes=[lane])
+        torch.testing.assert_close(one[:, 0], both[:, place], rtol=1e-12, atol=1e-13)
+    other, _ = model(x, key=key, lanes=[4, 8])
+    assert not torch.allclose(other[:, 1], both[:, 1])
+
+
+def test_tokens_are_embedded_first() -> None:
+    model = cw.Model(_front([(4, 3, 2)], Embedding(7, 6).double()), cw.LSTM(4, 5), PooledSoftmax(5, 3)).double()
+    tokens = torch.randint(7, (9, 2))
+    trainer = cw.Trainer(model, {"precision": "fp64"})
+    first = float(trainer.step(cw.Batch.of(tokens, torch.tensor([0, 2]), [9, 4])))
+    assert first > 0
+    with pytest.raises(UserError, match="but the encoder knows 0 to 6"):
+        trainer.step(cw.Batch.of(tokens + 9, torch.tensor([0, 2])))
+
+
+class _EverySecond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[::2]
+
+
+def _pooled() -> cw.Model:
+    return cw.Model(_front([(4, 3, 2)]), cw.LSTM(4, 5), PooledSoftmax(5, 3)).float()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: cw.Front(3, "large"), "use none, small, deep"),
+        (lambda: cw.Front(3, []), "no layers"),
+        (lambda: cw.Front(0), "0 features"),
+        (lambda: cw.Front(nn.Linear(3, 4)), "a module with a `width`"),
+        (lambda: _front([(4, 4, 2)]), "kernel is 4.*use 5"),
+        (lambda: _front([(4, 3, 0)]), "stride"),
+        (lambda: cw.Model(_front([(4, 3, 2)]), cw.LSTM(4, 5), Softmax(5, 3)), "stride 2 leaves fewer steps.*Softmax scores every step"),
+        (lambda: cw.Trainer(_pooled(), plan={"chunk_steps": 3}), "the front reads whole sequences.*remove plan.chunk_steps"),
+        (lambda: cw.Trainer(_pooled(), {"beta": 1.0}), "train.beta=1 penalises changes"),
+        (lambda: cw.Trainer(_pooled(), keep_state=True), "a front"),
+        (lambda: _pooled()(torch.zeros(5, 2, 7)), r"3 features, but got \[5, 2, 7\]"),
+        (lambda: cw.Model(_EverySecond(), cw.LSTM(3, 5), PooledSoftmax(5, 3))(torch.zeros(6, 2, 3)), "makes 3 steps of 6.*cw.Front"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
+    with pytest.raises((UserError, PlanError), match=words):
+        make()
+
+
+def test_a_front_of_stride_1_scores_every_step() -> None:
+    model = cw.Model(_front([(4, 3, 1), (5, 5, 1)]), cw.LSTM(5, 6, bidirectional=True), Softmax(12, 3)).double()
+    y, state = model(torch.randn(7, 2, 3, dtype=DOUBLE), lengths=[7, 4])
+    assert model.output(y, state).shape == (7, 2, 3)

@@ -1,0 +1,89 @@
+"""Runs that differ by their seed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from carrywave.cli.main import app
+from carrywave.errors import RunError
+from carrywave.spec.load import parse
+from carrywave.tuning import child_runs
+from carrywave.tuning.seeds import train_seeds
+
+SPEC = parse({"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}, "train": {"seed": 7}})
+
+
+@pytest.fixture
+def _quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_runs, "COMMAND", (sys.executable, str(Path(__file__).with_name("_fake_run.py"))))
+    monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("_quick_runs")
+def test_seeds_follow_that_of_the_spec_and_their_median_and_spread_are_told(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = train_seeds(SPEC, 3, run=tmp_path / "r", device="cpu", say=lines.append)
+    assert [(Path(row["run"]).name, row["seed"]) for row in found.rows] == [("seed-1", 7), ("seed-2", 8), ("seed-3", 9)]
+    low, middle, high = (row["loss"] for row in found.rows)
+    assert found.summary == f"3 seeds: median loss {middle:.4g}, from {low:.4g} to {high:.4g}"
+    assert (found.failed, found.ending) == ("", None)
+    assert len(lines) == 3
+    more = train_seeds(None, 4, run=tmp_path / "r", device="cpu", resume=True)
+    assert [row["loss"] for row in more.rows[:3]] == [low, middle, high]
+    assert more.rows[3]["seed"] == 10
+    with pytest.raises(RunError, match="another spec"):
+        train_seeds(SPEC.model_copy(update={"task": "tagging"}), 4, run=tmp_path / "r", device="cpu", resume=True)
+    with pytest.raises(RunError, match="not empty"):
+        train_seeds(SPEC, 4, run=tmp_path / "r", device="cpu")
+    with pytest.raises(RunError, match="nothing to resume"):
+        train_seeds(None, 4, run=tmp_path / "none", device="cpu", resume=True)
+
+
+@pytest.mark.usefixtures("_quick_runs")
+def test_a_seed_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    found = train_seeds(SPEC, 2, run=tmp_path / "r", device="cpu", words=["model.hidden=13"])
+    assert "seed-1 failed: this brings bad luck" in found.failed
+    assert found.summary == "2 seeds, without a loss on valid"
+
+
+@pytest.mark.usefixtures("_quick_runs")
+def test_the_command_says_how_to_predict_with_all(tmp_path: Path) -> None:
+    words = ["train", "task=classification", "data.train=a.jsonl", "data.valid=b.jsonl", "--seeds", "2", "--run", str(tmp_path / "r")]
+    shown = CliRunner().invoke(app, [*words, "--device", "cpu", "--json", str(tmp_path / "rows.json")])
+    assert shown.exit_code == 0, shown.output
+    assert f"carrywave predict {tmp_path / 'r'}/seed-* INPUT" in shown.output
+    assert [row["seed"] for row in json.loads((tmp_path / "rows.json").read_text())] == [1, 2]
+    refused = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert refused.exit_code == 2
+
+
+@pytest.mark.usefixtures("_quick_runs")
+def test_each_seed_that_holds_out_its_own_rows_is_told(tmp_path: Path) -> None:
+    lines: list[str] = []
+    spec = parse({"task": "classification", "data": {"train": "a.jsonl"}})
+    train_seeds(spec, 1, run=tmp_path / "r", device="cpu", say=lines.append)
+    assert "set data.valid" in lines[0]
+
+
+@pytest.mark.slow
+def test_real_runs_are_trained_searched_and_joined(tmp_path: Path) -> None:
+    """With real processes: seeds, their ensemble, a search over the same spec, and the best spec trained."""
+    (tmp_path / "text.txt").write_text("the carry goes on and on\n" * 60)
+    words = [f"data.train={tmp_path / 'text.txt'}", "model.hidden=4", "model.layers=1", "batch.lanes=2", "batch.steps=8", "train.epochs=1"]
+    invoke = CliRunner().invoke
+    shown = invoke(app, ["train", *words, "--seeds", "2", "--run", str(tmp_path / "five"), "--device", "cpu"])
+    assert shown.exit_code == 0, shown.output
+    runs = [str(tmp_path / "five" / f"seed-{number}") for number in (1, 2)]
+    shown = invoke(app, ["evaluate", *runs, "--device", "cpu", "--json", str(tmp_path / "e.json")])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads((tmp_path / "e.json").read_text())[0]["perplexity"] > 1
+    searched = ["tune", *words, "train.lr=1e-3..1e-1", "--trials", "2", "--run", str(tmp_path / "s"), "--device", "cpu"]
+    shown = invoke(app, searched)
+    assert shown.exit_code == 0, shown.output
+    shown = invoke(app, ["train", str(tmp_path / "s" / "best.yaml"), "--run", str(tmp_path / "best"), "--device", "cpu"])
+    assert shown.exit_code == 0, shown.output

@@ -1,0 +1,191 @@
+"""A search: which trials it makes, how they end, and that it goes on after an interruption as if there had been none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import carrywave as cw
+from carrywave.errors import RunError, SpecError, UserError
+from carrywave.spec.load import load
+from carrywave.tuning import child_runs, study
+from carrywave.tuning.study import Journal, Search, Trial
+from carrywave.tuning.tune import TuneResult
+
+SPEC: dict[str, Any] = {"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}, "model": {"hidden": 4}}
+RATES = (1e-3, 1e-1)
+
+
+@pytest.fixture(autouse=True)
+def _quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_runs, "COMMAND", (sys.executable, str(Path(__file__).with_name("_fake_run.py"))))
+    monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.01)
+
+
+def tune(folder: Path, keys: dict[str, Any], **how: Any) -> TuneResult:
+    return cw.tune(SPEC, keys, run=folder, device="cpu", **how)
+
+
+def test_the_best_spec_is_written_and_every_trial_has_a_folder(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = tune(tmp_path / "s", {"train.lr": RATES, "model.hidden": [4, 8]}, trials=4, say=lines.append)
+    assert [row["trial"] for row in found.rows] == [1, 2, 3, 4]
+    assert found.value == min(row["loss"] for row in found.rows)
+    assert found.best is not None
+    assert load(tmp_path / "s" / "best.yaml") == found.best
+    best = next(row for row in found.rows if row["loss"] == found.value)
+    assert (found.best.train.lr, found.best.model.hidden) == (best["train.lr"], best["model.hidden"])
+    assert json.loads((tmp_path / "s" / "trial-3" / "trial.json").read_text())["state"] == "finished"
+    assert len(lines) == 4
+    page = (tmp_path / "s" / "tune.html").read_text()
+    assert "loss by trial" in page
+    assert "loss by train.lr" in page
+    assert page.count("<svg") == 3
+
+
+def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
+    first, again = (tune(tmp_path / name, {"train.lr": RATES}, trials=7, seed=3).rows for name in ("a", "b"))
+    assert [row["train.lr"] for row in first] == [row["train.lr"] for row in again]
+    other = tune(tmp_path / "c", {"train.lr": RATES}, trials=2, seed=4).rows
+    assert [row["train.lr"] for row in other] != [row["train.lr"] for row in first[:2]]
+
+
+def test_a_search_in_two_parts_makes_the_trials_of_one(tmp_path: Path) -> None:
+    whole = tune(tmp_path / "a", {"train.lr": RATES}, trials=8)
+    tune(tmp_path / "b", {"train.lr": RATES}, trials=3)
+    parts = tune(tmp_path / "b", {"train.lr": RATES}, trials=8, resume=True)
+    for row in (*whole.rows, *parts.rows):
+        del row["seconds"]
+    assert parts.rows == whole.rows
+
+
+def test_no_combination_of_choices_is_tried_twice(tmp_path: Path) -> None:
+    rows = tune(tmp_path / "s", {"model.hidden": [4, 8], "model.layers": [1, 2]}, trials=20, prune=False).rows
+    assert sorted((row["model.hidden"], row["model.layers"]) for row in rows) == [(4, 1), (4, 2), (8, 1), (8, 2)]
+
+
+def test_a_hopeless_trial_is_stopped_and_its_folder_says_so(tmp_path: Path) -> None:
+    found = tune(tmp_path / "s", {"train.lr": (1e-3, 1.0)}, trials=14)
+    pruned = [row for row in found.rows if row["state"] == "pruned"]
+    assert pruned
+    assert all(row["trial"] > study.STARTUP for row in pruned)
+    for row in pruned:
+        told = json.loads((tmp_path / "s" / f"trial-{row['trial']}" / "trial.json").read_text())
+        assert told["state"] == "pruned"
+        assert row["epochs"] == len(told["values"]) < 4
+    assert found.value == min(row["loss"] for row in found.rows if row["state"] == "finished")
+    assert all(row["state"] == "finished" for row in tune(tmp_path / "t", {"train.lr": (1e-3, 1.0)}, trials=8, prune=False).rows)
+
+
+def test_a_run_that_dies_ends_only_its_trial(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = tune(tmp_path / "s", {"model.hidden": [4, 13, 14]}, trials=3, say=lines.append)
+    why = {row["model.hidden"]: row.get("why", "") for row in found.rows}
+    assert why[4] == ""
+    assert "brings bad luck" in why[13]
+    assert "SIGKILL" in why[14]
+    assert found.best is not None
+    assert found.best.model.hidden == 4
+
+
+def test_a_search_in_which_all_fail_ends(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the first 3 trials failed, the first with: this brings bad luck"):
+        tune(tmp_path / "s", {"train.lr": (6.0, 9.0)})
+
+
+def test_trials_side_by_side(tmp_path: Path) -> None:
+    found = tune(tmp_path / "s", {"train.lr": RATES}, trials=5, at_once=3)
+    assert [row["state"] for row in found.rows] == ["finished"] * 5
+
+
+def _stop_when(there: Callable[[], bool]) -> threading.Thread:
+    """A thread that interrupts this process once something is there."""
+
+    def wait() -> None:
+        while not there():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_search_that_is_stopped_goes_on_with_the_same_trial(tmp_path: Path) -> None:
+    waiting = tmp_path / "s" / "trial-1" / "again"
+    thread = _stop_when(waiting.exists)
+    keys = {"model.hidden": [15, 16]}
+    first = cw.tune(SPEC, keys, run=tmp_path / "s", seed=_seed_with_15_first(keys), device="cpu")
+    thread.join()
+    assert first.ending == "terminated"
+    assert first.best is None
+    assert [row["state"] for row in first.rows] == ["stopped"]
+    again = cw.tune(SPEC, keys, run=tmp_path / "s", seed=_seed_with_15_first(keys), device="cpu", resume=True)
+    assert [(row["model.hidden"], row["state"]) for row in again.rows] == [(15, "finished"), (16, "finished")]
+    assert again.ending is None
+
+
+def _seed_with_15_first(keys: dict[str, Any]) -> int:
+    return next(seed for seed in range(99) if Search("loss", cw_space(keys), seed, True).next_keys([])["model.hidden"] == 15)
+
+
+def cw_space(keys: dict[str, Any]) -> Any:
+    from carrywave.tuning.search_space import space_from
+
+    return space_from(keys)
+
+
+def test_the_time_limit_stops_in_order(tmp_path: Path) -> None:
+    keys = {"model.hidden": [15, 16]}
+    found = cw.tune(SPEC, keys, run=tmp_path / "s", seed=_seed_with_15_first(keys), hours=0.5 / 3600, device="cpu")
+    assert found.ending == "time"
+    assert found.rows[0]["state"] == "stopped"
+
+
+def test_a_higher_metric_is_better_where_it_is(tmp_path: Path) -> None:
+    found = cw.tune(SPEC | {"train": {"best": "accuracy"}}, {"train.lr": RATES}, trials=4, run=tmp_path / "s", device="cpu")
+    assert found.value == max(row["accuracy"] for row in found.rows)
+
+
+def test_what_cannot_be_searched_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(tmp_path / "s", {"train.lr": RATES}, trials=1)
+    cases: list[tuple[type[UserError], str, Callable[[], Any]]] = [
+        (RunError, "already exists and is not empty", lambda: tune(tmp_path / "s", {"train.lr": RATES})),
+        (RunError, "another keys", lambda: tune(tmp_path / "s", {"train.lr": (1e-3, 1.0)}, resume=True)),
+        (RunError, "another seed", lambda: tune(tmp_path / "s", {"train.lr": RATES}, seed=2, resume=True)),
+        (RunError, "another spec", lambda: cw.tune({}, {"train.lr": RATES}, run=tmp_path / "s", resume=True)),
+        (RunError, "nothing to resume", lambda: tune(tmp_path / "other", {"train.lr": RATES}, resume=True)),
+        (SpecError, "validation data", lambda: cw.tune({"data": {"train": "a.txt", "share": 0.0}}, {"train.lr": RATES})),
+        (SpecError, "read the data from files", lambda: cw.tune({"data": {"train": None}}, {"train.lr": RATES})),
+        (UserError, "trials=... is 0", lambda: tune(tmp_path / "t", {"train.lr": RATES}, trials=0)),
+    ]
+    for kind, said, act in cases:
+        with pytest.raises(kind, match=said):
+            act()
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r"carrywave\[tune\]"):
+        tune(tmp_path / "t", {"train.lr": RATES})
+
+
+def test_a_line_that_was_cut_off_is_as_if_it_had_not_been_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "tune.jsonl")
+    search = Search("loss", cw_space({"train.lr": RATES}), 1, True)
+    journal.begin(search)
+    journal.write(Trial(1, {"train.lr": 0.01}))
+    journal.write(Trial(1, {"train.lr": 0.01}, "finished", (1.0, None, 0.5), 3, 7))
+    with journal.path.open("ab") as file:
+        file.write(b'{"trial": {"num')
+    assert journal.read() == (search, [Trial(1, {"train.lr": 0.01}, "finished", (1.0, None, 0.5), 3, 7)])
+    journal.write(Trial(2, {"train.lr": 0.02}))
+    assert len(journal.read()[1]) == 2
+    journal.path.write_text('{"search": {}}\n')
+    with pytest.raises(RunError, match="is damaged"):
+        journal.read()
