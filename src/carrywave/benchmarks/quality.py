@@ -58,7 +58,7 @@ def run(
     if wrong := [word for word in settings or () if "=" not in word]:
         raise UserError(f"--set {wrong[0]} is not a setting; write it as in train.lr=5e-3")
     chosen = chosen[:QUICK_ROWS] if quick and not rows else chosen
-    numbers = range(1, 1 + (1 if quick else seeds or SEEDS))
+    numbers = range(1, 1 + (seeds or (1 if quick else SEEDS)))
     examples = examples_folder()
     with tempfile.TemporaryDirectory(prefix="carrywave-quality-") as name:
         work = Path(name)

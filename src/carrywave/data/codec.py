@@ -21,13 +21,14 @@ from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
 TRANSFORMS = get_args(Transform)
-LATER = ("date_order", "channels", "transform")  # fields that are not written if they have their default: hashes of older codecs stay
+LATER = ("date_order", "channels", "transform", "scale_season")  # not written if they have their default: hashes of older codecs stay
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
     "kind": str | None,
     "bpe": str | None,
     "size": int,
+    "scale_season": int,
     "time": str | None,
     "series": str | None,
     "frequency": str | None,
@@ -77,6 +78,7 @@ class Codec:
     series: str | None = None
     frequency: str | None = None  # spacing of times; None: unknown
     date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
+    scale_season: int = 0  # series are scaled by their mean absolute change over so many rows; 0: by their deviation
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
     known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
     calendar: tuple[str, ...] = ()  # positions in the calendar that are read

@@ -53,6 +53,7 @@ READING = (
     "season",
     "context",
     "standardize",
+    "scale",
 )
 READING_LATER = ("channels", "transform")  # as READING, but left out where they have their default: keys of older versions stay
 LABELLED = ("classification", "tagging", "regression")

@@ -229,7 +229,7 @@ class _Judge:
         self.meter = meter
 
     def see(self, out: Tensor, target: Tensor | None, sequence_B: Tensor, first_B: Tensor) -> None:
-        """Add an output and its targets, with the sequence in each of its lanes, those of a micro-batch, and the step it begins with."""
+        """Add an output and its targets, with the sequence in each of its lanes, those of a micro-batch, and the step where it begins."""
         if self.meter is None or target is None:
             return
         if self.meter.fits(out, target):

@@ -105,6 +105,11 @@ class DataSpec(Section):
         None, description="forecasting: quantiles to forecast, in increasing order"
     )
     context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
+    scale: Literal["auto", "deviation", "change"] = Field(
+        "auto",
+        description="several series: the unit of each: its standard deviation, or its mean absolute seasonal change, in which an "
+        "error of 1 is a MASE of 1; auto: change in long format",
+    )
     standardize: bool | Literal["sequence", "window"] = Field(
         True,
         description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "

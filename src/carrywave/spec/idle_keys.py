@@ -96,7 +96,7 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _tasks("forecasting")),
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
-    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles"), _tasks("forecasting")),
+    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles", "data.scale"), _tasks("forecasting")),
     "data.context": _context,
     "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
     "model.embedding": _not_forecasting(),

@@ -25,7 +25,13 @@ from carrywave.spec.defaults import fitted
 from carrywave.spec.load import load
 from carrywave.tasks.task import Part, Task
 
-PLAIN = ("data.residual=none", "data.standardize=true")  # what a plain forecaster reads and forecasts: the values, standardised
+# How data is read for plain PyTorch and simple baselines, whatever carrywave's defaults are: values in units of train's deviations, and
+# forecasts of the values themselves.
+PLAIN = {
+    "language": (),
+    **dict.fromkeys(("classification", "tagging", "regression"), ("data.standardize=true",)),
+    "forecasting": ("data.standardize=true", "data.residual=none"),
+}
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -50,9 +56,7 @@ def done(job: dict[str, Any]) -> dict[str, Any]:
 
 def read(words: Sequence[str], follows: str | None = None) -> tuple[Task, dict[str, Part]]:
     """The task and the parts of its data; `follows`: a file of train's series whose last horizon is the test."""
-    spec = load(None, words)
-    if spec.task == "forecasting":
-        spec = load(None, [*words, *PLAIN])
+    spec = load(None, [*words, *PLAIN[load(None, words).task]])
     prepared = prepare(spec)
     spec = fitted(spec, prepared.facts)
     task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)

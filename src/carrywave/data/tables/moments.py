@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from carrywave.errors import DataError
 
 LARGEST = 1e25  # larger magnitudes are rejected on input
+LEAST_CHANGE = 1e-3  # of a deviation: the scale of a series that is nearly the same in every season
 WHOLE = 2**53  # float64 represents every integer up to here
 TOO_WHOLE = "a whole number beyond 2**53 that would be rounded; subtract a common offset from all values, or use a float"
 FARTHEST = 1e38  # larger values, in standard deviations, are rejected: float32 ends at 3.4e38
@@ -71,11 +72,16 @@ class Moments:
         return tuple(float(value) for value in self._first + self._mean), tuple(float(value) for value in std)
 
 
-def own_scale(rows: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (mean, std) of the columns of one sequence."""
+def own_scale(rows: NDArray[np.float64], season: int = 0) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std."""
     moments = Moments()
     moments.add(rows)
-    return moments.scale(wanted=True, columns=rows.shape[1])
+    mean, std = moments.scale(wanted=True, columns=rows.shape[1])
+    if not season or len(rows) <= season:
+        return mean, std
+    change = np.abs(rows[season:] - rows[:-season]).mean(axis=0)
+    # A column that repeats every season up to rounding error has no change to speak of.
+    return mean, tuple(float(each) if each > LEAST_CHANGE * one else one for each, one in zip(change, std, strict=True))
 
 
 def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, ...], where: str) -> NDArray[np.float32]:

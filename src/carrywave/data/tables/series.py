@@ -70,7 +70,8 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     shared = tuple(place for place, column in enumerate(table.columns) if column in fixed - set(choice.known))
     # A single series shares its scale with any other, so those of its channels are named after these alone.
     names = reading.channels if reading.channels and len(table.names) == reading.many else names
-    own = _own_scales(table, train, names, shared, (mean, std)) if scaled and (by_series or len(table.names) > 1) else {}
+    season = spec.data.season if scales_by_change(spec, table) else 0
+    own = _own_scales(table, train, names, shared, (mean, std), season) if scaled and (by_series or len(table.names) > 1) else {}
     places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
     return Codec(
         spec.task,
@@ -86,6 +87,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         frequency=spec.data.frequency_text or table.frequency,
         date_order=None if table.times is None else table.times.order,
         own_scale=by_series,
+        scale_season=season if own else 0,
         known=choice.known,
         calendar=choice.calendar,
         static=choice.static,
@@ -109,10 +111,17 @@ def _categories(table: Table, train: SeriesPart) -> tuple[tuple[str, ...], ...]:
 Scale = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def _own_scales(table: Table, train: SeriesPart, names: tuple[str, ...], shared: tuple[int, ...], all_series: Scale) -> dict[str, Any]:
+def scales_by_change(spec: Spec, table: Table) -> bool:
+    """True if series are scaled by their mean absolute seasonal change, as errors of many series are compared."""
+    return spec.data.scale == "change" or (spec.data.scale == "auto" and table.series is not None)
+
+
+def _own_scales(
+    table: Table, train: SeriesPart, names: tuple[str, ...], shared: tuple[int, ...], all_series: Scale, season: int
+) -> dict[str, Any]:
     """Return the mean and standard deviation of every series: one may count in thousands, another in units."""
     scales = [
-        with_shared(own_scale(table.values[start : start + length]), shared, all_series)
+        with_shared(own_scale(table.values[start : start + length], season), shared, all_series)
         for start, length in zip(train.starts, train.lengths, strict=True)
     ]
     return {"names": names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
@@ -144,7 +153,9 @@ def _scales(table: Table, codec: Codec) -> list[Scale]:
     found = []
     for number, (name, start, length) in enumerate(zip(table.names, table.starts, table.lengths, strict=True)):
         own = known.get(name) or known.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
-        found.append(own or with_shared(own_scale(table.values[start : start + length]), shared, (codec.mean, codec.std)))
+        found.append(
+            own or with_shared(own_scale(table.values[start : start + length], codec.scale_season), shared, (codec.mean, codec.std))
+        )
     return found
 
 
