@@ -95,6 +95,32 @@ def test_any_plan_gives_the_answer_of_one_device(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("own", [{"channels": "independent", "standardize": "window"}, {"transform": "log", "channels": "independent"}])
+def test_any_plan_reads_columns_alike(folder: Path, tmp_path: Path, own: dict[str, Any]) -> None:
+    draw = np.random.default_rng(4)
+    values = np.exp(draw.normal(size=(90, 3)) / 4 + np.sin(np.arange(90)[:, None] / [1, 2, 3]))
+    pd.DataFrame(values, columns=["a", "b", "c"]).to_csv(tmp_path / "wide.csv", index=False)
+    data = {"train": str(tmp_path / "wide.csv"), "cache": str(tmp_path / "cache"), "horizon": 3, "season": 7, **own}
+    train(parse(spec(folder) | {"data": data}), run=tmp_path / "serial", device="cpu")
+    jobs = [{"run": f"plan{number}", "spec": spec(folder, plan) | {"data": data}} for number, (_, plan) in enumerate(PLANS)]
+    jobs += [{"predict": "serial", "data": "wide.csv"}]
+    told = carry_out(tmp_path, 2, jobs, "jobs")[0]
+    assert not [each["error"] for each in told if "error" in each]
+    wanted, weights = rows_of(tmp_path / "serial"), load_file(tmp_path / "serial/weights.safetensors")
+    assert {"mae[a]", "mae[c]", "ridge_mae"} <= set(next(row for row in wanted if row["split"] == "valid"))
+    for number in range(len(PLANS)):
+        found = rows_of(tmp_path / f"plan{number}")
+        for row, expected in zip(found, wanted, strict=True):
+            for key, value in expected.items():
+                assert row[key] == (pytest.approx(value, rel=CLOSE, abs=1e-12) if isinstance(value, float) else value), (key, row, expected)
+        for name, tensor in load_file(tmp_path / f"plan{number}/weights.safetensors").items():
+            torch.testing.assert_close(tensor, weights[name], rtol=CLOSE, atol=1e-12)
+    alone = predict(tmp_path / "serial", tmp_path / "wide.csv", device="cpu", note=lambda _: None)
+    for name in ("a", "b", "c"):
+        assert [row[name] for row in told[-1]["rows"]] == pytest.approx([row[name] for row in alone], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_backtest_on_two_workers_is_that_of_one(folder: Path) -> None:
     """Origins inside gaps, and a series that train does not contain, are read again; workers must agree on which."""
     frame = pd.read_csv(folder / "sales.csv")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import carrywave as cw
-from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired
+from carrywave.report.sample_kinds import Confused, Continued, Distributed, Forecasted, Paired
 from carrywave.report.samples import samples_of
 from carrywave.runs.trained_run import open_run, own_data
 
@@ -77,8 +77,13 @@ def test_a_forecast_is_that_of_predict_from_the_same_origin(quantiles: list[floa
     (tmp_path / "known.csv").write_text("\n".join(["load,other", *lines[:-6]]) + "\n")
     data = {"train": str(tmp_path / "all.csv"), "horizon": 6, "season": 12, "residual": residual, "targets": ["load"], "context": 200}
     run = train("forecasting", data | {"quantiles": quantiles}, tmp_path / "run", lanes=2, steps=16)
-    [found] = samples_of(run, "cpu").shown
+    [found, spread] = samples_of(run, "cpu").shown
     assert isinstance(found, Forecasted)
+    assert isinstance(spread, Distributed)
+    evaluated = cw.evaluate(run, device="cpu")
+    assert [name for name, _ in spread.by_step] == ["forecast", "seasonal naive", "last value", "ridge"]
+    for (_, values), metric in zip(spread.by_step, ("mae", "naive_mae", "last_mae", "ridge_mae"), strict=True):
+        assert sum(values) / 6 == pytest.approx(evaluated[metric], rel=1e-6)
     predicted = cw.predict(run, str(tmp_path / "known.csv"), device="cpu")
     names = ["load"] if quantiles is None else ["load-q0.1", "load-q0.5", "load-q0.9"]
     middle = names[len(names) // 2]
@@ -97,9 +102,13 @@ def test_of_many_series_it_is_said_how_many_are_shown(tmp_path: Path) -> None:
     (tmp_path / "all.csv").write_text("\n".join(["unique_id,ds,y", *rows]) + "\n")
     run = train("forecasting", {"train": str(tmp_path / "all.csv"), "horizon": 3}, tmp_path / "run", lanes=2, steps=16)
     found = samples_of(run, "cpu")
-    assert len(found.shown) == 2
+    *panels, spread = found.shown
+    assert isinstance(spread, Distributed)
+    assert len(panels) == 2
+    assert {name for name, _ in spread.worst} == {f"s{series}" for series in range(5)}
+    assert [value for _, value in spread.worst] == sorted((value for _, value in spread.worst), reverse=True)
     assert found.note.endswith("with the best weights: the first 2 of 5 series.")
-    for place, panel in enumerate(found.shown):
+    for place, panel in enumerate(panels):
         assert isinstance(panel, Forecasted)
         assert panel.title == f"y, series s{place}"
         assert list(panel.times) == [str(time) for time in range(60 - len(panel.history) - 3, 60)]
@@ -112,11 +121,32 @@ def test_a_forecast_within_a_split_has_the_dates_of_its_rows(tmp_path: Path) -> 
     (tmp_path / "all.csv").write_text("\n".join(["ds,y", *rows]) + "\n")
     data: dict[str, object] = {"train": str(tmp_path / "all.csv"), "horizon": 3, "split": [80, 20, 20], "frequency": "none"}
     run = train("forecasting", data, tmp_path / "run", lanes=2, steps=16)
-    [panel] = samples_of(run, "cpu").shown
+    [panel, _] = samples_of(run, "cpu").shown
     assert isinstance(panel, Forecasted)
     assert [time[:10] for time in panel.times] == days[-len(panel.times) :]
     assert len(panel.times) == len(panel.history) + 3
     assert [value for _, value in panel.truth[1:]] == pytest.approx([math.sin(at) for at in (117, 118, 119)], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["none", "log", "diff"])
+def test_independent_channels_are_shown_as_columns(transform: str, tmp_path: Path) -> None:
+    rows = [(100 + 30 * math.sin(at / 3), 5 + math.cos(at / 2)) for at in range(150)]
+    lines = [f"{load:.4f},{other:.4f}" for load, other in rows]
+    (tmp_path / "all.csv").write_text("\n".join(["load,other", *lines]) + "\n")
+    (tmp_path / "known.csv").write_text("\n".join(["load,other", *lines[:-4]]) + "\n")
+    data = {"train": str(tmp_path / "all.csv"), "horizon": 4, "channels": "independent", "transform": transform, "context": 150}
+    run = train("forecasting", data, tmp_path / "run", lanes=2, steps=16)
+    *panels, spread = samples_of(run, "cpu").shown
+    assert isinstance(spread, Distributed)
+    assert {name for name, _ in spread.worst} == {"load", "other"}
+    predicted = cw.predict(run, str(tmp_path / "known.csv"), device="cpu")
+    assert len(panels) == 2
+    for place, (panel, column) in enumerate(zip(panels, ("load", "other"), strict=True)):
+        assert isinstance(panel, Forecasted)
+        assert panel.title == column
+        assert [value for _, value in panel.forecast] == pytest.approx([row[column] for row in predicted], rel=1e-4)
+        assert [value for _, value in panel.truth] == pytest.approx([row[place] for row in rows[-5:]], rel=1e-4)
 
 
 @pytest.mark.slow

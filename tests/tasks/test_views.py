@@ -7,6 +7,7 @@ import numpy as np
 from carrywave.data.sequences import Sequences
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks import views
+from carrywave.tasks.baselines import baselines, origins_of, without_season
 from carrywave.tasks.changes import change
 
 
@@ -52,7 +53,7 @@ def test_warm_rows_end_one_before_the_first_origin() -> None:
     assert view.warm is not None
     assert view.warm.tolist() == [4]
     assert view.lengths.tolist() == [11]
-    origins = np.concatenate([rows for _, rows in views._origins(data, 4)])
+    origins = np.concatenate([rows for _, rows in origins_of(data, 4)])
     assert origins.tolist() == list(range(9, 16))
 
 
@@ -61,8 +62,8 @@ def test_naive_error_and_scale_by_hand() -> None:
     data = Sequences(values, np.array([0]), np.array([6]))
     spec = DataSpec(horizon=1, season=1)
     changes = np.abs(np.diff(values[:, 0]))
-    errors = views.naive_errors(data, spec, np.array([0]), np.array([[2.0]]))
-    assert (errors.absolute.tolist(), errors.square.tolist(), errors.pinball) == ([changes.mean()], [(changes**2).mean()], None)
+    errors = baselines(data, spec, np.array([0]), np.array([[2.0]]), None)[0]["naive"]
+    assert (errors.absolute_HC.tolist(), errors.square_HC.tolist(), errors.pinball) == ([[changes.mean()]], [[(changes**2).mean()]], None)
     assert errors.scaled == changes.mean() / 2.0
     assert change(values, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
 
@@ -70,12 +71,13 @@ def test_naive_error_and_scale_by_hand() -> None:
 def test_naive_pinball_and_origins_without_a_season() -> None:
     values = np.array([[0.0], [1.0], [4.0], [9.0], [16.0], [25.0]], dtype=np.float32)
     data = Sequences(values, np.array([0]), np.array([6]))
-    errors = views.naive_errors(data, DataSpec(horizon=1, season=3, quantiles=(0.1, 0.7)), np.array([0]), np.zeros((1, 1)))
+    spec = DataSpec(horizon=1, season=3, quantiles=(0.1, 0.7))
+    errors = baselines(data, spec, np.array([0]), np.zeros((1, 1)), None)[0]["naive"]
     # Origins 0 and 1 have no season before them: the last value stands in. 2, 3 and 4 forecast rows 0, 1 and 2.
     changes = np.array([1, 3, 9 - 0, 16 - 1, 25 - 4])
     assert errors.pinball is not None
-    np.testing.assert_allclose(errors.pinball, [(0.1 + 0.7) / 2 * changes.mean()], rtol=1e-15)
-    assert (errors.origins, errors.without_season, errors.scaled) == (5, 2, None)
+    np.testing.assert_allclose(errors.pinball, (0.1 + 0.7) / 2 * changes.mean(), rtol=1e-15)
+    assert (without_season(data, spec), errors.scaled) == ((2, 5), None)
 
 
 def test_what_is_the_same_every_season_has_no_scale() -> None:

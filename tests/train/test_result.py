@@ -122,7 +122,10 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     result = cw.fit({"hidden": 4, "layers": 1}, frame, task="forecasting", data=asked, run=tmp_path / "run", watch=said, **QUICK)
     assert "train: reading a, ordered by day; ignored: note (text)" in said.lines
     assert any("1 row is missing in column day (frequency B)" in line for line in said.lines)
-    assert result.metrics["valid"].keys() == {"loss", "pinball", "coverage_0.1", "coverage_0.9", "naive_pinball"}
+    assert result.metrics["valid"].keys() == {
+        *("loss", "pinball", "coverage_0.1", "coverage_0.9"),
+        *("naive_pinball", "last_pinball", "ridge_pinball", "ridge_lags"),
+    }
     assert result.metrics["valid"]["pinball"] == pytest.approx(result.metrics["valid"]["loss"], rel=1e-5)  # the loss sums in float32
     worse = result.metrics["valid"]["pinball"] > result.metrics["valid"]["naive_pinball"]
     assert any(line.startswith("valid: worse than the naive forecast: pinball") for line in said.lines) == worse

@@ -50,7 +50,7 @@ def evaluate(
     with leaving_at_once():
         from carrywave.runs.rows.standard_input import data_on_all
         from carrywave.runs.trained_run import evaluate_run
-        from carrywave.tasks.doubts import worse_than_naive
+        from carrywave.tasks.baselines import beside, verdicts
 
     places = [place_of(run) for run in runs]
     with data_on_all(data, places[0], device.value) as found:
@@ -64,6 +64,7 @@ def evaluate(
             show(table_of(f"by {name}", rows))
         if confusion:
             show(confusion_table(row["confusion"]))
-        if (verdict := worse_than_naive(row)) is not None:
-            typer.echo(verdict)
+        for line in (beside(row), *verdicts(row)):
+            if line is not None:
+                typer.echo(line)
     write_rows(json_file, [row, *({"split": row["split"], "by": name, **each} for name, rows in told.items() for each in rows)])

@@ -235,9 +235,10 @@ def tiles(record: RunRecord) -> list[Tile]:
         found.append(Tile(name, number(best["loss"]), at if by_loss else f"{at}, which has the best {metric_name(record.best_metric)}"))
         for name in record.metric_names[:2]:
             if name in best:
-                naive = best.get(f"naive_{name}")
+                simple = {what: best.get(f"{kind}_{name}") for kind, what in (("naive", "naive forecast"), ("ridge", "ridge"))}
+                told = ", ".join(f"{what} {metric_text(name, value)}" for what, value in simple.items() if is_number(value))
                 said = "" if unit(record, name) == "" else unit(record, name).strip(" ()") + "; "
-                note = f"{said}naive forecast {metric_text(name, naive)}" if is_number(naive) else "validation, at the best step"
+                note = f"{said}{told}" if told else "validation, at the best step"
                 found.append(Tile(metric_name(name), metric_text(name, best[name]), note))
         in_units = [name for name in record.metric_names if name.startswith("mae[") and is_number(best.get(name))]
         if len(in_units) == 1:  # there is no room for many

@@ -17,8 +17,9 @@ from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.report import chart, figures, pictures
 from carrywave.report.chart import Band, Line, Mark
 from carrywave.report.record import RunRecord, is_number
-from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Samples
+from carrywave.report.sample_kinds import Confused, Continued, Distributed, Forecasted, Paired, Samples
 from carrywave.report.train_points import train_points
+from carrywave.tasks.baselines import BASELINES
 
 MOST_METRICS = 8  # charts of metrics
 MOST_WORKERS = 64  # rows of the table of workers
@@ -103,9 +104,10 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
     for name in [name for name in record.metric_names if name not in covered][:MOST_METRICS]:
         points = _points(record.rows("valid"), name)
         lines = [Line("validation", points, "c0", dots=True)]
-        naive = _points(record.rows("valid"), f"naive_{name}")
-        if naive:
-            lines.append(Line("naive forecast", naive, "base", dashed=True))
+        for other, (kind, what) in enumerate(BASELINES.items()):
+            simple = _points(record.rows("valid"), f"{kind}_{name}")
+            if simple and all(simple != line.points for line in lines[1:]):  # the last value is the naive forecast without a season
+                lines.append(Line(what, simple, f"c{2 + other}" if other else "base", dashed=True))
         value = best.get(name) if best else None
         said = [Mark(best["step"], value, _marked(record, best, name))] if best and is_number(value) else []
         noted = _not_finite(record, name, ("valid",))
@@ -212,6 +214,7 @@ def _schedule(record: RunRecord) -> str:
 def _samples(samples: Samples) -> dict[str, Any]:
     texts = [each for each in samples.shown if isinstance(each, Continued)]
     drawn = [_forecast(each) for each in samples.shown if isinstance(each, Forecasted)]
+    drawn += [_distributed(each) for each in samples.shown if isinstance(each, Distributed)]
     drawn += [_paired(each) for each in samples.shown if isinstance(each, Paired)]
     matrices = [_matrix(each) for each in samples.shown if isinstance(each, Confused)]
     return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices}
@@ -238,6 +241,17 @@ def _times(sample: Forecasted) -> list[tuple[float, str]]:
     room = chart.WIDE / (chart.LETTER * (max(map(len, texts), default=0) + 2))  # texts side by side
     origin, every = len(sample.history) - 1, max(1, math.ceil(len(texts) / max(room - 1, 1)))
     return [(float(place - origin), text) for place, text in enumerate(texts) if (place - origin) % every == 0]
+
+
+def _distributed(sample: Distributed) -> Figure:
+    lines = []
+    for place, (name, values) in enumerate(sample.by_step):
+        points = [(float(step), value) for step, value in enumerate(values, start=1)]
+        lines.append(Line(name, points, f"c{place}" if place else "c0", dashed=place > 0, dots=len(points) == 1))
+    told = ", ".join(f"{name} {chart.number(value)}" for name, value in sample.worst)
+    many = f"The {len(sample.worst)} worst of {sample.series:,}" if len(sample.worst) < sample.series else "From worst to best"
+    svg = chart.draw(sample.title, lines, x_name="steps ahead", width=chart.WIDE, zero=True)
+    return Figure(sample.title, Markup(svg), Markup(chart.legend(lines)), f"{many}: {told}." if told else "")
 
 
 def _paired(sample: Paired) -> Figure:

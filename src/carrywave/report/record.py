@@ -17,6 +17,7 @@ from carrywave.runs import owner
 from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.spec.train_spec import score
 from carrywave.spec.yaml_text import parse_yaml
+from carrywave.tasks.baselines import PREFIXES
 
 Row = dict[str, Any]  # a line of a log
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
@@ -60,9 +61,9 @@ class RunRecord:
 
     @property
     def metric_names(self) -> list[str]:
-        """The task's metrics, the best known first; baselines (`naive_…`) are shown with their metric, not by themselves."""
+        """The task's metrics, the best known first; those of simple forecasts (`naive_…`) are shown beside them."""
         found = dict.fromkeys(name for row in self.metrics if row.get("split") != "train" for name in row)
-        names = [name for name in found if name not in NOT_METRICS and not name.startswith("naive_")]
+        names = [name for name in found if name not in NOT_METRICS and not name.startswith(PREFIXES)]
         return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     @property

@@ -32,6 +32,16 @@ class Forecasted:
 
 
 @dataclass(frozen=True)
+class Distributed:
+    """How large errors are by step ahead, beside those of simple forecasts, and in which series they are largest."""
+
+    title: str
+    by_step: Sequence[tuple[str, Sequence[float]]]  # the model first
+    worst: Sequence[tuple[str, float]]  # series and their errors, the largest first; empty if there are few
+    series: int
+
+
+@dataclass(frozen=True)
 class Confused:
     """How often each label was taken for each other."""
 
@@ -67,7 +77,7 @@ class Paired:
     points: Sequence[tuple[float, float]]  # truth, prediction
 
 
-Sample = Continued | Forecasted | Confused | Paired
+Sample = Continued | Forecasted | Confused | Paired | Distributed
 
 
 @dataclass(frozen=True)

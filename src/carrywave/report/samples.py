@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +23,14 @@ from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
-from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Sample, Samples
-from carrywave.runs.evaluation import passes
+from carrywave.report.sample_kinds import Confused, Continued, Distributed, Forecasted, Paired, Sample, Samples
+from carrywave.runs.evaluation import Details, evaluate, passes
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.data_spec import BatchSpec
+from carrywave.tasks.baselines import BASELINES
 from carrywave.tasks.forecast_values import ForecastValues
-from carrywave.tasks.metrics import Confusion
+from carrywave.tasks.metrics import Confusion, Errors, Metric
 from carrywave.tasks.task import Part
 
 SECONDS = 20.0  # within which a pass over the validation data ends
@@ -37,6 +38,7 @@ TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS, TEMPERATURE = 2, {"word": 20}, {"word": 40
 CHARACTERS_BEFORE, CHARACTERS_WRITTEN = 80, 200  # for every other kind of token
 MOST_SERIES, MOST_PANELS, MOST_ROWS = 2, 4, 20_000
 MOST_PAIRS = 400
+MOST_WORST = 10  # series that are named
 
 
 def samples_of(folder: Path, device: str = "auto") -> Samples:
@@ -53,7 +55,7 @@ def samples_of(folder: Path, device: str = "auto") -> Samples:
         if not saved.model.has_output:
             return Samples("No samples: the model's head has no forward method.")
         told = changed_since(saved, prepared, name)
-        found = _computed(saved, name, data)
+        found = _computed(replace(saved, task=saved.task.with_line(prepared.train)), name, data)
         return replace(found, note=" ".join([found.note, *(f"{line}." for line in told)]))
     except UserError as error:
         return Samples(f"No samples: {error}.")
@@ -67,7 +69,8 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
             return Samples(f"Passages of {where}, continued with the best weights ({kind}).", _texts(saved, data))
         case "forecasting":
             return Samples(
-                f"The last forecast within {where}, with the best weights{_some_of(saved, data)}.", _forecasts(saved, name, data)
+                f"The last forecast within {where}, with the best weights{_some_of(saved, data)}.",
+                [*_forecasts(saved, name, data), *_errors(saved, name, data)],
             )
         case "regression":
             pairs, whole = _pairs(saved, name, data)
@@ -209,6 +212,36 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> list[Sample]:
             times = None if table.times is None else table.times.written(rows)
             shown.append(replace(panel, times=[] if times is None else [str(time) for time in times]))
     return shown
+
+
+class _TimeIsUp(Exception):
+    """An evaluation took too long for a report."""
+
+
+def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
+    """How errors are distributed over the horizon and over series; nothing if that takes too long."""
+    part, found = saved.task.part(name, data), list[Errors]()
+    ends = time.monotonic() + SECONDS
+
+    def tick(done: int, total: int) -> None:
+        if time.monotonic() > ends:
+            raise _TimeIsUp
+
+    def look(metric: Metric) -> None:
+        found.extend([metric] if isinstance(metric, Errors) else [])
+
+    with suppress(_TimeIsUp):
+        by = Details(("series",))
+        evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, tick=tick, details=by, look=look)
+    if not found or not (ours := found[0].by_step()):
+        return []
+    several = saved.spec.data.season > 1  # otherwise the naive forecast is the last value
+    simple = [
+        (BASELINES[kind], each.absolute_HC.mean(axis=1).tolist()) for kind, each in part.baselines.items() if several or kind != "naive"
+    ]
+    series = found[0].by_series()
+    worst = sorted(series.items(), key=lambda pair: -pair[1])[:MOST_WORST] if len(series) > 1 else []
+    return [Distributed("MAE by step ahead (standardized)", [("forecast", ours), *simple], worst, len(series))]
 
 
 def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, made_HQ: NDArray[np.float64]) -> Forecasted:

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from carrywave.runs.watcher import Logged, StepInfo, Watcher, printable
+from carrywave.tasks.baselines import PREFIXES
 
 Clock = Callable[[], float]
 
@@ -206,6 +207,8 @@ def row_line(row: Mapping[str, object]) -> str:
     by_column = [name for name in rest if name.endswith("]")]
     if len(by_column) > MOST_SHOWN:
         rest = {name: value for name, value in rest.items() if name not in by_column}
+    # The naive forecast stands for the others, which a line at the end of a run compares with.
+    rest = {name: value for name, value in rest.items() if not name.startswith(PREFIXES) or name.startswith("naive_")}
     return f"{' '.join(head)}: {'  '.join(f'{name} {figure(value)}' for name, value in rest.items())}"
 
 

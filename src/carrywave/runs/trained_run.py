@@ -292,7 +292,7 @@ def _part(saved: Saved, data: Any) -> Part:
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             told = changed_since(saved, prepared, name)
-            part = saved.task.part(name, found)
+            part = saved.task.with_line(prepared.train).part(name, found)
             return replace(part, notes=(*told, *part.notes))
     raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,16 +113,6 @@ def short_of_season(data: DataSpec, rows: NDArray[np.int64]) -> str | None:
     many = f"{short:,} of {len(rows):,} forecasts have" if len(rows) > 1 else "the forecast has"
     fact = f"{many} less than a season ({data.season} rows) before the first step, so the last value stands for the last season"
     return f"{fact}, which the model has hardly seen; pass earlier rows too"
-
-
-def worse_than_naive(values: Mapping[str, object]) -> str | None:
-    """Return a line if the forecast is worse than the naive one, with the metrics that say so."""
-    worse = []
-    for name in ("mae", "rmse", "mase", "pinball"):
-        ours, naive = values.get(name), values.get(f"naive_{name}")
-        if isinstance(ours, float) and isinstance(naive, float) and ours > naive:
-            worse.append(f"{name} {ours:.4g} against {naive:.4g}")
-    return f"worse than the naive forecast: {', '.join(worse)}" if worse else None
 
 
 def _some(data: Sequences) -> Iterator[NDArray[np.float64]]:

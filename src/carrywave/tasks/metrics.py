@@ -213,6 +213,7 @@ class Errors:
         zeros_SC = torch.zeros(len(columns.series) if columns is not None else 0, zeros_HC.shape[1], dtype=torch.float64, device=device)
         self.outputs = outputs
         self.series_absolute_SC, self.series_square_SC, self.series_count_SC = zeros_SC.clone(), zeros_SC.clone(), zeros_SC.clone()
+        self.series_standard_SC = zeros_SC.clone()  # as absolute, in standardised units
         self.pinball_Q, self.covered_Q = torch.zeros(2, len(self.quantiles), dtype=torch.float64, device=device)
         self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
 
@@ -266,6 +267,7 @@ class Errors:
     def _add_in_units(self, error_TBHC: Tensor, real_TBHC: Tensor, at_B: Tensor, first_B: Tensor | None) -> None:
         assert self.unit_SC is not None
         assert self.columns is not None
+        standard_TBHC = error_TBHC
         error_TBHC = error_TBHC * self.unit_SC[at_B][:, None]
         error_TBHC = torch.where(real_TBHC, error_TBHC.cumsum(2), 0.0) if self.columns.summed else error_TBHC
         if self.columns.slope is not None and first_B is not None:
@@ -279,6 +281,7 @@ class Errors:
                 (self.series_absolute_SC, error_TBHC.abs()),
                 (self.series_square_SC, error_TBHC.square()),
                 (self.series_count_SC, real_TBHC.to(torch.float64)),
+                (self.series_standard_SC, standard_TBHC.abs()),
             ):
                 sums_SC.view(-1, self.outputs).index_add_(0, at_B, each_TBHC.sum((0, 2)))
 
@@ -295,6 +298,7 @@ class Errors:
             **({} if self.columns is None else {"unit_absolute": self.unit_absolute_HC, "unit_square": self.unit_square_HC}),
             **({"series_absolute": self.series_absolute_SC} if len(self.series_count_SC) else {}),
             **({"series_square": self.series_square_SC, "series_count": self.series_count_SC} if len(self.series_count_SC) else {}),
+            **({"series_standard": self.series_standard_SC} if len(self.series_count_SC) else {}),
         }
 
     def values(self) -> dict[str, float]:
@@ -335,6 +339,20 @@ class Errors:
                 mean, root = (size / many, math.sqrt(squared / many)) if many else (math.nan, math.nan)
                 found.append({**place, "column": name, "mae": mean, "rmse": root, "targets": int(many)})
         return found
+
+    def by_step(self) -> list[float]:
+        """Return the MAE of each step ahead over all columns, as in `values`; empty without a point forecast."""
+        return (self.absolute_HC.sum(1) / self.count_HC.sum(1)).tolist() if self._has_point else []
+
+    def by_series(self) -> dict[str, float]:
+        """Return the MAE of each series and column, as in `values`, by name; empty if they were not asked for."""
+        if self.columns is None or not len(self.series_count_SC) or not self._has_point:
+            return {}
+        series, columns = self.columns.series, self.columns.names
+        names = (
+            columns if len(series) == 1 else series if len(columns) == 1 else [f"{name} {column}" for name in series for column in columns]
+        )
+        return dict(zip(names, (self.series_standard_SC / self.series_count_SC).flatten().tolist(), strict=True))
 
     @property
     def _has_point(self) -> bool:

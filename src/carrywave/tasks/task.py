@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,9 +31,9 @@ from carrywave.model.vocabulary.rows import Rows
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
-from carrywave.tasks import metrics, views
+from carrywave.tasks import metrics, ridge, views
+from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.ridge import fit_line
 
 Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
@@ -46,7 +46,8 @@ class Part:
     name: str
     data: Sequences
     view: View
-    baseline: dict[str, float] = field(default_factory=dict)  # metrics of the seasonal-naive forecast
+    baselines: Mapping[str, Errors] = field(default_factory=dict)  # forecasting: what simple forecasts come to
+    baseline: dict[str, float] = field(default_factory=dict)  # their metrics
     notes: tuple[str, ...] = ()  # remarks for the user
     change_SC: NDArray[np.float64] | None = None  # forecasting: denominator of MASE per series and column; 0 excludes it
 
@@ -59,12 +60,20 @@ class Task:
     codec: Codec
     facts: DataFacts
     scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
+    line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
 
     @staticmethod
     def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
         """Return the task of a run that trains on this data."""
-        scale = Changes.of(train, codec, spec.data.season) if spec.task == "forecasting" else Changes()
-        return Task(spec, codec, facts, scale)
+        if spec.task != "forecasting":
+            return Task(spec, codec, facts)
+        return Task(spec, codec, facts, Changes.of(train, codec, spec.data.season)).with_line(train)
+
+    def with_line(self, train: Sequences) -> Task:
+        """Return the task with a straight line through the training data to compare forecasts with."""
+        if self.spec.task != "forecasting":
+            return self
+        return replace(self, line=line_of(train, np.array(self.codec.targets), self.spec.lags, self.spec.data.horizon))
 
     def part(self, name: str, data: Sequences) -> Part:
         """Return the steps and targets of a part."""
@@ -84,29 +93,26 @@ class Task:
         change_SC = self.scale.of_series(data, self.codec.channels)
         if name == "train":
             return Part(name, data, view, change_SC=change_SC)
-        naive = views.naive_errors(data, self.spec.data, np.array(self.codec.targets), change_SC)
+        simple, no_line = baselines(data, self.spec.data, np.array(self.codec.targets), change_SC, self.line)
         unseen = unseen_series(name, series_names(data.names or (), self.codec.channels), self.codec)
-        notes = self._short_of_season(name, naive) + unseen + self._without_mase(name, data)
-        return Part(name, data, view, self._baseline(naive), notes, change_SC)
+        notes = self._short_of_season(name, data) + unseen + self._without_mase(name, data)
+        notes += () if no_line is None else (f"{name}: {no_line}",)
+        return Part(name, data, view, simple, self._baseline(simple), notes, change_SC)
 
-    def _baseline(self, naive: views.NaiveErrors) -> dict[str, float]:
-        """Return the metrics of the seasonal-naive forecast, under the model's metric names prefixed with `naive_`."""
-        found: dict[str, float] = {}
+    def _baseline(self, simple: Mapping[str, Errors]) -> dict[str, float]:
+        """Return the metrics of simple forecasts, under the model's metric names prefixed with theirs."""
         quantiles = self.spec.data.quantiles
-        if quantiles is None or 0.5 in quantiles:
-            found = {"naive_mae": float(naive.absolute.mean()), "naive_rmse": float(np.sqrt(naive.square.mean()))}
-            if naive.scaled is not None:
-                found["naive_mase"] = naive.scaled
-        if naive.pinball is not None:
-            found["naive_pinball"] = float(naive.pinball.mean())
-        return found
+        point = quantiles is None or 0.5 in quantiles
+        found = {metric: value for name, errors in simple.items() for metric, value in errors.metrics(name, point=point).items()}
+        return found if self.line is None or "ridge" not in simple else found | {LAGS: float(self.line.weights_CNK.shape[1])}
 
-    def _short_of_season(self, name: str, naive: views.NaiveErrors) -> tuple[str, ...]:
+    def _short_of_season(self, name: str, data: Sequences) -> tuple[str, ...]:
         season = self.spec.data.season
-        if not naive.without_season or season == 1:
+        short, total = without_season(data, self.spec.data)
+        if not short or season == 1:
             return ()
         columns = len(self.codec.channels) or 1  # which are forecast together, as far as a person sees
-        many = f"{naive.without_season // columns:,} of {naive.origins // columns:,} forecasts"
+        many = f"{short // columns:,} of {total // columns:,} forecasts"
         remedy = f"set data.context={season} or more" if self.spec.data.context else "add earlier rows"
         return (f"{name}: {many} have less than a season ({season} rows) before them, so their naive forecast is the last value; {remedy}",)
 
@@ -225,7 +231,9 @@ class Task:
         """Set the linear part to the ridge solution, on workers that have it."""
         if train is None or line.weight.is_meta:
             return
-        fitted = fit_line(train, np.array(self.codec.targets), self.spec.model.linear, self.spec.data.horizon)
+        lags, fitted = self.spec.model.linear, self.line
+        if fitted is None or fitted.weights_CNK.shape[1] != lags:  # a shorter one is compared with
+            fitted = ridge.fit_line(train, np.array(self.codec.targets), lags, self.spec.data.horizon)
         with torch.no_grad():
             line.weight.copy_(torch.from_numpy(fitted.weights_CNK))
             line.bias.copy_(torch.from_numpy(fitted.bias_CK))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,50 +156,3 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout |
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
     return replace(series(data, spec, layout, scale_steps=scale_steps), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
-
-
-@dataclass(frozen=True)
-class NaiveErrors:
-    """Errors of the seasonal-naive forecast over the origins that a forecaster is scored on: means per column."""
-
-    absolute: NDArray[np.float64]  # [columns]
-    square: NDArray[np.float64]
-    scaled: float | None  # MASE, over all series and columns with a known change
-    pinball: NDArray[np.float64] | None  # averaged over quantiles, with the naive forecast used for each of them
-    origins: int
-    without_season: int  # origins with less than a season of history, where the last value is the fallback
-
-
-def naive_errors(data: Sequences, spec: DataSpec, columns: Ints, change_SC: NDArray[np.float64]) -> NaiveErrors:
-    """Compute the errors of the seasonal-naive forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it."""
-    seasonal = Naive(data, columns, spec.horizon, spec.season, "season")
-    first = FirstRow(data)
-    ahead = np.arange(1, spec.horizon + 1)
-    absolute, square, pinball = (np.zeros(len(columns)) for _ in range(3))
-    share_Q = np.array(spec.quantiles or ())
-    count = origins = without = scaled_count = 0
-    scaled = 0.0
-    for number, rows in _origins(data, spec.horizon):
-        gap = np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - seasonal(rows)
-        absolute += (sums := np.abs(gap).sum(axis=(0, 1)))
-        known = change_SC[number] > 0
-        scaled += float((sums[known] / change_SC[number][known]).sum())
-        scaled_count += gap.shape[0] * gap.shape[1] * int(known.sum())
-        square += (gap**2).sum(axis=(0, 1))
-        for share in share_Q:
-            pinball += np.maximum(share * gap, (share - 1.0) * gap).sum(axis=(0, 1)) / len(share_Q)
-        count += gap.shape[0] * gap.shape[1]
-        origins += len(rows)
-        without += int((rows - first(rows) + 1 < spec.season).sum())
-    count = max(count, 1)
-    mase = scaled / scaled_count if scaled_count else None
-    return NaiveErrors(absolute / count, square / count, mase, pinball / count if len(share_Q) else None, origins, without)
-
-
-def _origins(data: Sequences, horizon: int, block: int = 1024) -> Iterator[tuple[int, Ints]]:
-    """Yield a sequence's index and rows of it that are origins, in blocks to keep memory flat."""
-    warm = np.zeros(len(data), dtype=np.int64) if data.warm is None else np.maximum(data.warm - 1, 0)
-    for number, (start, length, skip) in enumerate(zip(data.starts, data.lengths, warm, strict=True)):
-        rows = np.arange(start + skip, start + length - horizon, dtype=np.int64)
-        for first in range(0, len(rows), block):
-            yield number, rows[first : first + block]

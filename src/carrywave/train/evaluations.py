@@ -15,6 +15,7 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.world import World, all_gather_json
 from carrywave.spec.train_spec import OF_LOSS, score
+from carrywave.tasks.baselines import PREFIXES
 from carrywave.tasks.metrics import TOP
 from carrywave.tasks.task import Part
 
@@ -43,7 +44,7 @@ def check_can_judge(metric: str, model: Model | OpaqueModel, labels: Sequence[st
 def score_of(metric: str, values: Values) -> float:
     """The metric of an evaluation in a form in which lower is better; NaN is worse than anything."""
     if metric not in values:
-        known = ", ".join(name for name in values if not name.startswith(("naive_", "coverage_")))
+        known = ", ".join(name for name in values if not name.startswith((*PREFIXES, "coverage_")))
         raise SpecError(f"train.best={metric}, but the evaluation of valid gives only {known}; use one of these")
     return score(metric, values[metric])
 

@@ -22,7 +22,7 @@ from carrywave.runs.watcher import Watcher
 from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
-from carrywave.tasks.doubts import worse_than_naive
+from carrywave.tasks.baselines import PREFIXES, beside, verdicts
 from carrywave.train.evaluations import Stopped
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
@@ -54,8 +54,9 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
     if isinstance(loop.trainer.sync, Pushing):
         watch.say(loop.trainer.sync.summary())
     for part, values in reached.items():
-        if (verdict := worse_than_naive(values)) is not None:
-            watch.say(f"{part}: {verdict}")
+        for line in (beside(values), *verdicts(values)):
+            if line is not None:
+                watch.say(f"{part}: {line}")
     told = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
@@ -66,8 +67,8 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
 
 
 def _in_short(values: Mapping[str, float]) -> str:
-    """The metrics for the last line of a run: those of single columns, and of the naive forecast, are in the rows above it."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.endswith("]") and not name.startswith("naive_"))
+    """The metrics for the last line of a run: those of single columns, and of simple forecasts, are in the rows above it."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.endswith("]") and not name.startswith(PREFIXES))
 
 
 def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
