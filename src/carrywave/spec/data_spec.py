@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from carrywave.spec.section import Positive, Section
+from carrywave.spec.signal_spec import AugmentSpec
 
 CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
 
@@ -95,6 +96,9 @@ class DataSpec(Section):
     standardize: bool | Literal["sequence"] = Field(
         True,
         description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series",
+    )
+    augment: AugmentSpec | None = Field(
+        None, description="classification, regression, tagging: random changes to sequences of numbers in training; see docs/data.md"
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
