@@ -14,7 +14,7 @@ import torch
 
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import from_python, read_python
-from carrywave.errors import DataError
+from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
 STEPS = [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]]
@@ -301,3 +301,29 @@ def test_a_model_of_numbers_reads_whole_numbers() -> None:
     np.testing.assert_array_equal(one.inputs, fractions.inputs[:4])
     with pytest.raises(DataError, match="steps"):  # what a file calls tokens is none
         read_python([{"tokens": [1, 2]}], codec, spec("classification"), labelled=False)
+
+
+def test_beside_a_file_to_train_on_the_files_of_the_spec_are_read(tmp_path: Path) -> None:
+    rows = "\n".join(json.dumps(row) for row in ROWS)
+    train, other = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
+    train.write_text(rows)
+    other.write_text(rows.splitlines()[0])
+    asked = spec("classification", valid=str(other), test=str(other))
+    for data in (train, {"train": train}, {"train": train, "test": train}):
+        found = from_python(data, asked)
+        assert found.valid is not None
+        assert len(found.valid) == 1
+        assert found.test is not None
+        assert len(found.test) == (3 if isinstance(data, dict) and "test" in data else 1)
+    with pytest.raises(DataError, match="no such file|not found|does not exist"):
+        from_python(train, spec("classification", test=str(tmp_path / "none.jsonl")))
+
+
+def test_beside_objects_the_files_of_the_spec_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"data\.test is set, but the data was passed as an object.*pass \{'train': …, 'test': …\}, or remove data"):
+        from_python(ROWS, spec("classification", test="test.jsonl"))
+    with pytest.raises(SpecError, match=r"data\.valid and data\.test are set.*pass \{'train': …, 'valid': …, 'test': …\}"):
+        from_python(ROWS, spec("classification", valid="valid.jsonl", test="test.jsonl"))
+    with pytest.raises(SpecError, match=r"data\.test is set.*pass \{'train': …, 'valid': …, 'test': …\}"):
+        from_python({"train": ROWS, "valid": ROWS}, spec("classification", valid="valid.jsonl", test="test.jsonl"))
+    assert from_python({"train": ROWS, "test": ROWS}, spec("classification", test="test.jsonl")).test is not None
