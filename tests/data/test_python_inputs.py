@@ -327,3 +327,18 @@ def test_beside_objects_the_files_of_the_spec_are_refused() -> None:
     with pytest.raises(SpecError, match=r"data\.test is set.*pass \{'train': …, 'valid': …, 'test': …\}"):
         from_python({"train": ROWS, "valid": ROWS}, spec("classification", valid="valid.jsonl", test="test.jsonl"))
     assert from_python({"train": ROWS, "test": ROWS}, spec("classification", test="test.jsonl")).test is not None
+
+
+def test_large_values_that_are_not_standardised_are_refused() -> None:
+    values = 1e9 + np.arange(60.0)
+    with pytest.raises(DataError, match=r"train: 0 has values up to 1e\+09"):
+        from_python(values, spec("forecasting", standardize=False))
+    two = pd.DataFrame({"unique_id": ["a"] * 60 + ["b"] * 60, "ds": [*range(60)] * 2, "y": np.concatenate([np.arange(60.0), values])})
+    with pytest.raises(DataError, match=r"train: series b: y has values up to 1e\+09"):
+        from_python(two, spec("forecasting", standardize=False))
+    with pytest.raises(DataError, match="train: feature 1 has values"):
+        from_python(([[[0.0, value]] for value in values], [0, 1] * 30), spec("classification", standardize=False))
+    with pytest.raises(DataError, match="train: target 0 has values"):
+        from_python(([[[float(step)]] for step in range(60)], values.tolist()), spec("regression", standardize=False))
+    for how in (True, "sequence"):
+        from_python(two, spec("forecasting", standardize=how))

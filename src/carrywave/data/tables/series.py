@@ -17,11 +17,11 @@ from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.files.fields import steps_of
 from carrywave.data.files.rows import Rows
-from carrywave.data.overlap import told_of_series
+from carrywave.data.overlap import told_of_cut, told_of_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.columns import COVARIATES, ColumnChoice
-from carrywave.data.tables.moments import Moments, own_scale, standardise
+from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
@@ -125,8 +125,10 @@ def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | 
     if not targets:
         raise DataError(f"{table.name}: no column is left to forecast; set data.targets, or shorten data.known and data.static")
     moments = Moments()
-    for start, length in zip(train.starts, train.lengths, strict=True):
-        moments.add(table.values[int(start) : int(start + length)])
+    for name, start, length in zip(names, train.starts, train.lengths, strict=True):
+        moments.add(rows := table.values[int(start) : int(start + length)])
+        if not spec.data.standardize:
+            moments_of(rows).check_unscaled(table.columns, table.name if len(names) == 1 else f"{table.name}: series {name}")
     scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
     mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
     positions = len(calendar_columns(choice.calendar))  # which need no scale, and come last
@@ -280,6 +282,7 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, there in kept.items():
         if part != "train":
             notes += check(there | ~in_train if there.any() else there, cut[part], table, spec, part)
+    notes += told_of_cut(table, cut, kept)
     learned = codec is None
     codec = codec or learn(table, cut["train"].only(in_train), spec, _named(table, in_train))
     inputs = encode(table, codec, new)
