@@ -35,6 +35,7 @@ MANY: dict[str, Any] = {
     "labels": str,
     "columns": str,
     "targets": int,
+    "month_days": int,
     "names": str,
     "means": tuple,
     "stds": tuple,
@@ -72,6 +73,7 @@ class Codec:
     series: str | None = None
     frequency: str | None = None  # spacing of times; None: unknown
     date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
+    month_days: tuple[int, ...] = ()  # days of the month that series are on, 31 for the last; none if each time tells its own
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
     known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
     calendar: tuple[str, ...] = ()  # positions in the calendar that are read
@@ -82,8 +84,9 @@ class Codec:
     def to_json(self) -> str:
         """Serialise to JSON."""
         values = asdict(self)
-        if self.date_order is None:  # so that what is hashed stays as it was before there was such a field
-            del values["date_order"]
+        for name in ("date_order", "month_days"):  # so that what is hashed stays as it was before there were such fields
+            if not values[name]:
+                del values[name]
         return json.dumps(values, sort_keys=True)
 
     @staticmethod

@@ -44,7 +44,7 @@ def notes(parts: Mapping[str, Sequences], given: Collection[str]) -> Iterator[st
 
 
 def told_of_cut(table: Table, cut: Mapping[str, SeriesPart], kept: Mapping[str, NDArray[np.bool_]]) -> Iterator[str]:
-    """Lines about series that were cut into parts: rows at their ends that are in no part, and parts that begin while others are trained on.
+    """Lines about series that were cut into parts: rows at their ends that are in no part, and parts that begin while others still train.
 
     `kept` are the series that are in each part.
     """

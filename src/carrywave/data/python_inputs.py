@@ -86,7 +86,7 @@ def _read_as_tokens(data: Any, codec: Codec) -> tuple[str, ...]:
 def naming(data: Any, spec: Spec) -> Spec:
     """Return the spec with the files that `data` names in place of its own, or with `data.train` None if `data` holds objects.
 
-    Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless `data` replaces them.
+    Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless replaced there.
     """
     given = _by_part(data)
     files = _files(given, spec)

@@ -40,6 +40,7 @@ class ColumnChoice:
     series: str | None = None
     frequency: str | None = None
     date_order: str | None = None  # of dates with the year last that do not tell it themselves
+    month_days: tuple[int, ...] | None = None  # of the series in the training data; None if this is it
     strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
     trained: bool = False  # read as the training data was read
     known: tuple[str, ...] = ()  # known for the whole horizon
@@ -60,6 +61,7 @@ class ColumnChoice:
         learned["targets"] = tuple(codec.columns[place] for place in codec.targets)
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
+        learned["month_days"] = codec.month_days
         return ColumnChoice(
             codec.measured, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
         )

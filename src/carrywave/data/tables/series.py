@@ -150,6 +150,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | 
         series=table.series,
         frequency=spec.data.frequency_text or table.frequency,
         date_order=None if table.times is None else table.times.order,
+        month_days=() if table.times is None else table.times.month_days,
         own_scale=by_series,
         known=choice.known,
         calendar=choice.calendar,
