@@ -447,6 +447,16 @@ def test_a_result_that_nobody_would_see_is_refused(words: list[str]) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
 
 
+@pytest.mark.parametrize("streams", ["> /dev/full", "> /dev/full 2>&1"])
+def test_a_display_that_cannot_be_written_does_not_end_a_run(streams: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("the carry goes on\n" * 40)
+    small = ["model.hidden=4", "model.layers=1", "batch.lanes=2", "batch.steps=8", "train.epochs=1", f"data.cache={tmp_path / 'cache'}"]
+    ended = closed(streams, "train", f"data.train={tmp_path / 't.txt'}", *small, "--run", str(tmp_path / "run"), "--device", "cpu")
+    said = "carrywave: standard output cannot be written (No space left on device); the run goes on, and its progress is no longer shown\n"
+    assert (ended.returncode, ended.stderr) == (0, "" if streams.endswith("1") else said)
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
+
+
 def test_with_all_streams_closed_a_file_holds_what_it_should_alone(tmp_path: Path) -> None:
     assert closed("<&- >&- 2>&-", "schema", "-o", str(tmp_path / "schema.json")).returncode == 0
     assert json.loads((tmp_path / "schema.json").read_text()) == spec_schema()

@@ -23,6 +23,7 @@ from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import UserError
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
+from carrywave.runs.display import lasting_console
 from carrywave.runs.watcher import printable
 
 
@@ -102,7 +103,23 @@ def in_our_words(message: str) -> str:
 
 def note(message: str) -> None:
     """Print one line to stderr."""
-    print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    if sys.stderr is None:
+        return
+    try:
+        print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    except OSError:  # a full disk, or nobody reads it any more: what is said never ends what is done
+        output_file.hang_up(sys.stderr)
+
+
+def display_console() -> Console:
+    """Where progress is shown; if that cannot be written any more, a line says so on stderr, and the command goes on without it."""
+
+    def gone(error: Exception) -> None:
+        output_file.hang_up(sys.stdout)
+        why = getattr(error, "strerror", None) or error
+        note(f"standard output cannot be written ({why}); the run goes on, and its progress is no longer shown")
+
+    return lasting_console(gone)
 
 
 def plain_warnings() -> None:
