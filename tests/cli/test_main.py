@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import carrywave.benchmarks
 from carrywave.cli.main import app
-from carrywave.errors import DataError, PortError, ResourceError
+from carrywave.cli.options import as_utf8
+from carrywave.errors import DataError, PortError, ResourceError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.worker_logs import Outputs
 from carrywave.spec.describe import schema as spec_schema
@@ -472,3 +473,11 @@ def test_what_workers_print_is_dropped_where_stdout_is_closed(tmp_path: Path, mo
     monkeypatch.setattr(sys, "stdout", None)
     outputs.pass_on()
     outputs.close()
+
+
+def test_text_of_the_command_line_is_utf8_whatever_the_locale_says() -> None:
+    assert as_utf8("--prompt", "é") == "é"
+    assert as_utf8("--prompt", "a \udcc3\udca9") == "a é"  # how Python reads it in the C locale
+    with pytest.raises(UserError, match=r"--prompt is not UTF-8 text, nor text in the locale's encoding \(utf-8\)"):
+        as_utf8("--prompt", "\udce9")
+    assert as_utf8("--prompt", "\ud800") == "\ud800"  # told where the text is read

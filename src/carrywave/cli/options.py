@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -162,6 +163,17 @@ def numbers_of(option: str, text: str, least: int = 0) -> list[int]:
     if min(found) < least:
         raise UserError(f"{option} {text} has a number below {least}; use {least} or more")
     return found
+
+
+def as_utf8(option: str, text: str) -> str:
+    """A text of the command line, which Python reads as the locale says: bytes that are not in its encoding are read as UTF-8."""
+    if text.isascii() or not any("\udc80" <= letter <= "\udcff" for letter in text):
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        fact = f"{option} is not UTF-8 text, nor text in the locale's encoding ({sys.getfilesystemencoding()})"
+        raise UserError(f"{fact}; write it in UTF-8, or set LC_ALL to the locale it is written in") from None
 
 
 def place_of(run: str) -> Path | str:

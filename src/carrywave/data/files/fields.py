@@ -147,6 +147,8 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         raise DataError(f"{where}: {field} is {IGNORED}, which means no label; remove the row")
     if isinstance(value, int):
         return "whole number", str(value)
+    if isinstance(value, str) and not value.strip() and field == "label":
+        raise DataError(f"{where}: the field label is empty; fill it in, or remove the row")  # as an empty cell of a CSV file is
     if isinstance(value, str):
         return "string", value
     if field == "label" and hasattr(value, "__len__"):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.rows import missing_column, quoted
+from carrywave.data.files.rows import A_NUMBER, missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
@@ -20,7 +20,6 @@ from carrywave.spec.data_spec import DataSpec
 
 TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
 SERIES_NAME = "unique_id"
-A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 MOSTLY = 0.9  # a column whose name says nothing holds times if at least this fraction are dates; the rest are errors
 SHOWN = 8  # at most this many names in a message
 A_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"

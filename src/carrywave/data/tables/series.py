@@ -95,10 +95,11 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
     rows = None if data.split is None or any(share < 1 for share in data.split) or part != "train" else int(sum(data.split))
     if len(short) == len(kept):
         place = int(np.argmax(own))
-        count = int(table.lengths[place]) if rows is not None else int(own[place])
+        short_of_split = rows is not None and int(table.lengths[place]) < rows
+        count = int(table.lengths[place] if short_of_split else own[place])
         many = f"series {table.names[place]} has {count} row{'s' * (count != 1)}"
         others = ", and no series has enough" if len(kept) > 1 else ""
-        if rows is not None and count < rows:
+        if short_of_split:
             raise DataError(f"{table.name}: {many}, but data.split asks for {rows}{others}; use fewer, or shares below 1")
         needs = f"a horizon of {data.horizon} needs {data.horizon + int(span.warm[place] == 0)}"
         raise DataError(f"{table.name}: {many} in {part}, but {needs}{others}; reduce data.horizon, or add rows to {part}")

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from carrywave.data.files import dialect
 from carrywave.data.files.quotes import check_quotes
+from carrywave.data.files.rows import A_NUMBER
 from carrywave.data.files.source import Source
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
-from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
+from carrywave.data.tables.columns import SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
 from carrywave.data.tables.completing import SortedRows, completed
 from carrywave.data.tables.covariates import categories_of
 from carrywave.data.tables.dates import WRITE, is_dates, is_text, problem, texts_of
