@@ -89,7 +89,7 @@ def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
     at, codec, data = Layout.of(task.codec), task.codec, task.spec.data
     window = {int(place): {"window": task.spec.scale_steps} for place in at.scaled if task.spec.scale_steps}
     names = (*codec.columns, *codec.categorical)
-    changing = at.changing if data.residual == "season" else at.changing[:0]
+    changing = at.changing if task.spec.reads_changes else at.changing[:0]
     ahead = range(1, data.horizon + 1)
     return {
         "x": [

@@ -137,6 +137,11 @@ class Spec(Section):
         return self.steps if self.batch.warmup is None else self.batch.warmup
 
     @property
+    def reads_changes(self) -> bool:
+        """Forecasting: whether each column's change since the last season is read: if forecasts start from that season or from a line."""
+        return self.data.residual == "season" or (self.model.linear > 0 and self.data.season > 1)
+
+    @property
     def past_steps(self) -> int:
         """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
         return self.model.linear or self.scale_steps

@@ -36,7 +36,7 @@ def step_inputs(spec: Spec, facts: DataFacts) -> StepInputs:
     """Return what a step holds: the features, their changes since the last season, and what is known for the horizon."""
     if spec.task != "forecasting":
         return StepInputs(facts.features)
-    changes = facts.features - facts.fixed if spec.data.residual == "season" else 0
+    changes = facts.features - facts.fixed if spec.reads_changes else 0
     ahead = spec.data.horizon
     tables = tuple((values, width_of(values)) for values in facts.categories)
     places = (*range(len(tables)), *(tuple(range(facts.known_categories)) * ahead))

@@ -19,7 +19,7 @@ from carrywave.errors import SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, Line, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
@@ -34,6 +34,7 @@ from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
+from carrywave.tasks.first_weights import set_first_weights
 
 Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
@@ -83,8 +84,9 @@ class Task:
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
-                layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
-                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), layout, scale_steps=steps)
+                layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
+                how = {"scale_steps": self.spec.scale_steps, "changes": self.spec.reads_changes}
+                view = views.forecasting(data, self.spec.data, targets, layout, **how)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
@@ -175,9 +177,7 @@ class Task:
         initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias, init_scale=spec.init_scale)
         model.drawn = holding is not None
         model.rounded_by_host = rounded_by_host(model, spec.init)
-        if isinstance(model.head, Forecast) and model.head.line is not None:
-            model.rounded_by_host |= {f"head.line.{name}" for name, _ in model.head.line.named_parameters()}
-            self._fit_line(model.head.line, train)
+        model.rounded_by_host |= set_first_weights(model, self.spec, self.codec, train)
         if spec.pretrained is not None and holds_layers(spec.pretrained):
             load_lstm(lstm, read_lstm(spec.pretrained), spec.pretrained)
         elif spec.pretrained is not None:
@@ -227,22 +227,12 @@ class Task:
                     past_steps=spec.past_steps,
                 )
 
-    def _fit_line(self, line: Line, train: Sequences | None) -> None:
-        """Set the linear part to the ridge solution, on workers that have it."""
-        if train is None or line.weight.is_meta:
-            return
-        lags, fitted = self.spec.model.linear, self.line
-        if fitted is None or fitted.weights_CNK.shape[1] != lags:  # a shorter one is compared with
-            fitted = ridge.fit_line(train, np.array(self.codec.targets), lags, self.spec.data.horizon)
-        with torch.no_grad():
-            line.weight.copy_(torch.from_numpy(fitted.weights_CNK))
-            line.bias.copy_(torch.from_numpy(fitted.bias_CK))
-
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
             return View(data.inputs, data.starts, data.lengths)
-        return self._with_history(views.series(data, self.spec.data, views.Layout.of(self.codec), scale_steps=self.spec.scale_steps))
+        layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
+        return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes))
 
     def _with_history(self, view: View) -> View:
         """The view with the past values that the head reads."""

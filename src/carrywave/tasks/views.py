@@ -104,15 +104,18 @@ class Layout:
         return bool(len(self.known) or len(self.known_codes))
 
 
-def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, scale_steps: int = 0) -> View:
+def series(
+    data: Sequences, spec: DataSpec, layout: Layout | None = None, *, scale_steps: int = 0, changes: bool | None = None
+) -> View:
     """View every row of every series, without targets, to forecast from.
 
-    If forecasts are relative to the last season, the model also reads each column's change since then: an LSTM is slow to learn to
-    recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that of `StepInputs`.
+    With `changes`, by default if forecasts are relative to the last season, the model also reads each column's change since then: an LSTM
+    is slow to learn to recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that
+    of `StepInputs`.
     With `scale_steps`, measured columns and their changes are read in the scale of so many last values (`window_scale`).
     """
     values = data.inputs
-    seasonal = spec.residual == "season"
+    seasonal = spec.residual == "season" if changes is None else changes
     if not seasonal and not scale_steps and (layout is None or not layout.ahead):
         return View(values, data.starts, data.lengths)
     every = np.arange(values.shape[1])
@@ -142,7 +145,15 @@ def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, sca
     return View(values, data.starts, data.lengths, inputs_at=inputs)
 
 
-def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout | None = None, *, scale_steps: int = 0) -> View:
+def forecasting(
+    data: Sequences,
+    spec: DataSpec,
+    columns: Ints,
+    layout: Layout | None = None,
+    *,
+    scale_steps: int = 0,
+    changes: bool | None = None,
+) -> View:
     """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
@@ -155,4 +166,5 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout |
 
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
-    return replace(series(data, spec, layout, scale_steps=scale_steps), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
+    read = series(data, spec, layout, scale_steps=scale_steps, changes=changes)
+    return replace(read, lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
