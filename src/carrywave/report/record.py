@@ -51,13 +51,18 @@ class RunRecord:
     def best(self) -> Row | None:
         """The evaluation whose weights were kept: the best by `train.best`, the first of equal ones; None if there is none."""
         judged = [row for row in self.rows("valid") if is_number(row.get("loss")) and is_number(row.get(self.best_metric))]
+        if judged and self._of_train("weights") == "last":
+            return judged[-1]
         return min(judged, key=lambda row: score(self.best_metric, row[self.best_metric]), default=None)
 
     @property
     def best_metric(self) -> str:
         """The metric that picks the best weights (`train.best`)."""
+        return str(self._of_train("best") or "loss")
+
+    def _of_train(self, key: str) -> object:
         train = self.spec.get("train")
-        return str(train.get("best") or "loss") if isinstance(train, Mapping) else "loss"
+        return train.get(key) if isinstance(train, Mapping) else None
 
     @property
     def metric_names(self) -> list[str]:

@@ -21,20 +21,61 @@ MOST_TOKENS = 4096  # per batch of separate sequences, or enough for this many s
 SEQUENCES = 32
 LARGEST = 1 << 16  # upper limit on tokens per batch, however long the sequences
 LEAST_BATCHES = 16  # per epoch, if the data has enough sequences or steps
+LEAST_WINDOWS = 200  # per epoch of a stream of tokens
+LEAST_SEQUENCES = 16  # of a batch, even if an epoch then has few of them
+LONG = 64  # steps of a sequence on average, from which a front of convolutions is put before the layers
+WANTED_STEPS, LEAST_EPOCHS, MOST_EPOCHS = 1000, 5, 150
+LEAST_PATIENCE = 5
+ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the best weights can be told from lucky ones
 
 
 def fitted(spec: Spec, facts: DataFacts) -> Spec:
-    """The spec with every batch size filled in: given values are kept, the others are derived from the training data."""
-    batch, spec = spec.batch, with_residual(spec)
+    """The spec with everything filled in that depends on the training data: given values are kept."""
+    spec = with_residual(spec)
     if not facts.steps:
         return spec  # only the facts that shape the model are known, not the amount of data
+    spec = _with_front(spec, facts)
+    batch, sequences = spec.batch, max(facts.sequences, 1)
     if spec.streams:
         steps = batch.steps or STEPS
-        lanes = batch.lanes or min(max(facts.steps // (steps * LEAST_BATCHES), 1), MOST_LANES)
-        return _with(spec, batch.model_copy(update={"lanes": lanes, "steps": steps}))
-    most = max(MOST_TOKENS, min(SEQUENCES * -(-facts.steps // max(facts.sequences, 1)), LARGEST))
-    tokens = batch.tokens or min(most, max(facts.steps // LEAST_BATCHES, facts.longest, 1))
-    return _with(spec, batch.model_copy(update={"tokens": tokens}))
+        least = LEAST_BATCHES if spec.task == "forecasting" else LEAST_WINDOWS
+        lanes = batch.lanes or min(max(facts.steps // (steps * least), 1), MOST_LANES)
+        spec = _with(spec, batch.model_copy(update={"lanes": lanes, "steps": steps}))
+        return _with_epochs(spec, -(-facts.steps // (lanes * steps)))
+    mean = -(-facts.steps // sequences)
+    most = max(MOST_TOKENS, min(SEQUENCES * mean, LARGEST))
+    tokens = batch.tokens or min(most, max(facts.steps // LEAST_BATCHES, min(LEAST_SEQUENCES * mean, facts.steps), facts.longest, 1))
+    spec = _with(spec, batch.model_copy(update={"tokens": tokens}))
+    return _with_epochs(spec, -(-facts.steps // tokens))
+
+
+def _with_front(spec: Spec, facts: DataFacts) -> Spec:
+    """With a front in place of `auto`: convolutions if sequences of numbers are long, as raw signals are."""
+    if spec.model.front != AUTO:
+        return spec
+    long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1)
+    front = {"front": "deep"} if long else {"front": "none", "front_dropout": 0.0}
+    return spec.model_copy(update={"model": spec.model.model_copy(update=front)})
+
+
+def _with_epochs(spec: Spec, batches: int) -> Spec:
+    """With a number of epochs, and of evaluations without improvement that end the run, for epochs of so many batches."""
+    train = spec.train
+    epochs = train.epochs or min(max(-(-WANTED_STEPS * train.accumulate // batches), LEAST_EPOCHS), MOST_EPOCHS)
+    patience = train.early_stop
+    if patience is None:
+        evaluations = epochs if train.evaluate_every is None else epochs * batches // train.evaluate_every
+        patience = max(LEAST_PATIENCE, evaluations // 3)
+    update = {"epochs": epochs, "early_stop": patience}
+    return spec.model_copy(update={"train": train.model_copy(update=update)})
+
+
+def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
+    """With `best` or `last` in place of `auto` in train.weights; `valid`: sequences to validate on, None if there is nothing."""
+    if spec.train.weights != AUTO:
+        return spec
+    few = spec.task in ("classification", "regression") and valid is not None and valid < ENOUGH_TO_CHOOSE
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"weights": "last" if few else "best"})})
 
 
 def _with(spec: Spec, batch: BatchSpec) -> Spec:

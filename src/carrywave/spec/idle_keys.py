@@ -89,6 +89,10 @@ def _dropout_hidden(spec: Spec) -> str | None:
     return "is between layers, but model.layers=1; remove it, or use dropout_output" if spec.model.layers == 1 else None
 
 
+def _front_dropout(spec: Spec) -> str | None:
+    return "is for model.front, which is none; remove it, or set a front" if spec.model.front == "none" else None
+
+
 ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
@@ -110,7 +114,9 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout_words": _not_forecasting(),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
-    "model.front_dropout": lambda spec: None if spec.model.front_layers else "is for model.front, which is none; remove it, or set a front",
+    "model.front_dropout": _front_dropout,
+        None if spec.model.front_layers or spec.model.front == "auto" else "is for model.front, which is none; remove it, or set a front"
+    ),
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
     "model.linear": _tasks("forecasting"),
@@ -137,7 +143,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),
     "train": (
         *("optimizer", "lr", "weight_decay", "clip", "epochs", "max_steps", "accumulate", "precision", "reproducible", "shard_optimizer"),
-        *("seed", "schedule", "warmup", "alpha", "beta", "evaluate_every", "best", "early_stop", "on_nan", "log_every", "track"),
+        *("seed", "schedule", "warmup", "alpha", "beta", "evaluate_every", "best", "weights", "early_stop", "on_nan", "log_every", "track"),
         *("snapshot_every", "keep", "sync", "ema"),
     ),
 }
@@ -171,7 +177,7 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
         return
     train = spec.train
     for setting, asked in (
-        ("early_stop", train.early_stop is not None),
+        ("early_stop", bool(train.early_stop)),
         ("schedule=plateau", train.schedule == "plateau"),
         ("optimizer=ntasgd", train.optimizer == "ntasgd"),
         (f"best={train.best}", is_set(spec, "train.best")),

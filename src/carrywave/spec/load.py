@@ -16,6 +16,7 @@ from carrywave.errors import SpecError, from_system, remedy_for, short
 from carrywave.spec.describe import Key, keys
 from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
+from carrywave.spec.task_defaults import with_task_defaults
 from carrywave.spec.yaml_text import dump_yaml, parse_yaml
 
 # Values that stand for a whole section; overriding a key inside the section replaces them.
@@ -85,8 +86,11 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def parse(values: Mapping[str, Any], *, own: bool = False) -> Spec:
-    """Validate a mapping of plain values, such as `{"model": {"hidden": 256}}`, as a spec; `own`: a run has written it."""
+def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True) -> Spec:
+    """Validate a mapping of plain values, such as `{"model": {"hidden": 256}}`, as a spec, with the defaults of its task.
+
+    `own`: a run has written it. Without `defaults`, a key that is not set has the default of its field, whatever the task.
+    """
     # Via JSON, because strict validation of JSON accepts a list as a tuple, yet still rejects text or booleans as numbers.
     try:
         text = json.dumps({key: value for key, value in values.items() if value is not None}, default=_plain)  # None: an empty section
@@ -102,7 +106,16 @@ def parse(values: Mapping[str, Any], *, own: bool = False) -> Spec:
         raise SpecError(_first_of(_explain(error, tree))) from None
     if not own and (problems := idle(spec)):
         raise SpecError(_first_of(problems))
-    return spec
+    if own:
+        return _of_earlier_version(spec)
+    return with_task_defaults(spec) if defaults else spec
+
+
+def _of_earlier_version(spec: Spec) -> Spec:
+    """A run's spec as it was meant: runs of earlier versions did not stop by themselves, and kept the best weights."""
+    old = {name: value for name, value in (("early_stop", 0), ("weights", "best")) if name not in spec.train.model_fields_set}
+    old |= {"early_stop": 0} if spec.train.early_stop is None else {}
+    return spec.model_copy(update={"train": spec.train.model_copy(update=old)}) if old else spec
 
 
 def _plain(value: object) -> object:

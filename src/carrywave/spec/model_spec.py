@@ -23,7 +23,7 @@ class ModelSpec(Section):
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
-    front: Literal["none", "small", "deep"] | tuple[FrontLayer, ...] = Field(
+    front: Literal["auto", "none", "small", "deep"] | tuple[FrontLayer, ...] = Field(
         "none",
         description="convolutions over time before the layers, which shorten long sequences: small (64 channels, kernel 9, stride 4; then "
         "128, 9, 4), deep (64, 9, 2; 128, 7, 2; 128, 5, 2), or a list such as [{channels: 64, kernel: 9, stride: 2}]; classification and "

@@ -63,7 +63,7 @@ FRONTS: Mapping[str, tuple[FrontLayer, ...]] = {
 
 def front_layers(front: str | Sequence[FrontLayer]) -> tuple[FrontLayer, ...]:
     """The layers of a front, by its name or as they were listed."""
-    return FRONTS[front] if isinstance(front, str) else tuple(front)
+    return FRONTS.get(front, ()) if isinstance(front, str) else tuple(front)  # `auto` is decided once the data is known
 
 
 def total_stride(layers: Sequence[FrontLayer]) -> int:

@@ -64,7 +64,9 @@ class TrainSpec(Section):
         "evaluated, written as weights and exported. Any optimizer but ntasgd, which averages by itself",
     )
     clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="clip gradients to this norm, taken over all of them together")
-    epochs: Positive = Field(5, description="passes over train")
+    epochs: Annotated[int, Field(ge=0)] = Field(
+        0, description="passes over train; 0: as many as make about 1,000 steps, at least 5 and at most 150"
+    )
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
     accumulate: Positive = Field(1, description="batches per optimizer step")
     precision: Literal["auto", "fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
@@ -100,7 +102,16 @@ class TrainSpec(Section):
         description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies and macro_f1 better "
         "if higher, the others if lower; with class_weights, loss is the weighted one, and unweighted_loss the one without them",
     )
-    early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
+    weights: Literal["auto", "best", "last"] = Field(
+        "auto",
+        description="which weights a run keeps: those of the best evaluation, or those after the last step; auto: the best, but the last "
+        "if valid has fewer than 100 sequences with one target each, too few to choose by",
+    )
+    early_stop: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="stop after this many evaluations without improvement of train.best; 0: never; by default a third of the "
+        "evaluations, at least 5",
+    )
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
         None,
         description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total",

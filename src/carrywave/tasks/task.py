@@ -85,8 +85,8 @@ class Task:
                 view = views.tagging(data)
             case "forecasting":
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
-                how = {"scale_steps": self.spec.scale_steps, "changes": self.spec.reads_changes}
-                view = views.forecasting(data, self.spec.data, targets, layout, **how)
+                scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
+                view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":

@@ -104,9 +104,7 @@ class Layout:
         return bool(len(self.known) or len(self.known_codes))
 
 
-def series(
-    data: Sequences, spec: DataSpec, layout: Layout | None = None, *, scale_steps: int = 0, changes: bool | None = None
-) -> View:
+def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, scale_steps: int = 0, changes: bool | None = None) -> View:
     """View every row of every series, without targets, to forecast from.
 
     With `changes`, by default if forecasts are relative to the last season, the model also reads each column's change since then: an LSTM

@@ -61,7 +61,8 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
     judged_by = loop.spec.train.best
-    best = "" if at.best is None else "best " if judged_by == "loss" else f"best by {judged_by}: "
+    last = loop.spec.train.weights == "last"
+    best = "" if at.best is None else "last " if last else "best " if judged_by == "loss" else f"best by {judged_by}: "
     watch.end(f"{loop.folder.shown}: {steps}{stopped}{f'; {best}{told}' if told else ''}")
     return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
 

@@ -44,7 +44,7 @@ from carrywave.runs.tracking.tracker import Description
 from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
-from carrywave.spec.defaults import AUTO, fitted, with_precision
+from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_precision
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
@@ -218,6 +218,7 @@ def _train(
     loss: Loss | None = None,
 ) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
+    spec = with_kept_weights(spec, None if prepared.valid is None else len(prepared.valid))
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
     unfit = not_made_for_bf16(world)

@@ -324,7 +324,7 @@ class Loop:
                 fact = f"the validation loss is {loss} at step {at.step}"
                 raise on_every_rank(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing from that step was saved"))
             with raise_on_all(self.trainer.mesh.world):
-                better, score = improves(train.best, values, at.best), score_of(train.best, values)
+                better, score = train.weights == "last" or improves(train.best, values, at.best), score_of(train.best, values)
             if better:
                 at.best, at.best_step = values, at.step
                 self._write_weights()

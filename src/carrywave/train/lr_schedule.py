@@ -61,7 +61,7 @@ def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
 
 def stops_early(spec: TrainSpec, state: Rate) -> bool:
     """True if training ends because too many evaluations in a row brought no improvement."""
-    return spec.early_stop is not None and state.since_best >= spec.early_stop
+    return bool(spec.early_stop) and state.since_best >= (spec.early_stop or 0)
 
 
 def from_json(kept: Mapping[str, Any]) -> Rate:

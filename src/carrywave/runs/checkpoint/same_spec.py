@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import get_args
 
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
-from carrywave.spec.defaults import AUTO, with_precision
+from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import with_new_names
 from carrywave.spec.section import Section
 from carrywave.spec.spec import Spec
@@ -28,7 +28,12 @@ MAY_CHANGE = (
     "shard_optimizer",
 )
 FILES = ("data.train", "data.valid", "data.test")
-BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to fit the data if they are left out
+# Chosen to fit the data and the devices if they have these values; a run keeps what was chosen for it.
+OPEN: Mapping[str, object] = {
+    **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
+    **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights"), AUTO),
+    "train.epochs": 0,
+}
 
 
 def spec_of(snapshot: Stored) -> Spec:
@@ -49,7 +54,7 @@ def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
-            if (new is None and name in BATCH) or (new == AUTO and name in ("train.precision", "data.residual")):
+            if name in OPEN and new == OPEN[name]:
                 continue  # left out, it keeps its value
             if files_move and name in FILES and old is not None and new is not None:
                 continue
@@ -60,15 +65,17 @@ def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
 
 
 def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
-    """The spec with the batch settings, the residual and the precision of a snapshot where it leaves them open: what was chosen to fit the
-    data and the devices is not chosen again.
+    """The spec with the settings of a snapshot where it leaves them open: what was chosen to fit the data and the devices is not chosen
+    again.
     """
     spec = spec_of(snapshot)
-    left_out = {name: getattr(spec.batch, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
-    sections: dict[str, Section] = {"batch": asked.batch.model_copy(update=left_out)}
-    if asked.data.residual == AUTO:
-        sections["data"] = asked.data.model_copy(update={"residual": spec.data.residual})
-    return with_precision(asked.model_copy(update=sections), spec.train.precision)
+    sections: dict[str, Section] = {}
+    for key, open_value in OPEN.items():
+        section, _, name = key.partition(".")
+        given = sections.get(section, getattr(asked, section))
+        if getattr(given, name) == open_value:
+            sections[section] = given.model_copy(update={name: getattr(getattr(spec, section), name)})
+    return asked.model_copy(update=sections)
 
 
 def dealing_of(snapshot: Stored | None) -> Dealing:

@@ -68,7 +68,7 @@ def train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
     if given is not None and not isinstance(given, Spec | Mapping):
         remedy = "pass it as optimizer=..." if isinstance(given, Optimizer) else 'pass its keys, such as {"lr": 1e-3}'
         raise UserError(f"a Trainer takes the train section of a spec after the model, got {type(given).__name__}; {remedy}")
-    return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
+    return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}, defaults=False).train
 
 
 def check_spec(spec: TrainSpec, *, user_optimizer: bool) -> None:

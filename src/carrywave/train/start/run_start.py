@@ -33,7 +33,7 @@ from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.idle_keys import idle_beside_own, idle_with
-from carrywave.spec.load import load, parse
+from carrywave.spec.load import parse, read_values
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import doubts
 from carrywave.train.checkpointer import receive_snapshot
@@ -153,7 +153,7 @@ def asked_spec(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, p
     if isinstance(spec, Spec):
         base = spec.model_dump(mode="json", exclude_unset=True)
     elif isinstance(spec, str | Path):
-        base = load(Path(spec), []).model_dump(mode="json", exclude_unset=True)
+        base = read_values(Path(spec))
     else:
         base = dict(spec or {})
     for name, value in sections.items():
@@ -165,7 +165,7 @@ def asked_spec(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, p
         plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
     if plan != "auto":
         base["plan"] = plan if isinstance(plan, str) else dict(plan)
-    return parse(base)
+    return parse(base, defaults=model is None or isinstance(model, Mapping))
 
 
 def _ours(model: Model | OpaqueModel) -> bool:

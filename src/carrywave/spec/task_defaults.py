@@ -1,0 +1,71 @@
+"""What a spec gets where it says nothing: defaults that depend on the task, chosen by the table of `carrywave bench quality`.
+
+Keys that a user sets stay, and so do those of a spec that a run has written. What depends on the data as well is left open here (`auto`, 0
+or nothing), and decided in `defaults` once the data is known. A user's own model reads what it is given: for it nothing is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from carrywave.cells.cell import by_name
+from carrywave.spec.section import Section
+from carrywave.spec.spec import Spec
+
+ADAM = ("adam", "adamw")
+WIDTH_RATE = 1.28  # language: the learning rate of Adam times the width of the widest layer, of at least 128 units
+LINEAR = 96  # last values that the linear part of a forecast reads
+
+Sections = dict[str, dict[str, Any]]
+
+
+def with_task_defaults(spec: Spec) -> Spec:
+    """The spec with the defaults of its task for keys that are not set."""
+    wanted = {"language": _language, "tagging": _tagging, "forecasting": _forecasting}.get(spec.task, _pooled)(spec)
+    if spec.train.optimizer in ADAM:
+        wanted.setdefault("train", {}).update({"clip": 1.0, "schedule": "cosine"})
+    else:
+        # Rates, schedules and decay of other optimizers are another matter, and are up to those who choose them.
+        wanted["train"] = {name: value for name, value in wanted.get("train", {}).items() if name in ("loss", "label_smoothing")}
+    sections: dict[str, Section] = {}
+    for name, values in wanted.items():
+        section: Section = getattr(spec, name)
+        new = {key: value for key, value in values.items() if key not in section.model_fields_set}
+        if new:
+            sections[name] = section.model_copy(update=new)
+    return spec.model_copy(update=sections) if sections else spec
+
+
+def _language(spec: Spec) -> Sections:
+    model: dict[str, Any] = {} if by_name(spec.model.cell).forget_gate is None else {"forget_bias": 1.0}
+    return {"model": model, "train": {"lr": WIDTH_RATE / max(128, *spec.model.widths)}}
+
+
+def _tagging(spec: Spec) -> Sections:
+    both_ways = {} if spec.streams else {"bidirectional": True}
+    return {"model": {**both_ways, "dropout": 0.3}, "train": {"lr": 5e-3}}
+
+
+def _pooled(spec: Spec) -> Sections:
+    model: dict[str, Any] = {"bidirectional": True, "layers": 1, "pool": "mean_max", "dropout": 0.4, "locked": True}
+    if isinstance(spec.model.hidden, tuple):
+        del model["layers"]
+    front = {"front": "auto", "front_dropout": 0.2} if spec.plan_spec.chunk_steps is None else {}
+    smoothing = {"label_smoothing": 0.1} if spec.task == "classification" else {}
+    train: dict[str, Any] = {"lr": 3e-3, "warmup": 20, **smoothing}
+    if "optimizer" not in spec.train.model_fields_set and "weight_decay" not in spec.train.model_fields_set:
+        train |= {"optimizer": "adamw", "weight_decay": 0.02}
+    return {"model": {**model, **front}, "train": train}
+
+
+def _forecasting(spec: Spec) -> Sections:
+    data = spec.data
+    train: dict[str, Any] = {"lr": 2e-3} if data.quantiles is not None else {"lr": 2e-3, "loss": "mae"}
+    if "optimizer" not in spec.train.model_fields_set and "weight_decay" not in spec.train.model_fields_set:
+        train |= {"optimizer": "adamw", "weight_decay": 1e-3}
+    model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
+    if data.residual in ("auto", "last") and data.transform == "none":
+        model["linear"] = LINEAR
+    scale = {"standardize": "window"} if data.transform == "none" else {}
+    batch = {} if spec.batch.vary else {"windows": "random"}
+    return {"data": {"channels": "independent", **scale}, "model": model, "batch": batch, "train": train}
