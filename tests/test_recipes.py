@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -115,3 +116,20 @@ def test_long_windows_have_the_loss_of_any_other_plan() -> None:
     losses, others = ([row["loss"] for row in each if row["split"] == "train"] for each in (rows, whole))
     assert losses == pytest.approx(others, rel=1e-4)  # float32, summed in another order
     assert losses[-1] < losses[0] < 1.1 * math.log(100)
+
+
+@pytest.mark.slow
+def test_motions_are_told_apart(tmp_path: Path) -> None:
+    """The recipe of raw signals, on signals of our own: two waves, of which one has a second, faster one on top."""
+    draw = np.random.default_rng(1)
+    for part, count in (("train", 32), ("test", 32)):
+        rows = []
+        for number in range(count):
+            time, fast = np.arange(96), number % 2
+            wave = np.sin(time / draw.uniform(7, 9) + draw.uniform(0, 6)) + fast * np.sin(time * draw.uniform(1.1, 1.4))
+            steps = np.stack([wave, 0.5 * draw.normal(size=96)], axis=1) * draw.uniform(0.1, 10.0)
+            rows.append(json.dumps({"steps": steps.round(4).tolist(), "label": "fast" if fast else "slow"}))
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
+    files = [f"data.{part}={tmp_path / part}.jsonl" for part in ("train", "test")]
+    small = ["model.hidden=16", "train.epochs=20", "train.warmup=10", "batch.tokens=768"]
+    assert last(trained("basicmotions", *files, *small), "test")["accuracy"] > 0.9

@@ -843,6 +843,15 @@ def test_a_run_that_can_have_no_folder(place: str, words: list[str]) -> None:
     assert refused("train", *LANGUAGE, "--run", place, *words) == message
 
 
+@pytest.mark.parametrize("place", ["link", "link/run"])
+def test_a_run_behind_a_link_to_nowhere(place: str) -> None:
+    Path("link").symlink_to("nowhere")
+    message = (
+        f"the run's folder {place} cannot be created: link is a link to nowhere, which does not exist; create it, or use another --run"
+    )
+    assert refused("train", *LANGUAGE, "--run", place) == message
+
+
 def test_numbers_that_nobody_means() -> None:
     number = "0x" + "f" * 900_000
     message = ": 0xffffffffffffffffff… is a number of 900,002 digits; use one of at most 100"

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import carrywave.benchmarks
 from carrywave.cli.main import app
-from carrywave.errors import DataError, PortError, ResourceError
+from carrywave.cli.options import as_utf8
+from carrywave.errors import DataError, PortError, ResourceError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.worker_logs import Outputs
 from carrywave.spec.describe import schema as spec_schema
@@ -360,7 +361,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         "test: loss 0.2500  accuracy 0.9750\n",
         "carrywave: odd\n",
     )
-    assert seen == [Path("r"), Path("d.jsonl"), "auto", []]
+    assert seen == [[Path("r")], Path("d.jsonl"), "auto", []]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
     code, out, _ = call("evaluate", "r", "--top-k", "3,5", "--confusion", "--json", str(rows))
     assert (code, seen[-1]) == (0, [3, 5])
@@ -387,11 +388,11 @@ def test_predict(install: Install) -> None:
     assert (
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )
-    files = (Path("r"), Path("in.jsonl"), Path("out.jsonl"))
+    files = ([Path("r")], Path("in.jsonl"), Path("out.jsonl"))
     asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
     assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto", "as_csv": False}
     assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
-    assert seen["files"] == (Path("r"), "-", None)
+    assert seen["files"] == ([Path("r")], "-", None)
     assert (seen["keep"], seen["top_k"], seen["top_p"], seen["as_csv"]) == (("id", "label=truth"), 5, 0.9, True)
 
 
@@ -447,6 +448,16 @@ def test_a_result_that_nobody_would_see_is_refused(words: list[str]) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
 
 
+@pytest.mark.parametrize("streams", ["> /dev/full", "> /dev/full 2>&1"])
+def test_a_display_that_cannot_be_written_does_not_end_a_run(streams: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("the carry goes on\n" * 40)
+    small = ["model.hidden=4", "model.layers=1", "batch.lanes=2", "batch.steps=8", "train.epochs=1", f"data.cache={tmp_path / 'cache'}"]
+    ended = closed(streams, "train", f"data.train={tmp_path / 't.txt'}", *small, "--run", str(tmp_path / "run"), "--device", "cpu")
+    said = "carrywave: standard output cannot be written (No space left on device); the run goes on, and its progress is no longer shown\n"
+    assert (ended.returncode, ended.stderr) == (0, "" if streams.endswith("1") else said)
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
+
+
 def test_with_all_streams_closed_a_file_holds_what_it_should_alone(tmp_path: Path) -> None:
     assert closed("<&- >&- 2>&-", "schema", "-o", str(tmp_path / "schema.json")).returncode == 0
     assert json.loads((tmp_path / "schema.json").read_text()) == spec_schema()
@@ -462,3 +473,11 @@ def test_what_workers_print_is_dropped_where_stdout_is_closed(tmp_path: Path, mo
     monkeypatch.setattr(sys, "stdout", None)
     outputs.pass_on()
     outputs.close()
+
+
+def test_text_of_the_command_line_is_utf8_whatever_the_locale_says() -> None:
+    assert as_utf8("--prompt", "é") == "é"
+    assert as_utf8("--prompt", "a \udcc3\udca9") == "a é"  # how Python reads it in the C locale
+    with pytest.raises(UserError, match=r"--prompt is not UTF-8 text, nor text in the locale's encoding \(utf-8\)"):
+        as_utf8("--prompt", "\udce9")
+    assert as_utf8("--prompt", "\ud800") == "\ud800"  # told where the text is read

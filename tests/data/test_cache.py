@@ -47,7 +47,7 @@ def test_an_entry_is_built_once_and_memory_mapped(tmp_path: Path) -> None:
     assert train.inputs is valid.inputs
     assert isinstance(train.inputs.base, np.memmap)
     assert not train.inputs.flags.writeable
-    names = sorted(path.name for path in (tmp_path / "k").iterdir())
+    names = sorted(path.name for path in (cache.place_of(tmp_path, "k")).iterdir())
     assert sum(name.startswith("a") for name in names) == 1  # shared once, and what no part uses is dropped
 
 
@@ -61,7 +61,9 @@ def test_an_entry_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monk
     monkeypatch.setattr(cache.hashes, "sha256", fails)
     with pytest.raises(OSError, match="no"):
         cache.fetch(tmp_path, "k", refuse)
-    with pytest.raises(DataError, match=rf"the cache {tmp_path}/k cannot be read \(Permission denied\); set \$CARRYWAVE_CACHE"):
+    with pytest.raises(
+        DataError, match=rf"the cache {tmp_path}/k-{cache.CHECKS} cannot be read \(Permission denied\); set \$CARRYWAVE_CACHE"
+    ):
         cache.fetch(tmp_path, "k", refuse)
 
 
@@ -69,17 +71,19 @@ def test_an_entry_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monk
 @pytest.mark.parametrize("place", [0, -1])
 def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str, place: int) -> None:
     cache.fetch(tmp_path, "k", build)
-    content = bytearray((tmp_path / "k" / name).read_bytes())
+    content = bytearray((cache.place_of(tmp_path, "k") / name).read_bytes())
     content[place] ^= 1
-    (tmp_path / "k" / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"the cache {tmp_path}/k does not match its hash; delete the folder {tmp_path}/k$"):
+    (cache.place_of(tmp_path, "k") / name).write_bytes(content)
+    with pytest.raises(
+        DataError, match=rf"the cache {tmp_path}/k-{cache.CHECKS} does not match its hash; delete the folder {tmp_path}/k-{cache.CHECKS}$"
+    ):
         cache.fetch(tmp_path, "k", refuse)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "link", "path", "empty manifest", "not a folder"])
 def test_other_damage_is_noticed(tmp_path: Path, damage: str) -> None:
     cache.fetch(tmp_path, "k", build)
-    inputs, manifest = tmp_path / "k" / "a0.npy", tmp_path / "k" / "manifest.json"
+    inputs, manifest = cache.place_of(tmp_path, "k") / "a0.npy", cache.place_of(tmp_path, "k") / "manifest.json"
     if damage == "missing":
         inputs.unlink()
     elif damage == "truncated":
@@ -95,10 +99,10 @@ def test_other_damage_is_noticed(tmp_path: Path, damage: str) -> None:
     elif damage == "empty manifest":
         manifest.write_text('{"files": {}}')
     else:
-        for path in (tmp_path / "k").iterdir():
+        for path in (cache.place_of(tmp_path, "k")).iterdir():
             path.unlink()
-        (tmp_path / "k").rmdir()
-        (tmp_path / "k").touch()
+        (cache.place_of(tmp_path, "k")).rmdir()
+        (cache.place_of(tmp_path, "k")).touch()
     with pytest.raises(DataError, match="does not match its hash"):
         cache.fetch(tmp_path, "k", refuse)
 
@@ -145,7 +149,7 @@ def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
         return cache.Entry({"train": Sequences(inputs.close(), np.array([0]), np.array([2]))}, CODEC)
 
     assert cache.fetch(tmp_path, "k", slow).parts["train"].inputs.tolist() == [0, 1, 1, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["k"]
+    assert [path.name for path in tmp_path.iterdir()] == [cache.place_of(tmp_path, "k").name]
 
 
 def test_old_drafts_are_swept(tmp_path: Path) -> None:
@@ -155,7 +159,7 @@ def test_old_drafts_are_swept(tmp_path: Path) -> None:
         then = time.time() - age_seconds
         os.utime(tmp_path / name, (then, then))
     cache.fetch(tmp_path, "k", build)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft-new", "k"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft-new", cache.place_of(tmp_path, "k").name]
 
 
 def test_folder_is_asked_for_or_of_the_environment_or_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,3 +180,10 @@ def test_appended_files_are_plain_npy(tmp_path: Path, columns: int | None, rows:
     loaded = np.load(tmp_path / "x.npy", allow_pickle=False)
     assert loaded.dtype == np.int32
     np.testing.assert_array_equal(loaded, rows)
+
+
+def test_entries_read_with_fewer_checks_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.fetch(tmp_path, "k", build)
+    monkeypatch.setattr(cache, "CHECKS", cache.CHECKS + 1)
+    with pytest.raises(AssertionError):
+        cache.fetch(tmp_path, "k", refuse)

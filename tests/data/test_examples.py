@@ -179,6 +179,11 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: Any, message
         ("classification", [{"text": "", "label": 1}], ":1: text is a zero-length sequence"),
         ("classification", [{"text": 3, "label": 1}], ":1: text is a number, not a string"),
         ("classification", ['{"text": "a\\ud800", "label": 1}'], ":1: text is not valid Unicode at character 1"),
+        (
+            "classification",
+            [{"text": "a", "label": "b"}, {"text": "b", "label": " "}],
+            ":2: the field label is empty; fill it in, or remove",
+        ),
         ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 label for 2 steps; use one label per step"),
         ("tagging", [{"tokens": ["a"], "labels": "N"}], ":1: labels is a string, not a list"),
         ("tagging", [{"tokens": ["a"], "labels": [None]}], "has no labels"),
@@ -246,6 +251,28 @@ def test_csv_rows_keep_text_as_it_stands(tmp_path: Path) -> None:
     assert [row["label"] for _, row in numeric] == [1.0, 2.0]
     (tmp_path / "t.tsv").write_text("text\tlabel\na\t1\n")
     assert list(open_rows(find(str(tmp_path / "t.tsv"), field="x"), numeric_label=False)) == [(1, {"text": "a", "label": "1"})]
+
+
+def test_csv_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
+    rows = 120_000  # more than a block of what is read at once
+    (tmp_path / "d.csv").write_text(
+        "text,label,other\n" + "".join(f"some words,a,{'7' if row < rows - 1 else 'x'}\n" for row in range(rows))
+    )
+    found = open_rows(find(str(tmp_path / "d.csv"), field="x"), numeric_label=False)
+    assert found.count() == rows
+
+
+def test_csv_numbers_are_those_that_people_write(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("text,label\na,1e3\na,+2.5\na, .5 \na,7\na,\n")
+    written = find(str(tmp_path / "d.csv"), field="x")
+    assert [row["label"] for _, row in open_rows(written, numeric_label=True)] == [1000.0, 2.5, 0.5, 7, None]
+    for label in ("1_000", "\u0663", "nan", "0x10", "1e"):
+        (tmp_path / "d.csv").write_text(f"text,label\na,{label}\n", encoding="utf-8")
+        with pytest.raises(DataError, match=f"column label is '{label}', which is text, not a number"):
+            list(open_rows(written, numeric_label=True))
+    (tmp_path / "d.csv").write_text(f"text,label\na,1.5\na,{2**53 + 1}\n")
+    with pytest.raises(DataError, match=r"label contains 9007199254740993, a whole number beyond 2\*\*53"):
+        examples.learn(open_rows(written, numeric_label=True), spec("regression"), np.zeros(2, np.bool_))
 
 
 def test_csv_with_a_broken_row_is_refused(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_short_series_are_left_out_and_named(tmp_path: Path) -> None:
     assert (found.train.names, found.codec.names, found.facts.sequences) == (("a", "c"), (), 2)
     assert found.valid is not None
     assert found.valid.names == ("a", "c")
-    assert found.notes[-1].endswith("t.csv: 2 of 4 series are too short for a horizon of 2 and left out of train: b (2 rows), d (1 row)")
+    assert found.notes[1].endswith("t.csv: 2 of 4 series are too short for a horizon of 2 and left out of train: b (2 rows), d (1 row)")
 
 
 def test_series_that_are_short_only_later_are_left_out_there(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_series_that_are_short_only_later_are_left_out_there(tmp_path: Path) -> 
 def test_rows_of_split_leave_series_out_too(tmp_path: Path) -> None:
     found = read(tmp_path, long(a=20, b=9), split=[12, 4])
     assert found.train.names == ("a",)
-    assert "too short for data.split and a horizon of 2 and left out of train: b (9 rows)" in found.notes[-1]
+    assert "too short for data.split and a horizon of 2 and left out of train: b (9 rows)" in found.notes[1]
 
 
 def test_a_separate_file_leaves_out_its_own(tmp_path: Path) -> None:

@@ -203,3 +203,54 @@ def test_times_beyond_the_year_9999_are_refused(times: list[Any]) -> None:
     assert ahead(times, 1)[1] is not None
     with pytest.raises(DataError, match=r"forecasting 40 steps of \w+ goes beyond the year 9999; check the dates, reduce data\.horizon"):
         ahead(times, 40)
+
+
+MONTHLY = [pd.Timestamp("2015-01-28") + pd.DateOffset(months=month) for month in range(40)]
+QUARTERLY = [pd.Timestamp("2000-03-30") + pd.DateOffset(months=3 * quarter) for quarter in range(40)]
+ENDS = list(pd.date_range("2015-01-31", periods=40, freq="ME"))
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "wanted"),
+    [
+        (MONTHLY, ["2025-02-28"], ["2025-03-28", "2025-04-28"]),
+        (QUARTERLY, ["2009-06-30", "2009-09-30"], ["2009-12-30", "2010-03-30"]),
+        (QUARTERLY, ["2009-12-30"], ["2010-03-30", "2010-06-30"]),
+        (ENDS, ["2025-02-28"], ["2025-03-31", "2025-04-30"]),
+        (MONTHLY, ["2025-03-31"], ["2025-04-30", "2025-05-31"]),  # not on the day of the training data
+    ],
+)
+def test_the_day_of_the_month_is_that_of_the_training_data(trained: list[Any], given: list[str], wanted: list[str]) -> None:
+    codec = from_python(pd.DataFrame({"date": trained, "a": np.arange(40.0)}), spec()).codec
+    frame = pd.DataFrame({"date": pd.to_datetime(given), "a": np.arange(float(len(given)))})
+    assert series_of(frame, type(codec).from_json(codec.to_json()), spec()).ahead(0, 2) == [f"{day} 00:00:00" for day in wanted]
+    assert ("month_days" in codec.to_json()) == (trained is not ENDS)  # what is hashed stays as it was
+
+
+def test_a_day_of_the_month_that_cannot_be_known_is_refused() -> None:
+    both = pd.DataFrame({"unique_id": ["a"] * 40 + ["b"] * 40, "date": [*MONTHLY, *ENDS], "y": np.arange(80.0)})
+    codec = from_python(both, spec()).codec
+    given = pd.DataFrame({"unique_id": "a", "date": pd.to_datetime(["2025-01-28", "2025-02-28"]), "y": 1.0})
+    assert series_of(given, codec, spec()).ahead(0, 1) == ["2025-03-28 00:00:00"]
+    with pytest.raises(DataError, match=r"2025-02-28 is the last day of its month.*on day 28 and the last day of each; give more rows"):
+        series_of(given[1:], codec, spec()).ahead(0, 1)
+
+
+def test_a_missing_month_after_the_end_of_february() -> None:
+    times = ["2023-02-28", "2023-04-28", *pd.date_range("2023-05-28", periods=9, freq=pd.DateOffset(months=1)).strftime("%Y-%m-%d")]
+    frame = pd.DataFrame({"date": times, "a": np.arange(11.0)})
+    table = series_of(frame, from_python(frame, spec(missing="forward")).codec, spec(missing="forward"))
+    assert table.times is not None
+    assert table.times.written(slice(0, 3)) == ["2023-02-28", "2023-03-28", "2023-04-28"]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint64])
+def test_whole_numbers_of_any_size_are_times(kind: Any) -> None:
+    low = -100 if np.issubdtype(kind, np.signedinteger) else 0
+    assert ahead(np.arange(low, 120, 20, dtype=kind)) == ("20", [120, 140], ())
+
+
+@pytest.mark.parametrize("first", [np.uint64(2**63), np.int64(2**63 - 50), np.int64(-(2**63) + 1)])
+def test_times_that_would_not_fit_in_64_bits_are_refused(first: Any) -> None:
+    with pytest.raises(DataError, match=rf"row 1, column date is {first}, beyond 2\*\*62; subtract a common offset"):
+        ahead(np.arange(40, dtype=first.dtype) + first)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.tables.moments import Moments, own_scale, standardise, unusable
+from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise, unusable
 from carrywave.errors import DataError
 
 
@@ -67,3 +67,13 @@ def test_constant_is_what_float64_cannot_tell_from_it() -> None:
     assert own_scale(np.array([[0.3], [noise], [0.3], [noise]]))[1] == (1.0,)
     assert own_scale(np.zeros((5, 1))) == ((0.0,), (1.0,))
     assert own_scale(np.full((100_000, 1), 0.1)) == ((0.1,), (1.0,))  # the mean is the number itself, not a rounded sum
+
+
+def test_values_that_are_not_standardised_must_keep_their_differences_in_float32() -> None:
+    steps = np.arange(120.0)[:, None]
+    with pytest.raises(DataError, match=r"train: y has values up to 1e\+09 with a deviation of 34.6, of which float32 would lose 0\.5"):
+        moments_of(1e9 + steps).check_unscaled(["y"], "train")
+    with pytest.raises(DataError, match=r"remove data\.standardize=false"):
+        moments_of(1e-60 * steps).check_unscaled(["y"], "train")  # all of it is 0 in float32
+    for kept in (steps, 1e9 + 64 * steps, 1e4 + steps, 1e20 * steps, np.full((9, 1), 1e9 + 1), np.zeros((1, 1)), np.zeros((0, 1))):
+        moments_of(kept).check_unscaled(["y"], "train")

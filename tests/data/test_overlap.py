@@ -60,7 +60,11 @@ def test_rows_of_series() -> None:
         "valid: series a begins before train ends, so the model is trained on later rows than it is judged by; use rows that follow train"
     ]
     assert not lines({"train": train, "valid": series("2024-03-12", 20)}, **spec)
-    assert not lines({"train": train, "valid": series("2024-01-01", 20, "c")}, **spec)  # another series
+    other = lines({"train": train, "valid": series("2024-01-01", 20, "c")}, **spec)  # another series
+    assert other == [
+        "valid: its series begins before train of other series ends (2024-03-11 00:00:00), so the model is trained on times that it is "
+        "judged by; to cut all series at one time, use separate files for train, valid and test"
+    ]
     alone = {"train": train[train.unique_id == "a"].drop(columns="unique_id"), "valid": series("2024-01-01", 20).drop(columns="unique_id")}
     assert lines(alone, **spec)[0].startswith("valid: it begins before train ends")
 
@@ -70,3 +74,34 @@ def test_rows_without_times(valid: slice, told: bool) -> None:
     rows = np.random.default_rng(2).normal(size=(140, 2))
     found = lines({"train": rows[:100], "valid": rows[valid]}, task="forecasting", data={"horizon": 3})
     assert any("passages looked at are also in train" in line for line in found) == told
+
+
+def test_parts_that_begin_while_other_series_are_trained_on() -> None:
+    spec: dict[str, Any] = {"task": "forecasting", "data": {"horizon": 3}, "batch": {"lanes": 1, "steps": 8}}
+    ends_apart = pd.concat([series("2024-01-01", 100, "long"), series("2024-01-01", 50, "short")])
+    told = (
+        "1 of 2 series begins before train of other series ends (2024-02-29 00:00:00), so the model is trained on times that it is judged "
+        "by; to cut all series at one time, use separate files for train, valid and test"
+    )
+    split = {**spec, "data": {"horizon": 3, "split": [0.6, 0.2, 0.2]}}
+    assert lines(ends_apart, **split) == [f"valid: {told}"]
+    assert lines(ends_apart, "test", **split) == [f"test: {told}"]
+    assert lines(ends_apart, **spec)[0].startswith("valid: 1 of 2 series begins before train of other series ends (2024-03-30")
+    together = pd.concat([series("2024-01-01", 100), series("2024-01-01", 100, "b")])
+    assert not lines(together, **split)
+    assert not lines(together, **spec)
+    in_words = together.assign(ds=[f"step {row:03}" for row in range(100)] * 2)
+    assert not lines(in_words, **{**spec, "data": {"horizon": 3, "frequency": "none"}})
+
+
+def test_rows_that_no_part_takes() -> None:
+    spec: dict[str, Any] = {"task": "forecasting", "batch": {"lanes": 1, "steps": 8}}
+    one, two = series("2024-01-01", 120), pd.concat([series("2024-01-01", 120), series("2024-01-01", 120, "b")])
+    for parts, rows in (([50, 10, 10], 50), ([0.5, 0.2, 0.2], 12)):
+        data = {"horizon": 3, "split": parts}
+        said = f"data.split leaves the last {rows} of 120 rows unused; use larger parts if they should be used"
+        assert lines(one, "train", **spec, data=data)[1:] == [f"train: {said}"]
+        found = lines(two, "train", **spec, data=data)
+        assert found[1].startswith(f"train: data.split leaves {2 * rows} of 240 rows, at the ends of series, unused")
+    assert not lines(one, "train", **spec, data={"horizon": 3, "split": [0.7, 0.2, 0.1]})[1:]
+    assert not lines(one, "train", **spec, data={"horizon": 3})[1:]

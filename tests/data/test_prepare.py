@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from carrywave.data import prepare as prepare_module
+from carrywave.data.files import cache
 from carrywave.data.holdout import held_out
 from carrywave.data.prepare import prepare, read, table_of_file
 from carrywave.errors import DataError, SpecError
@@ -141,7 +142,7 @@ def test_fingerprint_follows_content_and_reading(tmp_path: Path, change: dict[st
 def test_damaged_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     found = prepare(spec(tmp_path, train="a.txt"))
-    path = tmp_path / "cache" / found.fingerprint / "a0.npy"
+    path = cache.place_of(tmp_path / "cache", found.fingerprint) / "a0.npy"
     content = bytearray(path.read_bytes())
     content[-3] ^= 0x10
     path.write_bytes(content)

@@ -14,7 +14,7 @@ import torch
 
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import from_python, read_python
-from carrywave.errors import DataError
+from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
 STEPS = [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]]
@@ -263,6 +263,20 @@ def test_chosen_column_must_be_there() -> None:
         from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, 10**19, -(10**19)])
+def test_whole_numbers_beside_fractions_are_not_rounded(number: int, tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("ds,y\n" + "".join(f"{day},{0.5 if day == 3 else 7 if day == 5 else number}\n" for day in range(20)))
+    asked = spec("forecasting", cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=rf"table.csv: row 1, column y is {number}, a whole number beyond 2\*\*53.*or exclude the column"):
+        from_python(table, asked)
+    with pytest.raises(DataError, match=rf"train item 0: steps contains {number}, a whole number beyond 2\*\*53"):
+        from_python([[0.5, number, -1, 2.5]], spec("forecasting"))
+    table.write_text("ds,y\n" + "".join(f"{day},{1.5e20 if day == 3 else 7}\n" for day in range(20)))
+    assert from_python(table, asked).train.inputs[3, 0] > 4  # written as a float
+    from_python([[0.5, 1.5e20, -1, 2.5]], spec("forecasting"))
+
+
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 5 * 10**18, 10**20])
 def test_whole_numbers_that_would_be_rounded_are_refused_wherever_they_come_from(number: int) -> None:
     fact = f"{number}, a whole number beyond 2\\*\\*53 that would be rounded; "
@@ -301,3 +315,46 @@ def test_a_model_of_numbers_reads_whole_numbers() -> None:
     np.testing.assert_array_equal(one.inputs, fractions.inputs[:4])
     with pytest.raises(DataError, match="steps"):  # what a file calls tokens is none
         read_python([{"tokens": [1, 2]}], codec, spec("classification"), labelled=False)
+
+
+def test_beside_a_file_to_train_on_the_files_of_the_spec_are_read(tmp_path: Path) -> None:
+    rows = "\n".join(json.dumps(row) for row in ROWS)
+    train, other = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
+    train.write_text(rows)
+    other.write_text(rows.splitlines()[0])
+    asked = spec("classification", valid=str(other), test=str(other))
+    for data in (train, {"train": train}, {"train": train, "test": train}):
+        found = from_python(data, asked)
+        assert found.valid is not None
+        assert len(found.valid) == 1
+        assert found.test is not None
+        assert len(found.test) == (3 if isinstance(data, dict) and "test" in data else 1)
+    with pytest.raises(DataError, match=r"no such file|not found|does not exist"):
+        from_python(train, spec("classification", test=str(tmp_path / "none.jsonl")))
+
+
+def test_beside_objects_the_files_of_the_spec_are_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"data\.test is set, but the data was passed as an object.*pass \{'train': …, 'test': …\}, or remove data"
+    ):
+        from_python(ROWS, spec("classification", test="test.jsonl"))
+    with pytest.raises(SpecError, match=r"data\.valid and data\.test are set.*pass \{'train': …, 'valid': …, 'test': …\}"):
+        from_python(ROWS, spec("classification", valid="valid.jsonl", test="test.jsonl"))
+    with pytest.raises(SpecError, match=r"data\.test is set.*pass \{'train': …, 'valid': …, 'test': …\}"):
+        from_python({"train": ROWS, "valid": ROWS}, spec("classification", valid="valid.jsonl", test="test.jsonl"))
+    assert from_python({"train": ROWS, "test": ROWS}, spec("classification", test="test.jsonl")).test is not None
+
+
+def test_large_values_that_are_not_standardised_are_refused() -> None:
+    values = 1e9 + np.arange(60.0)
+    with pytest.raises(DataError, match=r"train: 0 has values up to 1e\+09"):
+        from_python(values, spec("forecasting", standardize=False))
+    two = pd.DataFrame({"unique_id": ["a"] * 60 + ["b"] * 60, "ds": [*range(60)] * 2, "y": np.concatenate([np.arange(60.0), values])})
+    with pytest.raises(DataError, match=r"train: series b: y has values up to 1e\+09"):
+        from_python(two, spec("forecasting", standardize=False))
+    with pytest.raises(DataError, match="train: feature 1 has values"):
+        from_python(([[[0.0, value]] for value in values], [0, 1] * 30), spec("classification", standardize=False))
+    with pytest.raises(DataError, match="train: target 0 has values"):
+        from_python(([[[float(step)]] for step in range(60)], values.tolist()), spec("regression", standardize=False))
+    for how in (True, "sequence"):
+        from_python(two, spec("forecasting", standardize=how))

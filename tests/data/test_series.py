@@ -192,6 +192,7 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("date,a,a\n2024-01-01,1,2\n", {}, "duplicate column a"),
     ("date,a\n2024-01-01,1,2\n", {}, "cannot be read .*Expected 2 columns, got 3"),
     (wide(10), {"split": [8, 4]}, r"series .*t\.csv has 10 rows, but data\.split asks for 12"),
+    (wide(10), {"split": [1, 1, 1]}, "has 1 row in train, but a horizon of 2 needs 3"),
     (wide(10), {"split": [8, 1]}, "has 1 row in valid, but a horizon of 2 needs 2"),
     ("date,a\n2024-01-01,1\n2024-01-02,1e300\n2024-01-03,1\n", {"standardize": False}, "row 2, column a is 1e[+]300, not a finite number"),
 ]

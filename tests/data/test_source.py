@@ -164,6 +164,16 @@ def test_what_is_compressed_is_called_so(tmp_path: Path, name: str, content: byt
     assert find(str(tmp_path / name), field="data.train", any_bytes=True).head() == content[:16]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.npz", "has arrays of NumPy, .*numpy.load"), ("a.npy", "has arrays of NumPy"), ("a.xls", "is an Excel workbook")],
+)
+def test_files_of_other_programs_are_called_so(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(b"PK\x03\x04 and so on")
+    with pytest.raises(DataError, match=message):
+        find(str(tmp_path / name), field="data.train")
+
+
 def test_a_workbook_is_called_so_and_a_text_may_begin_as_it_likes(tmp_path: Path) -> None:
     (tmp_path / "a.xlsx").write_bytes(b"PK\x03\x04 and so on")
     with pytest.raises(DataError, match=r"a\.xlsx is an Excel workbook; save the sheet as CSV"):

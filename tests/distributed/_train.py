@@ -83,6 +83,10 @@ def fit(run: Path, encoder: nn.Module, **options: Any) -> None:
     )
 
 
+def _runs(folder: Path, names: str | list[str]) -> Path | list[Path]:
+    return folder / names if isinstance(names, str) else [folder / name for name in names]
+
+
 def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     try:
@@ -96,9 +100,9 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         elif "lanes" in job:
             own_loop(job["lanes"] == "own")
         elif "evaluate" in job:
-            told["row"] = evaluate_run(folder / job["evaluate"], device="cpu")
+            told["row"] = evaluate_run(_runs(folder, job["evaluate"]), device="cpu", note=lambda _: None)
         elif "predict" in job:
-            told["rows"] = predict(folder / job["predict"], folder / job["data"], device="cpu")
+            told["rows"] = predict(_runs(folder, job["predict"]), folder / job["data"], device="cpu", note=lambda _: None)
         else:
             if job.get("alien") == int(os.environ["RANK"]):
                 job["spec"]["train"]["lr"] = 0.125

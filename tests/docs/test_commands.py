@@ -55,6 +55,8 @@ NOT_RUN = {
     "machine.json": "needs a measured profile",
     "ours.json": "needs a measured profile",
     "runs/words": "needs the run",
+    "runs/search": "needs the search",
+    "--seeds": "starts several runs: tests/tuning/test_seeds.py",
     "signals.yaml": "a spec of the reader's own",
     "vowels.yaml": "a spec of the reader's own",
     "model.hiden": "shows the refusal",

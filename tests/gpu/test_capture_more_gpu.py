@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.model.over_time.front import Front
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
@@ -49,6 +51,13 @@ def language(**options: Any) -> Model:
 def classes() -> Model:
     torch.manual_seed(0)
     return Model(Numbers(5), LSTM(5, 24, 2, dropout=0.2), PooledSoftmax(24, 4))
+
+
+def signals() -> Model:
+    torch.manual_seed(0)
+    front = Front(5, [{"channels": 16, "kernel": 5, "stride": 2}, {"channels": 24, "kernel": 3, "stride": 2}], 0.2)
+    head = PooledSoftmax(48, 4, "mean_max", label_smoothing=0.1)
+    return Model(front, LSTM(24, 24, bidirectional=True), head)
 
 
 def windows(shapes: list[int], lanes: int = 7) -> list[Batch]:
@@ -130,13 +139,14 @@ def test_accumulation_over_chunks_and_micro_batches(monkeypatch: pytest.MonkeyPa
     check(plain, recorded, {"batch": len(shapes) - 3, "update": len(shapes) // 2 - 1})
 
 
+@pytest.mark.parametrize("make", [classes, signals])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_accumulated_buckets(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_accumulated_buckets(monkeypatch: pytest.MonkeyPatch, precision: str, make: Callable[[], Model]) -> None:
     """Groups of shapes hardly ever come again; nearly all batches are replayed nevertheless."""
     view = bucket_view()
     order = SequenceOrder(view.lengths, tokens=128)
     places = [Cursor(epoch, step) for epoch in range(3) for step in range(order.num_steps(epoch))]
-    plain, recorded = pair(classes, monkeypatch, keep_state=False, precision=precision)
+    plain, recorded = pair(make, monkeypatch, keep_state=False, precision=precision)
     for trainer in (plain, recorded):
         batches = [build(view, order.window(place), place).to(CUDA) for place in places]
         for number in range(0, len(batches), 4):

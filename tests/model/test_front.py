@@ -120,7 +120,10 @@ def _pooled() -> cw.Model:
         (lambda: _front([(4, 4, 2)]), "kernel is 4.*use 5"),
         (lambda: _front([(4, 3, 0)]), "stride"),
         (lambda: cw.Model(_front([(4, 3, 2)]), cw.LSTM(4, 5), Softmax(5, 3)), "stride 2 leaves fewer steps.*Softmax scores every step"),
-        (lambda: cw.Trainer(_pooled(), plan={"chunk_steps": 3}), "the front reads whole sequences.*remove plan.chunk_steps"),
+        (
+            lambda: cw.Trainer(_pooled(), plan={"chunk_steps": 3}),
+            "whole sequences, but plan.chunk_steps=3.*use plan.micro_batches",
+        ),
         (lambda: cw.Trainer(_pooled(), {"beta": 1.0}), "train.beta=1 penalises changes"),
         (lambda: cw.Trainer(_pooled(), keep_state=True), "a front"),
         (lambda: _pooled()(torch.zeros(5, 2, 7)), r"3 features, but got \[5, 2, 7\]"),

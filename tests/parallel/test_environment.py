@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from carrywave.cli.workers import around
 from carrywave.errors import WorkerError
+from carrywave.launch import script_workers
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.interfaces import check_hosts, unreachable
-from carrywave.parallel.startup.launcher_env import WorkerFile, own
+from carrywave.parallel.startup.launcher_env import WorkerFile, check_not_of_mpi, own
 
 OWN = "unset it: carrywave sets it for the workers that it starts"
 
@@ -120,3 +122,24 @@ def test_what_torch_logs_of_connections_is_not_shown(loud: bool, monkeypatch: py
     ended = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "raised\n"
     assert ("c10d" in ended.stderr) == loud
+
+
+def test_processes_of_mpi_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            check_not_of_mpi()
+            patch.setenv(name, "4")
+            with pytest.raises(
+                WorkerError, match=rf"MPI started 4 processes \({name}\), and each would train alone.*start it with torchrun"
+            ):
+                check_not_of_mpi()
+            with pytest.raises(WorkerError, match="MPI started 4"):
+                script_workers.begin()
+            with pytest.raises(WorkerError, match="MPI started 4"):
+                around()
+            assert around("127.0.0.1:29500,127.0.0.2", 0).hosts is not None
+            patch.setenv("RANK", "0")  # told by whoever called mpirun
+            check_not_of_mpi()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from carrywave.runs.display import (
     RichWatcher,
     duration,
     figure,
+    lasting_console,
     row_line,
     step_line,
     table_of,
@@ -218,3 +221,37 @@ def test_a_notebook_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     with watcher_of_call(None) as watch:
         assert isinstance(watch, PlainWatcher)
+
+
+@pytest.mark.parametrize("where", ["full disk", "closed pipe", "closed stream"])
+def test_a_display_that_cannot_be_written_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    raw = os.open("/dev/full", os.O_WRONLY) if where == "full disk" else os.dup(writing)
+    os.close(writing)
+    stream = io.TextIOWrapper(io.FileIO(raw, "w"), encoding="utf-8")  # a line is written at once
+    if where == "closed stream":
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    told: list[Exception] = []
+    with watcher_for(lasting_console(told.append)) as watch:
+        watch.begin("a model")
+        watch.step(INFO)
+        watch.evaluated(ROW)
+        watch.end("the end")
+    assert len(told) == 1
+    with watcher_of_call(progress=True) as watch:
+        watch.say("a line")
+    monkeypatch.undo()
+    if where != "closed stream":
+        os.dup2(os.open(os.devnull, os.O_WRONLY), raw)
+        stream.close()
+
+
+def test_a_display_that_can_be_written_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with watcher_of_call(progress=True) as watch:
+        watch.say("é")
+    assert sys.stdout.getvalue() == "é\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert isinstance(watcher_for(lasting_console()), PlainWatcher)

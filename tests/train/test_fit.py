@@ -192,6 +192,32 @@ def test_sequences_resume_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
 
 
+def test_signals_resume_too_and_plans_do_not_change_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front, augmentation and label smoothing: interrupted, and in micro-batches."""
+    sections: dict[str, Any] = {
+        "task": "classification",
+        "data": {
+            "train": str(examples(tmp_path / "train.jsonl")),
+            "standardize": "sequence",
+            "augment": {"noise": 0.1, "scale": 0.1, "crop": 0.5, "shift": True},
+        },
+        "model": {"hidden": 8, "layers": 1, "front": [{"channels": 6, "kernel": 3, "stride": 2}], "front_dropout": 0.2, "pool": "mean_max"},
+        "batch": {"tokens": 64},
+        "train": {"epochs": 2, "lr": 1e-2, "label_smoothing": 0.1, "precision": "fp64"},
+    }
+    spec = parse(sections)
+    train(spec, run=tmp_path / "whole", device="cpu")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        train(spec, run=tmp_path / "stopped", device="cpu")
+    train(spec, run=tmp_path / "stopped", resume=True, device="cpu")
+    train(parse({**sections, "plan": {"micro_batches": 3}}), run=tmp_path / "cut", device="cpu")
+    for name in ("metrics.jsonl", "weights.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+    losses = [[row["loss"] for row in rows(tmp_path / name)] for name in ("whole", "cut")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-11)  # rounding of float64, through a few steps
+
+
 def test_sigterm_ends_with_a_snapshot(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_after(monkeypatch, 3, signal.SIGTERM)
     assert train(language(text), run=tmp_path / "run", device="cpu").ending == "terminated"

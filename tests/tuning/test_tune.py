@@ -7,14 +7,17 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import carrywave as cw
-from carrywave.errors import RunError, SpecError, UserError
+from carrywave.cli.main import app
+from carrywave.errors import PlanError, RunError, SpecError, UserError, WorkerError
 from carrywave.spec.load import load
 from carrywave.tuning import child_runs, study
 from carrywave.tuning.study import Journal, Search, Trial
@@ -111,7 +114,7 @@ def _stop_when(there: Callable[[], bool]) -> threading.Thread:
 
     def wait() -> None:
         while not there():
-            pass
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=wait)
@@ -189,3 +192,40 @@ def test_a_line_that_was_cut_off_is_as_if_it_had_not_been_written(tmp_path: Path
     journal.path.write_text('{"search": {}}\n')
     with pytest.raises(RunError, match="is damaged"):
         journal.read()
+
+
+def test_the_command_shows_a_table_and_says_how_to_go_on(tmp_path: Path) -> None:
+    given = ["task=classification", "data.train=a.jsonl", "data.valid=b.jsonl", "train.lr=1e-3..1e-1", "model.hidden=4,8"]
+    words = ["tune", *given, "--run", str(tmp_path / "s"), "--device", "cpu"]
+    shown = CliRunner().invoke(app, [*words, "--trials", "2", "--json", str(tmp_path / "rows.json")])
+    assert shown.exit_code == 0, shown.output
+    assert f"carrywave train {tmp_path / 's' / 'best.yaml'}" in shown.output
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["state"] for row in rows] == ["finished"] * 2
+    again = CliRunner().invoke(app, ["tune", "--run", str(tmp_path / "s"), "--resume", "--trials", "3", "--device", "cpu"])
+    assert again.exit_code == 0, again.output
+    assert again.output.count("finished") == 1 + 3  # the new one, and the table
+    seed = _seed_with_15_first({"model.hidden": [15, 16]})
+    where = ["--run", str(tmp_path / "t"), "--device", "cpu"]
+    stopped = CliRunner().invoke(app, ["tune", *given[:3], "model.hidden=15,16", "--seed", str(seed), "--minutes", "0.01", *where])
+    assert stopped.exit_code == 0, stopped.output
+    assert f"the time is over; go on with: carrywave tune --resume --run {tmp_path / 't'} --trials 20" in stopped.output
+    refused = CliRunner().invoke(app, ["tune", "a.yaml", "b.yaml", "train.lr=1,2"])
+    assert refused.exit_code == 2
+
+
+def test_gpus_are_dealt_out_and_cores_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(child_runs, "visible", lambda: [0, 1, 2, 3, 4])
+    monkeypatch.setattr(child_runs, "cores", lambda: 8)
+    name = "CUDA_VISIBLE_DEVICES"
+    assert child_runs.places_for(None, "auto", None) == [{name: str(number)} for number in range(5)]
+    assert child_runs.places_for(None, "cuda", 2) == [{name: "0,1"}, {name: "2,3"}]
+    assert child_runs.places_for(3, "auto", 2) == [{name: "0,1"}, {name: "2,3"}, {name: "0,1"}]
+    assert child_runs.places_for(2, "cpu", None) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert child_runs.places_for(None, "cpu", None) == [{}]
+    with pytest.raises(PlanError, match="there are 5 GPUs"):
+        child_runs.places_for(None, "auto", 6)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(WorkerError, match="start this command once"):
+        child_runs.places_for(None, "auto", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -23,6 +24,7 @@ from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import UserError
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
+from carrywave.runs.display import lasting_console
 from carrywave.runs.watcher import printable
 
 
@@ -102,7 +104,23 @@ def in_our_words(message: str) -> str:
 
 def note(message: str) -> None:
     """Print one line to stderr."""
-    print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    if sys.stderr is None:
+        return
+    try:
+        print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    except OSError:  # a full disk, or nobody reads it any more: what is said never ends what is done
+        output_file.hang_up(sys.stderr)
+
+
+def display_console() -> Console:
+    """Where progress is shown; if that cannot be written any more, a line says so on stderr, and the command goes on without it."""
+
+    def gone(error: Exception) -> None:
+        output_file.hang_up(sys.stdout)
+        why = getattr(error, "strerror", None) or error
+        note(f"standard output cannot be written ({why}); the run goes on, and its progress is no longer shown")
+
+    return lasting_console(gone)
 
 
 def plain_warnings() -> None:
@@ -145,6 +163,17 @@ def numbers_of(option: str, text: str, least: int = 0) -> list[int]:
     if min(found) < least:
         raise UserError(f"{option} {text} has a number below {least}; use {least} or more")
     return found
+
+
+def as_utf8(option: str, text: str) -> str:
+    """A text of the command line, which Python reads as the locale says: bytes that are not in its encoding are read as UTF-8."""
+    if text.isascii() or not any("\udc80" <= letter <= "\udcff" for letter in text):
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        fact = f"{option} is not UTF-8 text, nor text in the locale's encoding ({sys.getfilesystemencoding()})"
+        raise UserError(f"{fact}; write it in UTF-8, or set LC_ALL to the locale it is written in") from None
 
 
 def place_of(run: str) -> Path | str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import ending_at_a_signal, leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, InputFormat, file_of, place_of, runs_and_data
+from carrywave.cli.options import Device, DeviceOption, InputFormat, as_utf8, file_of, place_of, runs_and_data
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError
 from carrywave.runs import output_file
@@ -51,7 +51,7 @@ def predict(
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"--top-p is {top_p}; use a probability above 0 and at most 1")
-    runs, input_file = runs_and_data(words)
+    runs, input_file = runs_and_data(words, only_files=prompt is not None)
     file = None if file == Path("-") else file
     output_file.check(file, wanted=True)
     with ending_at_a_signal():
@@ -64,7 +64,7 @@ def predict(
             [place_of(run) for run in runs],
             given,
             file,
-            prompt=prompt,
+            prompt=None if prompt is None else as_utf8("--prompt", prompt),
             tokens=tokens,
             temperature=temperature,
             top_k=top_k,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import ending_in_order, leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, place_of, spec_and_overrides, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, display_console, place_of, spec_and_overrides, write_rows
 from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
@@ -132,7 +132,7 @@ def _train(
         from carrywave.train.fit import train as train_run
 
     # A dry run prints a spec; everything else becomes YAML comments, so that the output as a whole is a valid spec file.
-    shown = PlainWatcher(Console(), before="# ") if dry_run else watcher_for(Console())
+    shown = PlainWatcher(Console(), before="# ") if dry_run else watcher_for(display_console())
     with shown if is_first() else nullcontext(Silent()) as display:
         watch = Recorder(display)
         how = {} if workers is None else {"devices": workers}

@@ -27,7 +27,7 @@ from carrywave.launch.script_workers import script_command
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.door import Job, job_of
 from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
-from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.startup.launcher_env import check_not_of_mpi, launched
 from carrywave.plan.plan import fewer
 from carrywave.spec.load import load
 from carrywave.spec.plan_spec import PlanSpec
@@ -95,6 +95,8 @@ def around(hosts: str | None = None, host_index: int | None = None, job: Job | N
     """Where this process is, by its environment and what the user says. `job` is what all hosts are to do together."""
     slurm.take_place(trains=True)
     found = surroundings.find(os.environ, hosts, host_index)
+    if found.hosts is None:
+        check_not_of_mpi()
     return found if found.hosts is None else replace(found, hosts=replace(found.hosts, asked=dict(job or {})))
 
 

@@ -21,7 +21,7 @@ from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
 TRANSFORMS = get_args(Transform)
-LATER = ("date_order", "channels", "transform", "scale_season")  # not written if they have their default: hashes of older codecs stay
+LATER = ("date_order", "month_days", "channels", "transform", "scale_season")  # left out if they have their default: hashes stay
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -40,6 +40,7 @@ MANY: dict[str, Any] = {
     "labels": str,
     "columns": str,
     "targets": int,
+    "month_days": int,
     "names": str,
     "means": tuple,
     "stds": tuple,
@@ -79,6 +80,7 @@ class Codec:
     frequency: str | None = None  # spacing of times; None: unknown
     date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
     scale_season: int = 0  # series are scaled by their mean absolute change over so many rows; 0: by their deviation
+    month_days: tuple[int, ...] = ()  # days of the month that series are on, 31 for the last; none if each time tells its own
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
     known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
     calendar: tuple[str, ...] = ()  # positions in the calendar that are read

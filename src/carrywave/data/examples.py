@@ -127,9 +127,13 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         seen.steps()
         width = seen.columns or 0
         own = spec.data.standardize == "sequence"
+        if not spec.data.standardize:
+            seen.features.check_unscaled([f"feature {number}" for number in range(width)], rows.name)
         mean, std = seen.features.scale(wanted=spec.data.standardize is True, columns=width)
         known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std, "own_scale": own}
     if spec.task == "regression":
+        if not spec.data.standardize:
+            seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     kind = next(iter(seen.labels.values()), "string")  # `_label` has checked that all labels are of one kind
     return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)

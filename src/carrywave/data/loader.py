@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from carrywave.data.augmentation import Augmentation
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.data.order import Cursor, Order, Window
 from carrywave.data.sequences import History, Ints, View
@@ -41,9 +42,10 @@ class Share:
         return lanes * self.index // self.of, lanes * (self.index + 1) // self.of
 
 
-def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None) -> Batch:
+def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None, augmentation: Augmentation | None = None) -> Batch:
     """Build the batch of a window, or this process's share of it; a share without lanes becomes one idle lane."""
     given, share = share is not None, share or Share()
+    window = window if augmentation is None else augmentation.window(window, cursor.epoch)
     total = len(window.sequence)
     low, high = share.bounds(total)
     held = np.arange(low, max(high, low + 1)).clip(max=total - 1)
@@ -53,9 +55,14 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     known = np.maximum(sequence, 0)  # an idle lane reads the first sequence, fully masked
     time_T1 = np.arange(window.steps)[:, None]
     # Padding repeats the last real row, so that every requested row exists, and its target too.
-    rows_TB = view.starts[known] + offset + np.minimum(time_T1, np.maximum(length - 1, 0))
+    steps_TB = np.minimum(time_T1, np.maximum(length - 1, 0))
+    steps_TB = steps_TB if augmentation is None else augmentation.steps(steps_TB, length, sequence, cursor.epoch)
+    rows_TB = view.starts[known] + offset + steps_TB
     padded_TB = time_T1 >= length
-    inputs = _inputs(view, rows_TB, padded_TB) if share.inputs else np.empty((*rows_TB.shape, 0), dtype=np.float32)
+    inputs = np.empty((*rows_TB.shape, 0), dtype=np.float32)
+    if share.inputs:
+        change = None if augmentation is None else partial(augmentation.inputs, sequence=sequence, epoch=cursor.epoch)
+        inputs = _inputs(view, rows_TB, padded_TB, change)
     targets = None
     history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, view.starts[known])
     if not share.targets:
@@ -84,9 +91,10 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     )
 
 
-def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_]) -> NDArray[Any]:
+def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Callable[[NDArray[Any]], NDArray[Any]] | None) -> NDArray[Any]:
     inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
     inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
+    inputs = inputs if change is None else change(inputs)
     inputs[padded_TB] = 0
     return inputs
 
@@ -101,8 +109,18 @@ def _history(view: View, history: History, rows_TB: Ints, starts_B: Ints) -> NDA
 class Loader:
     """Iterate over the batches of an epoch from any cursor, on a device, with prefetching."""
 
-    def __init__(self, view: View, order: Order, *, device: torch.device, share: Share | None = None, ahead: int = 4) -> None:
+    def __init__(
+        self,
+        view: View,
+        order: Order,
+        *,
+        device: torch.device,
+        share: Share | None = None,
+        ahead: int = 4,
+        augmentation: Augmentation | None = None,
+    ) -> None:
         self.view, self.order, self.device, self.share, self.ahead = view, order, device, share, ahead
+        self.augmentation = augmentation
 
     def batches(self, start: Cursor) -> Generator[Batch, None, None]:
         """Yield the batches from `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
@@ -148,7 +166,7 @@ class Loader:
                     if stopped.is_set():
                         return
                     cursor = Cursor(start.epoch, step)
-                    batch = build(self.view, self.order.window(cursor), cursor, share=self.share)
+                    batch = build(self.view, self.order.window(cursor), cursor, share=self.share, augmentation=self.augmentation)
                     if side is None:
                         made.put(_Made(batch.to(self.device)))
                     else:

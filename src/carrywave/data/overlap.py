@@ -1,4 +1,5 @@
-"""Tells if what a model is judged by is also what it is trained on: sequences, passages of a stream or rows of a series.
+"""Tells if what a model is judged by is also what it is trained on: sequences, passages of a stream, rows or times of series; and if rows
+of series are in no part.
 
 Nothing is refused: equal rows may be right, as with short texts. Only part of very large data is looked at.
 """
@@ -6,6 +7,7 @@ Nothing is refused: equal rows may be right, as with short texts. Only part of v
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,9 @@ from numpy.typing import NDArray
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.times import Times
+
+if TYPE_CHECKING:
+    from carrywave.data.tables.parts import SeriesPart
 
 MOST_JUDGED, MOST_TRAINED = 4096, 1 << 18  # sequences that are looked at
 MOST_BYTES = 1 << 28  # of a stream
@@ -38,11 +43,41 @@ def notes(parts: Mapping[str, Sequences], given: Collection[str]) -> Iterator[st
             yield f"{name}: {_many(found, looked)} {what} are also in train, {BETTER}"
 
 
+def told_of_cut(table: Table, cut: Mapping[str, SeriesPart], kept: Mapping[str, NDArray[np.bool_]]) -> Iterator[str]:
+    """Lines about series that were cut into parts: rows at their ends that are in no part, and parts that begin while others still train.
+
+    `kept` are the series that are in each part.
+    """
+    last, there = list(cut.values())[-1], kept["train"]
+    unused = (table.starts + table.lengths - last.starts - last.lengths)[there]
+    if unused.any():
+        rows, total = int(unused.sum()), int(table.lengths[there].sum())
+        whose = f"the last {rows:,} of {total:,} rows" if len(unused) == 1 else f"{rows:,} of {total:,} rows, at the ends of series,"
+        yield f"{table.name}: data.split leaves {whose} unused; use larger parts if they should be used"
+    train = cut["train"].only(there)
+    for part, span in cut.items():
+        begins = (span.starts + span.warm)[kept[part]]
+        if part != "train" and table.times is not None and _comparable(table.times, table.times):
+            yield from _meanwhile(table.times, train.starts + train.lengths - 1, table.times.keys[begins], part)
+
+
+def _meanwhile(train: Times, ends: NDArray[np.int64], begins: NDArray[np.generic], part: str) -> Iterator[str]:
+    """A line about series of a part that begin while others are trained on; `ends` are the last rows of series in train."""
+    last = int(ends[np.argmax(train.keys[ends])])
+    count = int((begins <= train.keys[last]).sum())
+    if count:
+        of = f"{_many(count, len(begins))} series begin{'s' * (count == 1)}" if len(begins) > 1 else "its series begins"
+        until = train.written(slice(last, last + 1))
+        ends_at = "ends" if until is None else f"ends ({until[0]})"
+        fact = f"{of} before train of other series {ends_at}, so the model is trained on times that it is judged by"
+        yield f"{part}: {fact}; to cut all series at one time, use separate files for train, valid and test"
+
+
 def told_of_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.int64], other: Table, part: str) -> Iterator[str]:
     """Lines about the rows of a part that train has too, and about series that begin before train ends. `starts` and `lengths` are the
     rows of each series in train.
     """
-    if not _comparable(train.times) or not _comparable(other.times):
+    if not _comparable(train.times, other.times):
         rows = np.concatenate([train.values[low : low + count] for low, count in zip(starts, lengths, strict=True)])
         found, looked = _passages(rows, other.values, ROWS) if train.columns == other.columns else (0, 0)
         if found >= max(1, ENOUGH * looked):
@@ -69,10 +104,15 @@ def told_of_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.
         of = f"series {early[0]} begins" if len(early) == 1 else f"{len(early):,} of {len(other.names):,} series begin"
         what = "it begins" if alone else of
         yield f"{part}: {what} before train ends, so the model is trained on later rows than it is judged by; use rows that follow train"
+    elif lengths.any():
+        yield from _meanwhile(train.times, (starts + lengths - 1)[lengths > 0], other.times.keys[other.starts], part)
 
 
-def _comparable(times: Times | None) -> bool:
-    return times is not None and not times.in_words
+def _comparable(times: Times | None, other: Times | None) -> bool:
+    """True if it can be told which of two times is the earlier."""
+    if times is None or other is None or times.in_words or other.in_words:
+        return False
+    return (times.keys.dtype.kind == "M") == (other.keys.dtype.kind == "M")
 
 
 def _many(found: int, looked: int) -> str:

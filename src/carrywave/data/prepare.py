@@ -90,7 +90,7 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
     key = _key(spec, sources, files, codec)
 
     def build(new: NewArray) -> cache.Entry:
-        note(f"reading {', '.join(source.name for source in sources.values())} into the cache {place / key}")
+        note(f"reading {', '.join(source.name for source in sources.values())} into the cache {cache.place_of(place, key)}")
         return _build(spec, sources, new, codec)
 
     entry = cache.fetch(place, key, build)

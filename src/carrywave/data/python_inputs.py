@@ -31,7 +31,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
-from carrywave.errors import DataError
+from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
 LONGEST_NAME = 4096  # maximum length of a file name, in characters
@@ -52,8 +52,9 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     """
     check_codec(codec, spec)
     given = _by_part(data)
-    if _files(given, spec):
-        return prepare(naming(data, spec), codec=codec)
+    named = naming(data, spec)
+    if named.data.train is not None:
+        return prepare(named, codec=codec)
     if spec.task == "forecasting":
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found = series.build(openers, spec, MemoryAppender, codec=codec)
@@ -83,9 +84,22 @@ def _read_as_tokens(data: Any, codec: Codec) -> tuple[str, ...]:
 
 
 def naming(data: Any, spec: Spec) -> Spec:
-    """Return the spec with `data.train`, `valid` and `test` set to the files that `data` names, or to None if it holds objects."""
-    files = _files(_by_part(data), spec)
-    return spec.model_copy(update={"data": spec.data.model_copy(update={"train": None, "valid": None, "test": None, **files})})
+    """Return the spec with the files that `data` names in place of its own, or with `data.train` None if `data` holds objects.
+
+    Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless replaced there.
+    """
+    given = _by_part(data)
+    files = _files(given, spec)
+    own = {part: file for part in ("valid", "test") if part not in given and (file := getattr(spec.data, part)) is not None}
+    if own and not files:
+        fact = " and ".join(f"data.{part}" for part in own)
+        wanted = ", ".join(f"'{part}': …" for part in ("train", "valid", "test") if part in own or part in given)
+        raise SpecError(
+            f"{fact} {'is' if len(own) == 1 else 'are'} set, but the data was passed as an object, not as a file; pass {{{wanted}}}, "
+            f"or remove {fact}"
+        )
+    named = {"train": None, "valid": None, "test": None, **own, **files}
+    return spec.model_copy(update={"data": spec.data.model_copy(update=named)})
 
 
 def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:

@@ -17,7 +17,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,8 +127,9 @@ def _of_shares(devices: int, shares: int) -> str:
 
 def _say(line: str) -> None:
     # A live display that was killed leaves the cursor hidden.
-    shown = "\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it any more: the workers continue
+        shown = "\x1b[?25h" if sys.stderr.isatty() else ""
+        print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
 
 
 def _crew(command: Sequence[str], devices: Sequence[int], file: WorkerFile, shared: Mapping[str, str], direct: bool) -> WorkerGroup:

@@ -22,7 +22,7 @@ from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.liveness import device_faults, failure_file, heartbeat
 from carrywave.parallel.startup import environment
-from carrywave.parallel.startup.launcher_env import FitCall, is_first, own
+from carrywave.parallel.startup.launcher_env import FitCall, check_not_of_mpi, is_first, own
 
 VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that take the next argument as their value
 
@@ -40,6 +40,7 @@ def begin() -> CallRecord | None:
     """
     environment.check()
     slurm.take_place(trains=False)  # a script starts no workers on other hosts, so every task of srun is one
+    check_not_of_mpi()
     _results.append(None)
     heartbeat.start()
     call, number = own().fit, len(_results) - 1

@@ -10,12 +10,14 @@ from typing import Any
 
 from markupsafe import Markup
 
+from carrywave.plan.show.drawing import ticks
 from carrywave.report import chart, figures
 from carrywave.report.chart import Line, Mark
 from carrywave.report.page import Figure, environment
 from carrywave.report.record import is_number
 
 MOST_ROWS = 500  # of the table: the best and the latest
+FEW = 5  # values of a key that are all named below a picture
 LOG_FACTOR = 10  # from which numbers are shown by orders of magnitude
 
 Rows = Sequence[Mapping[str, Any]]
@@ -70,30 +72,36 @@ def _by_trial(metric: str, rows: Rows, best: Mapping[str, Any], *, higher: bool)
     values = [row[metric] for row in rows]
     so_far = list(accumulate(values, max if higher else min))
     lines = [Line("the best so far", [(row["trial"], value) for row, value in zip(rows, so_far, strict=True)], "c2")]
-    return _figure(title, lines, [(row["trial"], row[metric]) for row in rows], _mark(metric, best, best["trial"]), x_name="trial")
+    dots = [(row["trial"], row[metric]) for row in rows]
+    whole = [(place, f"{place:g}") for place in ticks(dots[0][0], max(dots[-1][0], dots[0][0] + 1), most=6) if place == int(place)]
+    return _figure(metric, title, lines, dots, _mark(metric, best, best["trial"]), x_name="trial", x_ticks=whole)
 
 
 def _by_key(metric: str, key: str, rows: Rows, best: Mapping[str, Any]) -> Figure:
     """Numbers on a line, by orders of magnitude if they span several; anything else side by side."""
     values = [row[key] for row in rows]
-    ticks: list[tuple[float, str]] = []
+    named: list[tuple[float, str]] = []
     if all(is_number(value) for value in values):
         by_magnitude = min(values) > 0 and max(values) >= LOG_FACTOR * min(values)
         places = [math.log10(value) if by_magnitude else float(value) for value in values]
-        if by_magnitude:
-            ticks = [(place, f"{10.0**place:g}") for place in range(math.ceil(min(places)), math.floor(max(places)) + 1)]
+        if len(set(places)) <= FEW:
+            named = sorted({place: _text(value) for place, value in zip(places, values, strict=True)}.items())
+        elif by_magnitude:
+            steps = range(math.floor(min(places)), math.ceil(max(places)) + 1)
+            marked = [digit * 10.0**step for step in steps for digit in ((1, 2, 5) if len(steps) < FEW else (1,))]
+            named = [(math.log10(value), f"{value:g}") for value in marked if min(places) <= math.log10(value) <= max(places)]
     else:
         texts = list(dict.fromkeys(_text(value) for value in values))
         places = [float(texts.index(_text(value))) for value in values]
-        ticks = [(float(place), text) for place, text in enumerate(texts)]
+        named = [(float(place), text) for place, text in enumerate(texts)]
     at = places[[row["trial"] for row in rows].index(best["trial"])]
     dots = [(place, row[metric]) for place, row in zip(places, rows, strict=True)]
-    return _figure(f"{figures.metric_name(metric)} by {key}", [], dots, _mark(metric, best, at), x_name=key, x_ticks=ticks)
+    return _figure(metric, f"{figures.metric_name(metric)} by {key}", [], dots, _mark(metric, best, at), x_name=key, x_ticks=named)
 
 
 def _mark(metric: str, best: Mapping[str, Any], place: float) -> Mark:
     return Mark(place, best[metric], f"trial {best['trial']}: {figures.metric_text(metric, best[metric])}")
 
 
-def _figure(title: str, lines: Sequence[Line], dots: Sequence[tuple[float, float]], mark: Mark, **how: Any) -> Figure:
-    return Figure(title, Markup(chart.draw(title, lines, dots=dots, marks=[mark], **how)))
+def _figure(metric: str, title: str, lines: Sequence[Line], dots: Sequence[tuple[float, float]], mark: Mark, **how: Any) -> Figure:
+    return Figure(title, Markup(chart.draw(title, lines, dots=dots, marks=[mark], percent=metric.startswith(figures.SHARES), **how)))

@@ -1,11 +1,15 @@
-"""Displays the progress of a run: live on a terminal, plain lines every few seconds anywhere else."""
+"""Displays the progress of a run: live on a terminal, plain lines every few seconds anywhere else.
+
+A display that cannot be written, because the disk is full or the reader of a pipe is gone, is given up, and the run goes on.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, Self
+from typing import IO, Any, Protocol, Self, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,6 +33,43 @@ class Display(Watcher, Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class LastingStream:
+    """A text stream that falls silent once it cannot be written; `gone` is then told why, once."""
+
+    def __init__(self, stream: IO[str], gone: Callable[[Exception], None]) -> None:
+        self._stream = stream
+        self._gone = gone
+        self._silent = False
+
+    def write(self, text: str) -> int:
+        """Write the text, unless that is no longer possible."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, unless that is no longer possible."""
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self._silent:
+            return
+        try:
+            act()
+        except UnicodeError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            self._silent = True
+            self._gone(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting_console(gone: Callable[[Exception], None] = lambda _: None) -> Console:
+    """Standard output as a console that falls silent once it cannot be written."""
+    return Console() if sys.stdout is None else Console(file=cast("IO[str]", LastingStream(sys.stdout, gone)))
 
 
 class PlainWatcher:
@@ -158,7 +199,7 @@ def watcher_of_call(progress: bool | None) -> AbstractContextManager[Watcher]:
     """
     if progress is False:
         return nullcontext(Logged())
-    console = Console()
+    console = lasting_console()
     if console.is_jupyter:
         return PlainWatcher(Console(force_jupyter=False))  # a live display would need widgets
     if console.is_interactive and console.file.isatty():

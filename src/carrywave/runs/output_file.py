@@ -2,7 +2,7 @@
 
 A regular file is replaced atomically, also behind a symbolic link, which stays; it keeps its permissions. While it is written it has no
 name at all, where the file system can do that, so a killed process leaves nothing behind. Anything else (a device, a named pipe,
-`/dev/stdout`) is written in place. Torch-free.
+`/dev/stdout`) is written in place; a standard stream that nobody reads any more is hung up. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from carrywave.errors import UserError, from_system, remedy_for
 
@@ -48,6 +48,14 @@ def write(path: Path, text: str) -> None:
     """Write a text to the file that the user named."""
     with OutputFile(path) as file:
         file.write(text)
+
+
+def hang_up(stream: TextIO) -> None:
+    """Point standard output, or error, that cannot be written elsewhere: Python would fail to flush it at the end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class OutputFile:

@@ -41,6 +41,10 @@ def check_place(path: Path) -> None:
         elif not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
+        dangling = next((folder for folder in missing if folder.is_symlink()), None)
+        if dangling is not None:
+            fact = f"{dangling} is a link to {os.readlink(dangling)}, which does not exist"
+            raise RunError(f"the run's folder {path} cannot be created: {fact}; create it, or use another {option('run')}") from error
         remedy = remedy_for(error, f"use another {option('run')}")
         raise from_system(error, RunError)(f"the run's folder {path} cannot be created: {error.strerror or error}; {remedy}") from error
     finally:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from carrywave.spec.section import Positive, Section
+from carrywave.spec.signal_spec import AugmentSpec
 
 CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
 Transform = Literal["none", "log", "log1p", "diff"]
@@ -114,6 +115,9 @@ class DataSpec(Section):
         True,
         description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "
         "window (forecasting): what the model reads, then also with those of the last values up to each step (model.linear of them, or 96)",
+    )
+    augment: AugmentSpec | None = Field(
+        None, description="classification, regression, tagging: random changes to sequences of numbers in training; see docs/data.md"
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 

@@ -73,6 +73,12 @@ def _context(spec: Spec) -> str | None:
     return None if cut else "is for a part that is cut from the training file, and none is; remove it"
 
 
+def _augment(spec: Spec) -> str | None:
+    if (why := _tasks("classification", "regression", "tagging")(spec)) is not None:
+        return why
+    return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
+
+
 def _dropout(spec: Spec) -> str | None:
     model = spec.model
     own = (model.dropout_input, model.dropout_hidden, model.dropout_output)
@@ -98,6 +104,7 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
     **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles", "data.scale"), _tasks("forecasting")),
     "data.context": _context,
+    "data.augment": _augment,
     "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
     "model.embedding": _not_forecasting(),
     "model.dropout_words": _not_forecasting(),
@@ -157,8 +164,9 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
         for key in (*of_text, *of_tokens):
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
-    if facts.vocabulary and spec.task in LABELS and is_set(spec, "data.standardize"):
-        yield "data.standardize is for numbers, but the data is tokens; remove it"
+    for key in ("data.standardize", "data.augment"):
+        if facts.vocabulary and spec.task != "language" and is_set(spec, key):
+            yield f"{key} is for numbers, but the data is tokens; remove it"
     if valid:
         return
     train = spec.train

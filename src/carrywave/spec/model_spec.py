@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from carrywave.cells.cell import by_name, names
 from carrywave.errors import SpecError
-from carrywave.spec.front_spec import FrontLayer, front_layers
 from carrywave.spec.section import Positive, Section, Share
+from carrywave.spec.signal_spec import FrontLayer, front_layers
 
 WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
 

@@ -11,10 +11,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from carrywave.spec.data_spec import BatchSpec, DataSpec
-from carrywave.spec.front_spec import total_stride
 from carrywave.spec.model_spec import ModelSpec
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.section import Section
+from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.train_spec import TrainSpec, check_best
 
 PAST_STEPS = 96  # values behind a scale that follows the data, unless a linear part says how many it reads

@@ -69,13 +69,23 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Opa
             f"the plan needs {plan.workers} workers, but only one is running; "
             f"start the program with torchrun --nproc-per-node {plan.workers}"
         )
-    if not isinstance(plan, Plan):
-        asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
+    asked = plan if isinstance(plan, PlanSpec | Plan) else _plan_spec(plan)
+    check_uncut(model, asked.chunk_steps)
+    if not isinstance(asked, Plan):
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
+        asked = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
     if many:
-        return Mesh(world, plan)
-    return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
+        return Mesh(world, asked)
+    return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), asked)
+
+
+def check_uncut(model: Model | OpaqueModel, chunk_steps: int | None) -> None:
+    """Refuse chunks of time that were asked for if there is a front; a default is passed over, as it is for bidirectional layers."""
+    if model.has_front and chunk_steps is not None:
+        raise PlanError(
+            f"the front reads whole sequences, but plan.chunk_steps={chunk_steps} cuts time; use plan.micro_batches, which divides lanes "
+            "instead, or remove plan.chunk_steps"
+        )
 
 
 def _asked(device: torch.device, *, given: bool) -> str:
@@ -274,11 +284,12 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
         torch.backends.cudnn.deterministic = True
     if model.stride > 1 and spec.beta:
         raise UserError(f"train.beta={spec.beta:g} penalises changes from step to step, which a front has merged; remove it")
-    if (model.whole_head or model.has_front) and plan.chunk_steps is not None:
-        instead = "use plan.micro_batches=2 or more, which divide lanes instead" if plan.stages > 1 else "remove plan.chunk_steps"
-        cut = f"{plan.stages} stages cut time" if plan.stages > 1 else "the plan cuts time"
-        reader = f"the head {type(model.head).__name__}" if model.whole_head else "the front"
-        raise PlanError(f"{reader} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}")
+    if model.whole_head and plan.chunk_steps is not None:
+        alone = plan.stages > 1 and plan.micro_batches == 1
+        raise PlanError(
+            f"the head {type(model.head).__name__} reads whole sequences, but the plan cuts time into chunks of {plan.chunk_steps} steps; "
+            f"remove plan.chunk_steps{', and use plan.micro_batches=2 or more, which divide lanes instead' if alone else ''}"
+        )
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from carrywave.data.augmentation import Augmentation
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order
@@ -67,7 +68,7 @@ class Loop:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order
         share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
-        self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
+        self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share, augmentation=Augmentation.of(spec))
         self.state, self.checkpointer = state, checkpointer
         self.compare = compare  # predicted against measured step times
         self.callbacks = callbacks or Callbacks((), trainer.mesh.world)

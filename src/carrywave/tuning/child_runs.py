@@ -135,9 +135,10 @@ def places_for(at_once: int | None, device: str, devices: int | None) -> list[Pl
     for name, count in (("at-once", at_once), ("devices", devices)):
         if count is not None and count < 1:
             raise PlanError(f"{option(name)} is {count}; use a number >= 1")
-    if surroundings.find(os.environ) != surroundings.Surroundings():
+    around = surroundings.find(os.environ)
+    if around.is_worker or around.hosts is not None:
         raise WorkerError(
-            "several runs are trained on one machine, but a launcher or an engine starts workers here; start this command once"
+            "several runs are trained on one machine, but a launcher or an engine has started workers here; start this command once"
         )
     each, gpus = devices or 1, [str(gpu) for gpu in visible()] if device != "cpu" else []
     if gpus and len(gpus) < each:
@@ -180,4 +181,4 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def options_of(device: str, devices: int | None) -> tuple[str, ...]:
     """The options of `carrywave train` for where to compute."""
-    return ("--device", device, *(() if devices is None else ("--devices", str(devices))))
+    return "--device", device, "--devices", str(devices or 1)

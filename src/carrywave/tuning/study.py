@@ -21,7 +21,8 @@ from carrywave.spec.train_spec import score
 from carrywave.tuning.search_space import Choices, Space, combinations, read_space
 
 State = Literal["running", "stopped", "finished", "pruned", "failed"]
-STARTUP = 5  # trials that no other is judged by: they are drawn at random, and never pruned
+STARTUP = 5  # trials that are drawn at random, and that must have finished before others are judged by them
+LEAST = 2  # evaluations of a trial before it is judged
 MOST_COMBINATIONS = 10_000  # of choices, up to which none is tried twice
 
 
@@ -91,7 +92,7 @@ class Search:
             return False
         optuna = library()
         study = self._study([each for each in trials if each.number != trial.number], None)
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=1)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=LEAST)
         return bool(pruner.prune(study, self._frozen(trial, optuna)))
 
     def _study(self, trials: Sequence[Trial], sampler: Any) -> Any:

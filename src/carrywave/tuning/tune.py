@@ -68,7 +68,12 @@ def tune(
     `cw.tune("words.yaml", {"model.hidden": [64, 128], "train.lr": (1e-4, 1e-2)})`. Each trial is an ordinary run in a process of its own,
     `at_once` of them side by side (by default as many as there are GPUs), on `devices` devices each. With `prune`, a trial is stopped
     once it is worse than half of the finished ones were at that evaluation. A search that was stopped, by `hours` or by Ctrl-C, goes on
-    with `resume=True`. `say` gets a line for every trial that ends.
+    with `resume=True`. `say` gets a line for every trial that ends. What the spec refuses is refused before the first trial.
+
+    >>> import carrywave as cw
+    >>> cw.tune({"data": {"train": "words.txt"}}, {"model.hidden": [64, 128], "train.learning_rate": (1e-4, 1e-2)})
+    Traceback (most recent call last):
+    carrywave.errors.SpecError: unknown key train.learning_rate; did you mean train.lr?
     """
     if isinstance(spec, Path | str):
         base = read_values(Path(spec))

@@ -29,6 +29,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, ResourceError, from_system, remedy_for
 
 FORMAT = 6  # part of every key, so that entries of another format, or read in another way, are never used
+CHECKS = 2  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm", "units", "means")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
@@ -54,9 +55,14 @@ def folder(asked: str | None) -> Path:
     return Path(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
 
 
+def place_of(where: Path, key: str) -> Path:
+    """Return the directory of an entry."""
+    return where / f"{key}-{CHECKS}"
+
+
 def fetch(where: Path, key: str, build: Build) -> Entry:
     """Return the entry for `key`, building it first if it does not exist."""
-    place = where / key
+    place = place_of(where, key)
     try:
         there = place.exists()
     except OSError as error:

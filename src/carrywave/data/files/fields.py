@@ -111,7 +111,8 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
     if array is not None and array.dtype.kind in "iufb":
         if (beyond := too_whole(array)) is not None:
             raise DataError(f"{where}: {field} contains {beyond}, {TOO_WHOLE}")
-        return array.astype(np.float64)
+        if array.dtype.kind != "f" or not isinstance(value, list) or not (np.abs(array) >= WHOLE).any():  # beside a fraction it is rounded
+            return array.astype(np.float64)
     items = value if isinstance(value, (list, np.ndarray)) else [value]
     for step, item in enumerate(items):
         for column, number in enumerate(item if isinstance(item, (list, tuple, np.ndarray)) else [item]):
@@ -146,6 +147,8 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         raise DataError(f"{where}: {field} is {IGNORED}, which means no label; remove the row")
     if isinstance(value, int):
         return "whole number", str(value)
+    if isinstance(value, str) and not value.strip() and field == "label":
+        raise DataError(f"{where}: the field label is empty; fill it in, or remove the row")  # as an empty cell of a CSV file is
     if isinstance(value, str):
         return "string", value
     if field == "label" and hasattr(value, "__len__"):

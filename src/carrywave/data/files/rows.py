@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from carrywave.spec.data_spec import DataSpec
 Row = dict[str, Any]
 SHOWN = 8  # column names in a message, at most
 BATCH_ROWS = 1024
+A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+A_WHOLE = r"\s*[-+]?\d{1,40}\s*"  # exact as an int: one beyond 2**53 is refused where numbers are read
 EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
 
 
@@ -160,29 +163,26 @@ class ParquetRows(_TableRows):
 
 @dataclass(frozen=True)
 class CsvRows(_TableRows):
-    """Rows of a CSV file; the columns of the text and the label stay strings."""
+    """Rows of a CSV file, whose columns all stay strings; only a label may be a number."""
 
     numeric_label: bool
     text: str = "text"
     label: str = "label"
     decimal: str = "auto"
     join: bool = True
-    as_text: tuple[str, ...] = ()  # further columns that stay strings
+    as_text: tuple[str, ...] = ()  # columns that stay as they are, even if the label is among them
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        # Read both columns as strings: inferring types from the first block would turn "007" into 7 and could be wrong for the next.
-        types = dict.fromkeys((self.text, self.label, *self.as_text), pa.string())
         self.source.check_utf8()
         delimiter = self.source.separator()
         check_quotes(self.source, delimiter)
+        options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
         with self.source.open() as stream:
-            reader = self.source.guard(
-                lambda: pa_csv.open_csv(
-                    stream,
-                    parse_options=pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                    convert_options=pa_csv.ConvertOptions(column_types=types),
-                )
-            )
+            names = self.source.guard(lambda: pa_csv.open_csv(stream, parse_options=options)).schema.names
+        # Inferring types from the first block would turn "007" into 7 and could be wrong for the next block.
+        texts = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        with self.source.open() as stream:
+            reader = self.source.guard(lambda: pa_csv.open_csv(stream, parse_options=options, convert_options=texts))
             for number, row in _batches(iter(reader), self.source):
                 if self.numeric_label and self.label in row:
                     row[self.label] = self._number(number, row[self.label])
@@ -190,14 +190,17 @@ class CsvRows(_TableRows):
                     row[self.label] = None  # an empty cell means no label, and is not a class
                 yield number, row
 
-    def _number(self, number: int, label: str | None) -> float | None:
+    def _number(self, number: int, label: str | None) -> int | float | None:
         """Parse a regression label; an empty cell is None."""
         if label is None or not label.strip():
             return None
         try:
-            if self.decimal == "," and "." in label:
+            written = label.replace(",", ".") if self.decimal == "," and "." not in label else label
+            if re.fullmatch(A_NUMBER, written, re.ASCII) is None or (
+                self.decimal == "," and "." in label
+            ):  # float() also reads 1_000, and other digits
                 raise ValueError(label)
-            return float(label.replace(",", ".") if self.decimal == "," else label)
+            return int(written) if re.fullmatch(A_WHOLE, written) else float(written)
         except ValueError:
             remedy = "set data.decimal=, if that is its decimal mark" if "," in label and self.decimal == "auto" else "correct it"
             fact = f"column {self.label} is {label!r:.40}, which is text, not a number"

@@ -44,6 +44,9 @@ PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (
     b"\xfd7zXZ": ("xz", "unpack it with: xz -dc {name} > unpacked"),
     b"PK\x03\x04": ("zip", "unpack it with: unzip {name}"),
 }
+EXCEL = "is an Excel workbook; save the sheet as CSV, or pass pandas.read_excel({name!r}) to cw.fit or cw.predict"
+ARRAYS = "has arrays of NumPy, which are not read from files; pass those of numpy.load({name!r}) to cw.fit or cw.predict"
+FOREIGN = {".xlsx": EXCEL, ".xlsm": EXCEL, ".xls": EXCEL, ".npy": ARRAYS, ".npz": ARRAYS}  # by the end of the name
 BLOCK_OF_BZIP2 = b"1AY&SY"  # follows the block-size digit; BZh alone may start a text
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 MOST_COLUMNS = 20_000
@@ -229,6 +232,8 @@ def find(
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     kind = suffixes[-2] if compression and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
     name = STANDARD_INPUT if path.parent.name.startswith(STANDARD_FOLDER) else name
+    if format == "auto" and kind in FOREIGN and not any_bytes:
+        raise DataError(f"{name} {FOREIGN[kind].format(name=name)}")
     source = Source(name, path, named_format(kind, format), compression, block_bytes)
     if source.format == "parquet" and compression:
         raise DataError(f"{field}={name}: Parquet is already compressed internally; decompress the file and rename it to .parquet")
@@ -265,8 +270,8 @@ def not_utf8(name: object, head: bytes) -> str | None:
     packing = packed(head)
     if packing is not None:
         how, remedy = PACKED[packing]
-        if how == "zip" and Path(str(name)).suffix.lower() in (".xlsx", ".xlsm"):
-            return f"{name} is an Excel workbook; save the sheet as CSV, or pass pandas.read_excel({str(name)!r}) to cw.fit"
+        if how == "zip" and (what := FOREIGN.get(Path(str(name)).suffix.lower())) is not None:
+            return f"{name} {what.format(name=str(name))}"
         read = ".gz and .zst files are decompressed automatically"
         return f"{name} is compressed ({how}), but only {read}; {remedy.format(name=name)}"
     encoding = marked_encoding(head)

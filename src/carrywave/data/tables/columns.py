@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.rows import missing_column, quoted
+from carrywave.data.files.rows import A_NUMBER, missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
@@ -20,7 +20,6 @@ from carrywave.spec.data_spec import DataSpec
 
 TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
 SERIES_NAME = "unique_id"
-A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 MOSTLY = 0.9  # a column whose name says nothing holds times if at least this fraction are dates; the rest are errors
 SHOWN = 8  # at most this many names in a message
 A_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
@@ -40,6 +39,7 @@ class ColumnChoice:
     series: str | None = None
     frequency: str | None = None
     date_order: str | None = None  # of dates with the year last that do not tell it themselves
+    month_days: tuple[int, ...] | None = None  # of the series in the training data; None if this is it
     strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
     trained: bool = False  # read as the training data was read
     known: tuple[str, ...] = ()  # known for the whole horizon
@@ -60,6 +60,7 @@ class ColumnChoice:
         learned["targets"] = codec.forecast_columns
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
+        learned["month_days"] = codec.month_days
         return ColumnChoice(
             codec.read_columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
         )

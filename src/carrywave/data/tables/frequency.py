@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.errors import SpecError
+from carrywave.errors import DataError, SpecError
 from carrywave.spec.data_spec import FREQUENCY, WEEKDAYS
 
 Keys = NDArray[Any]
@@ -27,6 +27,7 @@ MOST = 0.5  # more than this fraction of gaps must be single steps; otherwise ti
 RECURRING = 3  # this many gaps at the same time of day or week are not a coincidence
 DIGITS = 9  # significant digits of a fractional step
 ROUNDING = 1e-6  # tolerance for inexact decimal fractions, relative to the step
+SHORTEST, LONGEST = 28, 31  # months, in days
 
 
 class Frequency(Protocol):
@@ -74,10 +75,14 @@ class FixedStep:
 
 @dataclass(frozen=True)
 class Months:
-    """Months, quarters or years: the same day of each, or the last day of a shorter month; `anchor` S or E requires first or last days."""
+    """Months, quarters or years: the same day of each, or the last day of a shorter month; `anchor` S or E requires first or last days.
+
+    `days` are those on which series are known to be, 31 for the last of every month: a few times, all of them last days, do not tell.
+    """
 
     size: int
     anchor: str = ""
+    days: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -103,9 +108,26 @@ class Months:
         day, end, clock = _in_month(known)
         months = known[-1].astype("datetime64[M]") + (np.arange(1, count + 1) * self.size).astype("timedelta64[M]")
         lengths = _lengths(months)
-        days = lengths if bool(end.all()) else np.minimum(int(day.max()), lengths)
+        choice = [int(day.max())]
+        if end.all():
+            fitting = [each for each in self.days if (np.minimum(each, _lengths(known.astype("datetime64[M]"))) == day).all()]
+            choice = fitting or [LONGEST]
+        days = np.minimum(choice[0], lengths)
+        if any((np.minimum(other, lengths) != days).any() for other in choice[1:]):
+            shown = " and ".join("the last day" if each == LONGEST else f"day {each}" for each in choice[:2])
+            fact = f"{known[-1].astype('datetime64[D]')} is the last day of its month, and the training data has series on {shown} of each"
+            raise DataError(f"{fact}; give more rows of the series, so that its day is known")
         found: Keys = months.astype("datetime64[us]") + (days - 1) * np.timedelta64(DAY, "us") + clock[-1]
         return found
+
+
+def month_days(keys: Keys, codes: Counts) -> tuple[int, ...]:
+    """Return the days of the month that series are on, 31 for the last; none if each row tells its own: no series is on 28, 29 or 30."""
+    day, end, _ = _in_month(keys)
+    starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.diff(codes)) + 1])
+    found = np.unique(np.where(np.logical_and.reduceat(end, starts), LONGEST, np.maximum.reduceat(day, starts)))
+    late = tuple(int(each) for each in found if each >= SHORTEST)
+    return () if late == (LONGEST,) else late
 
 
 @dataclass(frozen=True)

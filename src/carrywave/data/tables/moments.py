@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ WHOLE = 2**53  # float64 represents every integer up to here
 TOO_WHOLE = "a whole number beyond 2**53 that would be rounded; subtract a common offset from all values, or use a float"
 FARTHEST = 1e38  # larger values, in standard deviations, are rejected: float32 ends at 3.4e38
 NOISE = 8 * float(np.finfo(np.float64).eps)  # relative to the largest magnitude: a standard deviation below this is rounding error
+VISIBLE = 1e-3  # of a column's deviation: values that lose more when they are rounded to float32 are rejected
 GROWN = 2.0**400  # deviations are multiplied by this before squaring, so that neither 1e-270 underflows nor 1e25 overflows
 
 
@@ -44,6 +46,7 @@ class Moments:
         self._mean: NDArray[np.float64] = np.zeros(0)
         self._square: NDArray[np.float64] = np.zeros(0)
         self._largest: NDArray[np.float64] = np.zeros(0)
+        self._lost: NDArray[np.float64] = np.zeros(0)  # squared differences from the values in float32
 
     def add(self, rows: NDArray[np.float64]) -> None:
         """Add rows [rows, columns]."""
@@ -51,7 +54,7 @@ class Moments:
             return
         if not self.count:
             self._first = np.array(rows[0])
-            self._mean, self._square, self._largest = (np.zeros_like(self._first) for _ in range(3))
+            self._mean, self._square, self._largest, self._lost = (np.zeros_like(self._first) for _ in range(4))
         beyond = rows - self._first
         mean = beyond.mean(axis=0)
         square = (((beyond - mean) * GROWN) ** 2).sum(axis=0)
@@ -60,28 +63,54 @@ class Moments:
         self._mean = self._mean + delta * (len(rows) / total)
         self._square = self._square + square + (delta * GROWN) ** 2 * (self.count * len(rows) / total)
         self._largest = np.maximum(self._largest, np.abs(rows).max(axis=0))
+        self._lost = self._lost + (((rows.astype(np.float32) - rows) * GROWN) ** 2).sum(axis=0)
         self.count = total
 
     def scale(self, *, wanted: bool, columns: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return (mean, std) of each column, with std 1 for a constant column; zeros and ones if no scaling is wanted."""
         if not wanted or not self.count:
             return (0.0,) * columns, (1.0,) * columns
-        std = np.sqrt(self._square / self.count) / GROWN
-        # A column that is constant up to rounding error counts as constant: dividing by that error would amplify noise.
-        std = np.where(std > NOISE * self._largest, std, 1.0)
+        std = np.where(self._constant, 1.0, self._std)
         return tuple(float(value) for value in self._first + self._mean), tuple(float(value) for value in std)
+
+    def check_unscaled(self, columns: Sequence[str], where: str) -> None:
+        """Reject values that are not standardised and, in float32, lose a visible part of what distinguishes them."""
+        if not self.count:
+            return
+        lost = np.where(self._constant, 0.0, np.sqrt(self._lost / self.count) / GROWN / np.where(self._constant, 1.0, self._std))
+        if (lost > VISIBLE).any():
+            place = int(np.argmax(lost))
+            size = f"values up to {self._largest[place]:.6g} with a deviation of {self._std[place]:.3g}"
+            fact = f"{where}: {columns[place]} has {size}, of which float32 would lose {lost[place]:.2g} to rounding"
+            raise DataError(f"{fact}; remove data.standardize=false, or subtract a common offset from all values")
+
+    @property
+    def _std(self) -> NDArray[np.float64]:
+        std: NDArray[np.float64] = np.sqrt(self._square / self.count) / GROWN
+        return std
+
+    @property
+    def _constant(self) -> NDArray[np.bool_]:
+        """Columns that are constant up to rounding error: dividing by that error would amplify noise."""
+        constant: NDArray[np.bool_] = ~(self._std > NOISE * self._largest)
+        return constant
 
 
 def own_scale(rows: NDArray[np.float64], season: int = 0) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std."""
-    moments = Moments()
-    moments.add(rows)
-    mean, std = moments.scale(wanted=True, columns=rows.shape[1])
+    mean, std = moments_of(rows).scale(wanted=True, columns=rows.shape[1])
     if not season or len(rows) <= season:
         return mean, std
     change = np.abs(rows[season:] - rows[:-season]).mean(axis=0)
     # A column that repeats every season up to rounding error has no change to speak of.
     return mean, tuple(float(each) if each > LEAST_CHANGE * one else one for each, one in zip(change, std, strict=True))
+
+
+def moments_of(rows: NDArray[np.float64]) -> Moments:
+    """Return the moments of the columns of one sequence."""
+    moments = Moments()
+    moments.add(rows)
+    return moments
 
 
 def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, ...], where: str) -> NDArray[np.float32]:

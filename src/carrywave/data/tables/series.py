@@ -14,12 +14,12 @@ from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.files.fields import steps_of
 from carrywave.data.files.rows import Rows
-from carrywave.data.overlap import told_of_series
+from carrywave.data.overlap import told_of_cut, told_of_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.columns import COVARIATES, ColumnChoice
-from carrywave.data.tables.moments import Moments, own_scale, standardise
+from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.transform import LEAST
@@ -38,10 +38,11 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
     rows = None if data.split is None or any(share < 1 for share in data.split) or part != "train" else int(sum(data.split))
     if len(short) == len(kept):
         place = int(np.argmax(own))
-        count = int(table.lengths[place]) if rows is not None else int(own[place])
+        short_of_split = rows is not None and int(table.lengths[place]) < rows
+        count = int(table.lengths[place] if short_of_split else own[place])
         many = f"series {table.names[place]} has {count} row{'s' * (count != 1)}"
         others = ", and no series has enough" if len(kept) > 1 else ""
-        if rows is not None and count < rows:
+        if short_of_split:
             raise DataError(f"{table.name}: {many}, but data.split asks for {rows}{others}; use fewer, or shares below 1")
         needs = f"a horizon of {data.horizon} needs {data.horizon + int(span.warm[place] == 0)}"
         raise DataError(f"{table.name}: {many} in {part}, but {needs}{others}; reduce data.horizon, or add rows to {part}")
@@ -59,8 +60,10 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     """
     choice = table.choice
     moments = Moments()
-    for start, length in zip(train.starts, train.lengths, strict=True):
-        moments.add(table.values[int(start) : int(start + length)])
+    for name, start, length in zip(names, train.starts, train.lengths, strict=True):
+        moments.add(rows := table.values[int(start) : int(start + length)])
+        if not spec.data.standardize:
+            moments_of(rows).check_unscaled(table.columns, table.name if len(names) == 1 else f"{table.name}: series {name}")
     scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
     mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
     positions = len(calendar_columns(choice.calendar))  # which need no scale, and come last
@@ -86,6 +89,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         series=table.series,
         frequency=spec.data.frequency_text or table.frequency,
         date_order=None if table.times is None else table.times.order,
+        month_days=() if table.times is None else table.times.month_days,
         own_scale=by_series,
         scale_season=season if own else 0,
         known=choice.known,
@@ -241,6 +245,7 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     reading = TargetReading.asked(table, spec) if codec is None else TargetReading.of(codec)
     read_as, own = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
     trained, own_kept = np.repeat(in_train, reading.many), {part: np.repeat(each, reading.many) for part, each in kept.items()}
+    notes += told_of_cut(table, cut, kept)
     learned = codec is None
     codec = codec or learn(read_as, own["train"].only(trained), spec, reading, _named(read_as, trained))
     inputs = _encode(read_as, codec, new)

@@ -17,18 +17,20 @@ from numpy.typing import NDArray
 
 from carrywave.data.files import dialect
 from carrywave.data.files.quotes import check_quotes
+from carrywave.data.files.rows import A_NUMBER
 from carrywave.data.files.source import Source
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
-from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
+from carrywave.data.tables.columns import SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
 from carrywave.data.tables.completing import SortedRows, completed
 from carrywave.data.tables.covariates import categories_of
 from carrywave.data.tables.dates import WRITE, is_dates, is_text, problem, texts_of
 from carrywave.data.tables.frequency import Keys
-from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
+from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
 from carrywave.errors import DataError
 
+MANY_DIGITS = r"^\s*[-+]?\d{16,}\s*$"  # whole numbers that may be beyond 2**53, which has sixteen digits
 SMALL_HOURS = np.timedelta64(4, "h")  # from midnight on: clocks are set back within them
 
 
@@ -96,25 +98,35 @@ def read_table(source: Source, series: str | None = None, *, time: str | None = 
     options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=check_quotes(source, delimiter))
     with source.open() as stream:
         table = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=convert))
-    table = _with_offsets(table, source, options)
+    table = _as_written(table, source, options)
     times = [column for column in table.column_names if column.strip().lower() in TIME_NAMES]
     table, told = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
     return table, (*source.notes(), *told)
 
 
-def _with_offsets(table: Any, source: Source, options: Any) -> Any:
-    """Return a CSV table with times that have offsets from UTC as text: Arrow has converted them, and no longer tells the offsets."""
+def _as_written(table: Any, source: Source, options: Any) -> Any:
+    """Return a CSV table with text for what Arrow no longer tells: offsets of times from UTC, and digits of whole numbers beyond 2**53."""
     zoned = [field.name for field in table.schema if pa.types.is_timestamp(field.type) and field.type.tz is not None]
-    if not zoned or len(set(table.column_names)) < len(table.column_names):
+    large = [field.name for field in table.schema if pa.types.is_floating(field.type) and _largest(table[field.name]) >= WHOLE]
+    if not (zoned or large) or len(set(table.column_names)) < len(table.column_names):
         return table
-    kept = pa_csv.ConvertOptions(include_columns=zoned, column_types=dict.fromkeys(zoned, pa.string()), strings_can_be_null=True)
+    types = dict.fromkeys((*zoned, *large), pa.string())
+    kept = pa_csv.ConvertOptions(include_columns=[*zoned, *large], column_types=types, strings_can_be_null=True)
     with source.open() as stream:
         written = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
     for column in zoned:
         texts = pc.replace_substring_regex(written[column], r"(\.\d{6})0+", r"\1")
         if texts.null_count or is_dates(texts):  # not so if they are finer than a microsecond
             table = table.set_column(table.column_names.index(column), column, texts)
+    for column in large:
+        if pc.any(pc.match_substring_regex(written[column], MANY_DIGITS)).as_py():
+            table = table.set_column(table.column_names.index(column), column, written[column])
     return table
+
+
+def _largest(column: Any) -> float:
+    """The largest magnitude of a column, 0 if it is empty."""
+    return float(pc.max(pc.abs(column)).as_py() or 0.0)
 
 
 def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, read_notes: tuple[str, ...] = ()) -> Table:
@@ -210,7 +222,9 @@ def _in_time(
     if len(times.offsets) > 1:
         remedy = f"write local times without offsets from UTC, or {remedy}"
     place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
-    times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
+    times, gaps = with_frequency(
+        times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place, days=choice.month_days
+    )
     said = [] if gaps is None or choice.missing != "error" else [gaps]
     if times.order is not None:
         said.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {times.order} first")
@@ -236,11 +250,15 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
             row = int(np.argmax(wrong.to_numpy(zero_copy_only=False)))
             raise _bad_value(name, row, label, column[row].as_py())
         column = pc.utf8_ltrim(pc.utf8_trim_whitespace(column), "+")  # Arrow does not parse a plus sign
+        many = np.flatnonzero(pc.fill_null(pc.match_substring_regex(column, MANY_DIGITS), False).to_numpy(zero_copy_only=False))
+        large = [int(row) for row in many if abs(int(column[int(row)].as_py()[:40])) > WHOLE]
+        if large:
+            raise _too_whole(name, large[0], label, column[large[0]].as_py())
     if pa.types.is_integer(column.type):
         beyond = too_whole(_flat(column).drop_null().to_numpy(zero_copy_only=False))
         if beyond is not None:
             row = int(pc.index(_flat(column), pa.scalar(beyond, column.type)).as_py())
-            raise DataError(f"{name}: row {row + 1}, column {label} is {beyond}, {TOO_WHOLE}, or exclude the column with data.columns")
+            raise _too_whole(name, row, label, beyond)
     try:
         values: NDArray[np.float64] = (
             _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -259,6 +277,11 @@ def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
         remedy = "correct it, or exclude the column with data.columns"
         return DataError(f"{name}: row {row + 1}, column {column} is {value!r:.40}, which is text, not a finite number; {remedy}")
     return DataError(f"{name}: row {row + 1}, column {column} is {value!r}, not a finite number (below 1e25); correct it or remove the row")
+
+
+def _too_whole(name: str, row: int, column: str, value: Any) -> DataError:
+    fact = f"row {row + 1}, column {column} is {value!s:.40}, {TOO_WHOLE}"
+    return DataError(f"{name}: {fact}, or exclude the column with data.columns")
 
 
 def _flat(column: Any) -> Any:
@@ -287,7 +310,7 @@ def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
     """Reject months and days written as integers, such as 202312: counting on from them gives 202313."""
     if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
         return
-    numbers = column.to_numpy()
+    numbers = column.to_numpy().astype(np.int64)
     for example, kind, divisor in (("2023-12", "months", 100), ("2023-12-31", "days", 10_000)):
         years = numbers // divisor
         months, days = (numbers % 100, np.ones_like(numbers)) if divisor == 100 else (numbers // 100 % 100, numbers % 100)

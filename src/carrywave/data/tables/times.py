@@ -19,6 +19,7 @@ from carrywave.errors import DataError
 
 NONE = "none"  # rows count as equally spaced, and their times are not used
 LAST = np.datetime64("9999-12-30T23:59:59", "us")  # last time that can be written in any time zone
+FARTHEST = 2**62  # differences of times up to here, and times ahead of them, fit in 64 bits
 Shape = Literal["number", "date", "month", "datetime", "other"]
 
 
@@ -72,6 +73,11 @@ class Times:
     def _even(self) -> Keys:
         """The keys that are evenly spaced."""
         return self.wall if self.even_by_wall and self.wall is not None else self.keys
+
+    @property
+    def month_days(self) -> tuple[int, ...]:
+        """The days of the month that series are on, where a single time may not tell."""
+        return self.frequency.days if isinstance(self.frequency, frequencies.Months) else ()
 
     @property
     def local(self) -> Keys:
@@ -160,7 +166,12 @@ def read_times(column: Any, name: str, label: str, order: str | None = None) -> 
     if keys.dtype.kind == "f" and not np.isfinite(keys).all():
         row = int(np.argmin(np.isfinite(keys)))
         raise DataError(f"{name}: row {row + 1}, column {label} is {keys[row]}; fill in the time of every row")
-    return Times(keys.astype(np.int64) if keys.dtype.kind == "u" and int(keys.max(initial=0)) < 2**63 else keys, "number")
+    if keys.dtype.kind == "f":
+        return Times(keys, "number")
+    if len(keys) and max(int(keys.max()), -int(keys.min())) > FARTHEST:
+        row = int(np.argmax((keys > FARTHEST) | (keys < -FARTHEST if keys.dtype.kind == "i" else False)))
+        raise DataError(f"{name}: row {row + 1}, column {label} is {keys[row]}, beyond 2**62; subtract a common offset, or write dates")
+    return Times(keys.astype(np.int64), "number")  # in eight bits, sums and differences would not fit
 
 
 def _from_text(texts: Any, known: str | None) -> Times:
@@ -193,8 +204,13 @@ def _micros(moments: Any) -> Keys:
     return keys
 
 
-def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool, place: TimeColumn) -> tuple[Times, str | None]:
-    """Add the frequency to times sorted by series; also return a line about gaps. Irregular times are rejected if `strict`."""
+def with_frequency(
+    times: Times, codes: Ints, asked: str | None, *, strict: bool, place: TimeColumn, days: tuple[int, ...] | None = None
+) -> tuple[Times, str | None]:
+    """Add the frequency to times sorted by series; also return a line about gaps. Irregular times are rejected if `strict`.
+
+    `days` are those of the month in the training data; None if this is it.
+    """
     if asked == NONE or not times.dated:
         return times, None
     inside = np.diff(codes) == 0
@@ -224,6 +240,9 @@ def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool
         if strict:
             raise place.irregular(times, units > 0, timed.frequency)
         return times, None
+    if isinstance(timed.frequency, frequencies.Months):
+        days = frequencies.month_days(timed._even, codes) if days is None else days
+        timed = replace(timed, frequency=replace(timed.frequency, days=days))
     return timed, place.gaps(times, units, str(timed.frequency.text)) if timed.frequency is not None else None
 
 

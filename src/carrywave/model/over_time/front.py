@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.dropout import Dropout
-from carrywave.spec.front_spec import FRONTS, FrontLayer, front_layers, total_stride
+from carrywave.spec.signal_spec import FRONTS, FrontLayer, front_layers, total_stride
 
 Steps = TypeVar("Steps", int, Tensor)
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from carrywave.errors import WorkerError
 
 WORKER = "CARRYWAVE_WORKER"  # the path of the file, in workers that carrywave itself started
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # how many processes mpirun started
 JOB = "CARRYWAVE_JOB"  # the id of an engine's job, set in processes that the engine started as workers
 
 
@@ -92,6 +93,15 @@ def launched(environment: Mapping[str, str] | None = None) -> bool:
     """True if a launcher started this process as one of several workers, as RANK or WORLD_SIZE shows."""
     given = os.environ if environment is None else environment
     return "RANK" in given or "WORLD_SIZE" in given
+
+
+def check_not_of_mpi() -> None:
+    """Refuse a process that mpirun started with others: it speaks no MPI, so each of them would do all of the work alone."""
+    for name in MPI_SIZES:
+        count = os.environ.get(name, "")
+        if not launched() and count.isdecimal() and int(count) > 1:
+            fact = f"MPI started {count} processes ({name}), and each would train alone, because carrywave does not speak MPI"
+            raise WorkerError(f"{fact}; start it with torchrun, srun or --hosts instead, or unset {name} to train alone in each")
 
 
 def is_first() -> bool:

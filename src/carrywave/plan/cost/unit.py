@@ -9,7 +9,7 @@ from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.cost.profile import CallKind
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.front_spec import total_stride
+from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 

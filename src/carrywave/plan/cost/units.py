@@ -17,7 +17,7 @@ from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.front_spec import total_stride
+from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from carrywave.data.files.rows import Row
@@ -122,7 +121,7 @@ def writing(path: Path | None, kind: str = "") -> Iterator[RowWriter]:
         yield writer
     finally:
         if writer.gone:
-            _hang_up()
+            output_file.hang_up(sys.stdout)
 
 
 def _show(text: str) -> None:
@@ -135,11 +134,3 @@ def _show(text: str) -> None:
     except UnicodeEncodeError:  # an encoding that lacks some characters, or an unpaired surrogate
         out.write(text.encode(out.encoding, errors="backslashreplace").decode(out.encoding))
     out.flush()
-
-
-def _hang_up() -> None:
-    """Point standard output elsewhere: Python would fail to flush it at the end."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)

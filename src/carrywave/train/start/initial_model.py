@@ -24,7 +24,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
 from carrywave.step.row_parts import cutter
-from carrywave.step.worker_setup import holding_of, tensors_of
+from carrywave.step.worker_setup import check_uncut, holding_of, tensors_of
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train.start.run_start import Start
 
@@ -62,6 +62,7 @@ def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss |
         raise SpecError(
             "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"
         )
+    check_uncut(model, spec.plan_spec.chunk_steps)
     if isinstance(model, Model) and model.has_front and spec.streams:
         raise SpecError("the front reads whole sequences, but a stream is read in windows; set batch.tokens to train on sequences")
     if isinstance(model, Model) and model.whole_head and spec.streams:

@@ -1,16 +1,36 @@
-"""The layers of `model.front`: convolutions over time that shorten long sequences before the recurrent layers."""
+"""Parts of the spec for raw signals: the layers of `model.front`, convolutions over time that shorten long sequences before the recurrent
+layers, and `data.augment`, the changes to sequences in training.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from carrywave.spec.section import Positive, Section
 
 WIDEST, LONGEST = 1 << 16, 4096  # most channels of a layer; most steps of a kernel, and of all strides together
+
+
+class AugmentSpec(Section):
+    """Random changes to the sequences of numbers that are trained on, others in every epoch; evaluations read the data as it is."""
+
+    noise: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="standard deviation of normal noise that is added to every number, in standardised units"
+    )
+    scale: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="standard deviation of a factor around 1, one for each sequence and feature"
+    )
+    crop: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="read a random contiguous part of each sequence, at least this share of its steps; 1 for all of it"
+    )
+    shift: bool = Field(
+        False,
+        description="begin at a random step, and go on from the end to the beginning; only where the start of a sequence means nothing",
+    )
 
 
 class FrontLayer(Section):

@@ -1,0 +1,56 @@
+"""The front and the augmentation in a spec: what is read, written again, and refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from carrywave.errors import SpecError
+from carrywave.spec.load import dump, load, parse
+from carrywave.spec.signal_spec import FRONTS, total_stride
+from carrywave.spec.yaml_text import parse_yaml
+
+LIST = "model.front=[{channels: 8, kernel: 5, stride: 3}, {channels: 16, kernel: 3}]"
+
+
+@pytest.mark.parametrize(("given", "stride", "layers"), [("model.front=none", 1, 0), ("model.front=deep", 8, 3), (LIST, 6, 2)])
+def test_a_front_is_read_and_written(given: str, stride: int, layers: int) -> None:
+    spec = load(None, ["task=classification", given, "data.augment={crop: 0.9, shift: true}"])
+    assert len(spec.model.front_layers) == layers
+    assert total_stride(spec.model.front_layers) == stride
+    again = parse(parse_yaml(dump(spec), "spec"))
+    assert again == spec
+    assert again.data.augment is not None
+    assert (again.data.augment.crop, again.data.augment.shift, again.data.augment.noise) == (0.9, True, 0.0)
+
+
+def test_named_fronts_are_those_of_the_documentation() -> None:
+    found = {name: [(layer.channels, layer.kernel, layer.stride) for layer in layers] for name, layers in FRONTS.items()}
+    assert found == {"none": [], "small": [(64, 9, 4), (128, 9, 4)], "deep": [(64, 9, 2), (128, 7, 2), (128, 5, 2)]}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["task=language", "model.front=deep"], "model.front reads whole sequences, but a stream is read in windows"),
+        (["task=forecasting", "model.front=deep"], "model.front reads whole sequences"),
+        (["task=tagging", "batch.lanes=4", "model.front=[{stride: 1}]"], "model.front reads whole sequences"),
+        (["task=tagging", "model.front=deep"], "one step of 8, but tagging labels every step; list layers with a stride of 1"),
+        (["task=classification", "model.front=deep", "plan.chunk_steps=8"], "plan.chunk_steps=8 cuts time.*use plan.micro_batches"),
+        (["task=classification", "model.front=deep", "train.beta=1"], "train.beta=1 penalises changes"),
+        (["task=classification", "model.front_dropout=0.2"], "model.front_dropout is for model.front, which is none"),
+        (["task=classification", "model.front=large"], 'model.front is "large"; use one of none, small, deep'),
+        (["task=classification", "model.front=[{kernel: 4}]"], "kernel is 4, but as many steps are read after a place.*use 5"),
+        (["task=classification", "model.front=[{stride: 0}]"], r"model.front\[0\].stride is 0"),
+        (["task=classification", "model.front=[{strides: 2}]"], r"model.front\[0\].strides"),
+        (["task=language", "train.label_smoothing=0.1"], "train.label_smoothing is for classification and tagging"),
+        (["task=classification", "train.label_smoothing=1"], "train.label_smoothing is 1"),
+        (["task=tagging", "model.pool=max"], "model.pool is for classification and regression"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: list[str], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        load(None, given)
+
+
+def test_a_front_of_stride_1_is_for_tagging_too() -> None:
+    assert load(None, ["task=tagging", "model.front=[{kernel: 5, stride: 1}]"]).model.front_layers[0].kernel == 5
