@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 import carrywave as cw
+from carrywave.data.codec import Codec
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.train.backtest import Asked, backtest_run
 
@@ -39,7 +41,7 @@ def long(frame: pd.DataFrame) -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("channels")
-    data = {"horizon": 3, "season": 7, "standardize": "window"}
+    data = {"horizon": 3, "season": 7, "standardize": "window", "scale": "deviation"}
     cw.fit(MODEL, wide(), data=data | {"channels": "independent"}, run=folder / "wide", **HOW)
     cw.fit(MODEL, long(wide()), data=data, run=folder / "long", **HOW)
     return folder
@@ -122,3 +124,23 @@ def test_one_target_is_the_same_either_way(tmp_path: Path) -> None:
     one, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("joint", "independent"))
     assert all(one[name].equal(other[name]) for name in one)
     assert (tmp_path / "joint/codec.json").read_text() == (tmp_path / "independent/codec.json").read_text()
+
+
+def test_unnamed_series_share_the_scale_of_a_single_one(tmp_path: Path) -> None:
+    values = wide()[list(COLUMNS)].to_numpy()
+    data = {"horizon": 2, "channels": "independent"}
+    codec = cw.fit(MODEL, values, data=data, run=tmp_path / "one", **HOW).task.codec
+    assert codec.names == codec.channels == ("0", "1", "2")
+    told: list[str] = []
+    rows = cw.predict(tmp_path / "one", [values, values[:90]], device="cpu", note=told.append)
+    assert [(row["series"], row["step"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [row["1"] for row in cw.predict(tmp_path / "one", values, device="cpu")] == pytest.approx(
+        [row["1"] for row in rows[:2]], rel=1e-6
+    )
+    found = cw.evaluate(tmp_path / "one", [values, values[:90]], device="cpu")
+    assert not told
+    assert found["mase"] == pytest.approx(cw.evaluate(tmp_path / "one", values, device="cpu")["mase"], rel=0.5)  # type: ignore[arg-type]
+
+
+def test_a_codec_without_channels_is_written_as_before() -> None:
+    assert not {"channels", "transform"} & set(json.loads(Codec("forecasting", "columns", targets=(0,)).to_json()))

@@ -270,7 +270,8 @@ class Errors:
         standard_TBHC = error_TBHC
         error_TBHC = error_TBHC * self.unit_SC[at_B][:, None]
         error_TBHC = torch.where(real_TBHC, error_TBHC.cumsum(2), 0.0) if self.columns.summed else error_TBHC
-        if self.columns.slope is not None and first_B is not None:
+        if self.columns.slope is not None:
+            assert first_B is not None
             slope_TBHC = self.columns.slope(at_B, first_B, len(error_TBHC))
             error_TBHC = torch.where(real_TBHC, torch.expm1(error_TBHC.clamp(max=LARGEST)) * slope_TBHC, 0.0)
         self._add(self.unit_absolute_HC, error_TBHC.abs(), at_B)

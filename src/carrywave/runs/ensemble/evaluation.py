@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import IGNORED, Batch
+from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError, option
 from carrywave.runs.ensemble.averages import mean_of_shares
 from carrywave.runs.evaluation import Details, joined, passes
@@ -47,7 +48,7 @@ def evaluate_together(
         loss_sum, count = first.model.head.score(out, target)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:
-            meter.update(out, target, batch.sequence)
+            meter.update(out, target, batch.sequence, batch.offset)
     loss_sum, count = mesh.sum_(sums)[0].tolist()
     if not count:
         raise DataError(f"{parts[0].name} contains no targets: every label in it is ignored; add labels")
@@ -65,6 +66,11 @@ def evaluate_together(
 def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
     """Refuse runs for which the data has other sequences, steps or targets: each may have held its own rows out of train, say."""
     for member, part in zip(members, parts, strict=True):
+        if (transform := member.task.codec.transform) in LEAST:
+            raise DataError(
+                f"{member.run.path} forecasts logarithms (data.transform={transform}), whose average is not that of the forecasts; "
+                "evaluate runs one by one"
+            )
         if _read(member, part) != _read(members[0], parts[0]):
             raise DataError(
                 f"{members[0].run.path} and {member.run.path} have other rows as {part.name}, or read them otherwise, so they cannot be "
@@ -76,7 +82,7 @@ def _read(member: Saved, part: Part) -> list[object]:
     """What must be the same for all: the files, where sequences begin, how long they are, and which of their steps only warm up."""
     files = [part.name] if part.name not in ("valid", "test") else [part.name, member.spec.data.train, getattr(member.spec.data, part.name)]
     arrays = (part.data.starts, part.view.lengths, part.view.warm)
-    return [*files, *(None if array is None else np.asarray(array).tolist() for array in arrays)]
+    return [*files, member.task.codec.transform, *(None if array is None else np.asarray(array).tolist() for array in arrays)]
 
 
 def _units(members: Sequence[Saved], parts: Sequence[Part]) -> list[Tensor | None]:
