@@ -115,8 +115,6 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
     "model.front_dropout": _front_dropout,
-        None if spec.model.front_layers or spec.model.front == "auto" else "is for model.front, which is none; remove it, or set a front"
-    ),
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
     "model.linear": _tasks("forecasting"),
