@@ -75,7 +75,10 @@ def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
     if spec.train.weights != AUTO:
         return spec
     few = spec.task in ("classification", "regression") and valid is not None and valid < ENOUGH_TO_CHOOSE
-    return spec.model_copy(update={"train": spec.train.model_copy(update={"weights": "last" if few else "best"})})
+    update: dict[str, object] = {"weights": "last" if few else "best"}
+    if few and spec.train.early_stop is None:
+        update["early_stop"] = 0  # what is too small to choose by is too small to stop by
+    return spec.model_copy(update={"train": spec.train.model_copy(update=update)})
 
 
 def _with(spec: Spec, batch: BatchSpec) -> Spec:

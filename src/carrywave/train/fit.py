@@ -217,8 +217,8 @@ def _train(
     callbacks: Sequence[Callback] = (),
     loss: Loss | None = None,
 ) -> Result:
-    spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
-    spec = with_kept_weights(spec, None if prepared.valid is None else len(prepared.valid))
+    spec = with_kept_weights(start.spec, None if prepared.valid is None else len(prepared.valid))
+    spec, world, watch, folder = fitted(spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
     unfit = not_made_for_bf16(world)

@@ -30,7 +30,7 @@ from carrywave.tasks.task import Part, Task
 PLAIN = {
     "language": (),
     **dict.fromkeys(("classification", "tagging", "regression"), ("data.standardize=true",)),
-    "forecasting": ("data.standardize=true", "data.residual=none"),
+    "forecasting": ("data.standardize=true", "data.residual=none", "data.channels=joint", "model.linear=0", "batch.windows=contiguous"),
 }
 
 
