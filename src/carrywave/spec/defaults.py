@@ -24,8 +24,9 @@ LEAST_BATCHES = 16  # per epoch, if the data has enough sequences or steps
 LEAST_WINDOWS = 200  # per epoch of a stream of tokens
 LEAST_SEQUENCES = 16  # of a batch, even if an epoch then has few of them
 LONG = 64  # steps of a sequence on average, from which a front of convolutions is put before the layers
-WANTED_STEPS, LEAST_EPOCHS, MOST_EPOCHS = 1000, 5, 150
-LEAST_PATIENCE = 5
+WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "regression": 2000, "forecasting": 3000}
+LEAST_EPOCHS, MOST_EPOCHS = 5, 150
+LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
 ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the best weights can be told from lucky ones
 
 
@@ -61,11 +62,11 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
 def _with_epochs(spec: Spec, batches: int) -> Spec:
     """With a number of epochs, and of evaluations without improvement that end the run, for epochs of so many batches."""
     train = spec.train
-    epochs = train.epochs or min(max(-(-WANTED_STEPS * train.accumulate // batches), LEAST_EPOCHS), MOST_EPOCHS)
-    patience = train.early_stop
+    epochs = train.epochs or min(max(-(-WANTED_STEPS[spec.task] * train.accumulate // batches), LEAST_EPOCHS), MOST_EPOCHS)
+    patience = train.early_stop if train.epochs == 0 else train.early_stop or 0  # who says how long does not ask to be stopped
     if patience is None:
         evaluations = epochs if train.evaluate_every is None else epochs * batches // train.evaluate_every
-        patience = max(LEAST_PATIENCE, evaluations // 3)
+        patience = min(max(LEAST_PATIENCE, evaluations // 3), MOST_PATIENCE)
     update = {"epochs": epochs, "early_stop": patience}
     return spec.model_copy(update={"train": train.model_copy(update=update)})
 

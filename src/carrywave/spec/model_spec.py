@@ -57,6 +57,9 @@ class ModelSpec(Section):
         description="embeddings and softmax are drawn within ± this; by default embeddings have variance 1 and the softmax lies within "
         "±1/√width, as in PyTorch, and a matrix that both share (tie) within ±0.1",
     )
+    init_bias: Literal["frequency", "zero"] = Field(
+        "frequency", description="the bias of a softmax starts at the logarithm of how often each class occurs in train, or at zero"
+    )
     forget_bias: float | None = Field(None, description="initial bias of the forget gate")
     pool: Literal["last", "mean", "max", "attention", "mean_max"] = Field(
         "last",

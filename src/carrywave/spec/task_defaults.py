@@ -13,7 +13,8 @@ from carrywave.spec.section import Section
 from carrywave.spec.spec import Spec
 
 ADAM = ("adam", "adamw")
-WIDTH_RATE = 1.28  # language: the learning rate of Adam times the width of the widest layer, of at least 128 units
+# Language: the learning rate of Adam times the width of the widest layer, of at least 128 units.
+WIDTH_RATE = {"char": 1.28, "byte": 1.28, "word": 0.4, "bpe": 0.4}
 LINEAR = 96  # last values that the linear part of a forecast reads
 
 Sections = dict[str, dict[str, Any]]
@@ -38,7 +39,7 @@ def with_task_defaults(spec: Spec) -> Spec:
 
 def _language(spec: Spec) -> Sections:
     model: dict[str, Any] = {} if by_name(spec.model.cell).forget_gate is None else {"forget_bias": 1.0}
-    return {"model": model, "train": {"lr": WIDTH_RATE / max(128, *spec.model.widths)}}
+    return {"model": model, "train": {"lr": WIDTH_RATE[spec.data.tokens] / max(128, *spec.model.widths)}}
 
 
 def _tagging(spec: Spec) -> Sections:
@@ -67,5 +68,4 @@ def _forecasting(spec: Spec) -> Sections:
     if data.residual in ("auto", "last") and data.transform == "none":
         model["linear"] = LINEAR
     scale = {"standardize": "window"} if data.transform == "none" else {}
-    batch = {} if spec.batch.vary else {"windows": "random"}
-    return {"data": {"channels": "independent", **scale}, "model": model, "batch": batch, "train": train}
+    return {"data": {"channels": "independent", **scale}, "model": model, "train": train}

@@ -65,7 +65,7 @@ class TrainSpec(Section):
     )
     clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="clip gradients to this norm, taken over all of them together")
     epochs: Annotated[int, Field(ge=0)] = Field(
-        0, description="passes over train; 0: as many as make about 1,000 steps, at least 5 and at most 150"
+        0, description="passes over train; 0: as many as make one to three thousand steps, at least 5 and at most 150"
     )
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
     accumulate: Positive = Field(1, description="batches per optimizer step")
@@ -110,7 +110,7 @@ class TrainSpec(Section):
     early_stop: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="stop after this many evaluations without improvement of train.best; 0: never; by default a third of the "
-        "evaluations, at least 5",
+        "evaluations, at least 5 and at most 15, but never if train.epochs is set",
     )
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
         None,

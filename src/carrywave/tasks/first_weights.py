@@ -23,7 +23,7 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     head = model.head
     if train is None:
         return frozenset()
-    if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None:
+    if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None and spec.model.init_bias == "frequency":
         if not head.bias.is_meta:
             logs = torch.from_numpy(_log_frequencies(spec, train, head.classes))
             weights = None if head.weights is None else head.weights.double()
