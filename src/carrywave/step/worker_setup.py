@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
@@ -29,6 +30,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.own_modules.shared_objects import hidden_reference
 from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
@@ -241,8 +243,11 @@ def _fixed_tree(
 
 
 def _check_whole(model: nn.Module, world: World) -> None:
-    gone = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
     with raise_on_all(world):
+        lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+        if lazy is not None:
+            raise UserError(f"the model's {lazy} has no shape yet; run its module on a batch once before you create the trainer")
+        gone = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
         if gone is not None:
             raise UserError(
                 f"the model's {gone} has no values here: another trainer has split the model into stages, or it was created on the meta "
@@ -270,11 +275,21 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
         return
     check_head(plan, pooled=model.pooled or model.whole_head)
     if model.whole_head and plan.chunk_steps is not None:
-        instead = "use plan.micro_batches=2 or more, which divide lanes instead" if plan.stages > 1 else "remove plan.chunk_steps"
+        divides = plan.stages > 1 and plan.micro_batches == 1
+        instead = "use plan.micro_batches=2 or more, which divide lanes instead" if divides else "remove plan.chunk_steps"
         cut = f"{plan.stages} stages cut time" if plan.stages > 1 else "the plan cuts time"
         raise PlanError(
             f"the head {type(model.head).__name__} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}"
         )
+    if plan.stages > 1:
+        scripted = next((name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)), None)
+        if scripted is not None:
+            raise PlanError(
+                f"{scripted} is TorchScript, whose weights cannot be left to other stages; use plain modules, or remove plan.stages"
+            )
+        hidden = hidden_reference({"encoder": model.encoder, "lstm": model.lstm, "head": model.head})
+        if hidden is not None:
+            raise PlanError(hidden)
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel
