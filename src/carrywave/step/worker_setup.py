@@ -74,7 +74,8 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Opa
     if not isinstance(plan, Plan):
         asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
+        whole = isinstance(model, Model) and model.whole_head
+        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled, whole=whole)
     if many:
         return Mesh(world, plan)
     return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
@@ -275,11 +276,10 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
         return
     check_head(plan, pooled=model.pooled or model.whole_head)
     if model.whole_head and plan.chunk_steps is not None:
-        divides = plan.stages > 1 and plan.micro_batches == 1
-        instead = "use plan.micro_batches=2 or more, which divide lanes instead" if divides else "remove plan.chunk_steps"
-        cut = f"{plan.stages} stages cut time" if plan.stages > 1 else "the plan cuts time"
+        alone = plan.stages > 1 and plan.micro_batches == 1
         raise PlanError(
-            f"the head {type(model.head).__name__} reads whole sequences, but {cut} into chunks of {plan.chunk_steps} steps; {instead}"
+            f"the head {type(model.head).__name__} reads whole sequences, but the plan cuts time into chunks of {plan.chunk_steps} steps; "
+            f"remove plan.chunk_steps{', and use plan.micro_batches=2 or more, which divide lanes instead' if alone else ''}"
         )
     if plan.stages > 1:
         scripted = next((name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)), None)
