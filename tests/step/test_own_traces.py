@@ -371,11 +371,18 @@ def test_parameters_without_a_shape_are_refused() -> None:
         train(SERIAL, lambda: nn.Sequential(nn.LazyLinear(FEATURES), nn.Tanh()))
 
 
-def test_a_module_that_raises_is_shown_where() -> None:
+def test_a_module_that_raises_says_so_itself_and_where() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no such thing")
 
-    with pytest.raises(PlanError, match=r"encoder \(Fails\) could not be run on a whole batch.*ValueError: no such thing") as caught:
-        train(MICRO, Fails)
-    assert any(frame.name == "forward" and frame.filename == __file__ for frame in extract_tb(caught.value.__cause__.__traceback__))  # type: ignore[union-attr]
+    class FailsWhole(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[1] < LANES, "too many"
+            return x
+
+    for make, kind in ((Fails, ValueError), (FailsWhole, PlanError)):
+        with pytest.raises(kind, match=r"no such thing|encoder \(FailsWhole\) could not be run on a whole batch.*: too many") as caught:
+            train(MICRO, make)
+        shown = caught.value.__cause__ or caught.value
+        assert any(frame.name == "forward" and frame.filename == __file__ for frame in extract_tb(shown.__traceback__))

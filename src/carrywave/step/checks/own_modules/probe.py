@@ -37,7 +37,7 @@ IN_DOUBLE, AS_IT_IS, IN_HALVES = (1e-5, 5e-6), (1e-3, 1e-4), (2**-5, 2**-7)
 LARGE = 1e3  # a gradient is also compared as large as this times the usual, because some modules clip it
 LEAST_SHARE = 1e-2  # of the largest element of an output; smaller features are compared as if they were as large as this
 
-Fault = Literal["draws", "state", "in place", "output", "loss", "gradient", "raises", "unknown", "recompute", "shared"]
+Fault = Literal["draws", "state", "in place", "output", "loss", "gradient", "raises", "fails", "unknown", "recompute", "shared"]
 
 
 class Finding(NamedTuple):
@@ -60,6 +60,7 @@ def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Seque
     few = sum(parameter.numel() for module in modules_of(roots) for parameter in module.parameters(recurse=False)) <= DOUBLE_UP_TO
     ways = {torch.float64: IN_DOUBLE} if few else {}
     ways.setdefault(own, AS_IT_IS)
+    fault: Fault = "unknown"
     cause: Exception | None = None
     for dtype, tolerances in [*ways.items(), *([(own, IN_HALVES)] if how.precision in HALVES else [])]:
         half = tolerances is IN_HALVES  # as the step runs it; the last resort, because it is blunt
@@ -68,9 +69,9 @@ def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Seque
             with untouched(roots, sample.x.device, dtype) as kept, context:
                 return _Probe(run, root, path, sample.to(dtype), kept, tolerances, how).findings(cuts)
         except Exception as error:
-            clear_frames(error.__traceback__)  # they hold tensors
-            cause = error
-    return [Finding("unknown", path, type(root).__name__, _words(cause), None, cause)]
+            fault, cause = ("fails", error.cause) if isinstance(error, _Fails) else ("unknown", error)
+            clear_frames(cause.__traceback__)  # they hold tensors
+    return [Finding(fault, path, type(root).__name__, _words(cause), None, cause)]
 
 
 class Trial(NamedTuple):
@@ -81,6 +82,14 @@ class Trial(NamedTuple):
     precision: str = "fp32"  # of the step
     recompute: bool = False  # True if the step runs it without gradients first
     beside: Mapping[str, object] = {}  # what runs with it, by name: an encoder before a head, a user's loss
+
+
+class _Fails(Exception):
+    """A module raises however its input is cut, as it would in a step."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
 
 
 class _Probe:
@@ -115,10 +124,10 @@ class _Probe:
             with torch.set_grad_enabled(training):
                 try:
                     whole = self._run_whole()
-                except Exception:
+                except Exception as error:
                     if not training and True in how.modes:
                         continue  # it may take no gradients to evaluate, and may never be evaluated; if it is, that is checked then
-                    raise
+                    raise (_Fails(error) if self._raises(cuts) else error) from None
                 if how.thorough:
                     left = self._changes_in_place() + self._leaves()
                     if alone := self._draws() + left:
@@ -129,6 +138,15 @@ class _Probe:
                     if cut.axis is not None and all(each.axis != cut.axis for each in found):
                         found += self._compared(whole, cut, thorough=training and how.thorough)
         return found
+
+    def _raises(self, cuts: Sequence[Cut]) -> bool:
+        """True if the module raises in pieces as well."""
+        try:
+            for cut in cuts:
+                self._run(cut)
+        except Exception:
+            return True
+        return False
 
     def _run_whole(self) -> Ran:
         """Run it in one piece; if it raises, without a head's forward, which a step does not call and which may take further arguments."""

@@ -152,7 +152,13 @@ class SplitCheck:
         for part in tried if (self.mesh.replica == 0 or changed) and not errors else []:
             for found, harmful in self._found(part, whole, key, shared, training=training, first=first):
                 cause = found.cause if harmful and not errors else cause
-                if harmful or found.fault not in ("raises", "unknown"):  # if this plan does not cut, the step itself shows what is wrong
+                if harmful and found.fault == "fails" and found.cause is not None and not errors and self.mesh.world.size == 1:
+                    raise found.cause  # in the module's own words; several workers would wait for each other
+                if harmful or found.fault not in (
+                    "raises",
+                    "fails",
+                    "unknown",
+                ):  # if this plan does not cut, the step itself shows what is wrong
                     (errors if harmful else warned).append(say(found, part.root))
         if [*map(id, before)] != [*map(id, [*self.stage.parameters(), *self.stage.buffers()])]:
             names = ", ".join(part.path for part in tried)
@@ -340,4 +346,5 @@ def say(found: Finding, root: nn.Module) -> str:
             f"know that no step and no lane depends on another in it, set {found.path.partition('.')[0]}.{VOUCHED} = True"
         ),
     }
+    words["fails"] = words["unknown"]
     return str(found.cause) if isinstance(found.cause, UserError) else words[found.fault]()
