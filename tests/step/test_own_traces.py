@@ -195,6 +195,44 @@ def test_state_in_any_place_is_refused_when_split_and_left_alone_on_one_device(k
     refused(MICRO, rf"encoder \((Uses|Defaulted)\) .*{lost if kind in LOST else changed}", make)
 
 
+class Taught(nn.Module):
+    """Follows itself with a mean of its weights, in a module that is not registered."""
+
+    def __init__(self, teacher: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(FEATURES, FEATURES), teacher
+
+    def forward(self, x: Tensor) -> Any:
+        teacher = self.teacher()
+        with torch.no_grad():
+            teacher.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+        return self.linear(x) + teacher(x).detach()
+
+
+TEACHER: Any = None
+
+
+def hidden() -> nn.Module:
+    held = [nn.Linear(FEATURES, FEATURES).double()]
+    return Taught(lambda: held[0])
+
+
+def global_teacher() -> nn.Module:
+    global TEACHER
+    TEACHER = nn.Linear(FEATURES, FEATURES).double()
+    return Taught(lambda: TEACHER)
+
+
+@pytest.mark.parametrize("make", [hidden, global_teacher])
+def test_a_module_that_is_not_registered_is_left_as_it_was(make: Make) -> None:
+    assert train(SERIAL, make) == pytest.approx(plain(make), rel=1e-12)
+    refused(MICRO, r"encoder \(Taught\)", make)
+    made = model(make)
+    made.head.forward = lambda y: made.encoder(y)
+    with pytest.raises(PlanError, match=r"head \(Head\) reaches encoder through"):
+        _check_plan(made, ParallelPlan(stages=2, cuts=(2,)), TrainSpec())
+
+
 def test_a_head_is_not_tried_behind_an_encoder_that_cannot_be_put_back() -> None:
     class Centred(Head):
         def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

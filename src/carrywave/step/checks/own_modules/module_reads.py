@@ -42,7 +42,7 @@ class Variable(NamedTuple):
 def variables_read_by(roots: Sequence[object]) -> list[Variable]:
     """Those that the code of these modules and functions reads, and the functions of the user's that it calls.
 
-    Files, modules and what others have written are not values.
+    Files, and functions and classes of others, are not values.
     """
     found: dict[tuple[int, str], Variable] = {}
     seen: set[int] = set()
@@ -59,9 +59,9 @@ def variables_read_by(roots: Sequence[object]) -> list[Variable]:
         read += [Variable(name, vars(each)) for each in files for name in names if name in vars(each)]
         for variable in read:
             value = variable.read()
-            if isinstance(value, FunctionType | MethodType):
+            if isinstance(value, FunctionType | MethodType | nn.Module):
                 waiting += _functions(value)
-            if not isinstance(value, ModuleType | nn.Module | BuiltinFunctionType) and not _is_others(value):
+            if not isinstance(value, ModuleType | BuiltinFunctionType) and not _is_others(value):
                 found[id(variable.holder), variable.name] = variable
     return list(found.values())
 

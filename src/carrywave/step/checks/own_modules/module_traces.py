@@ -68,7 +68,7 @@ class Kept:
         self._dtype: torch.dtype | None = None
 
     def _keep(self, value: Any) -> None:
-        """Keep what this value itself holds, if that can change. Modules of the root are kept as a whole, others are not restored."""
+        """Keep what this value itself holds, if that can change. Modules that are not registered run on their own tensors."""
         if isinstance(value, Tensor):
             self._keep_tensor(value)
         elif isinstance(value, np.ndarray) and value.flags.writeable:
@@ -77,15 +77,21 @@ class Kept:
             self._undo.append(partial(_set_state, value, _state_of(value)))
         elif isinstance(value, list | set | deque | dict):
             self._undo.append(partial(_refill, value, dict(value) if isinstance(value, dict) else [*value]))
-        if isinstance(value, type):
+        if isinstance(value, nn.Module):
+            for module in [each for each in value.modules() if each not in self._modules]:
+                self._undo.append(partial(_refill, vars(module), dict(vars(module))))
+                for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                    self._keep_tensor(tensor, trained=True)
+        elif isinstance(value, type):
             self._undo.append(partial(_reassign, value, class_values, class_values(value)))
-        elif (is_users(value) or isinstance(value, FunctionType)) and not isinstance(value, nn.Module):
+        elif is_users(value) or isinstance(value, FunctionType):
             self._undo.append(partial(_reassign, value, slots_of, slots_of(value)))
             if isinstance(getattr(value, "__dict__", None), dict):
                 self._undo.append(partial(_refill, vars(value), dict(vars(value))))
 
-    def _keep_tensor(self, tensor: Tensor) -> None:
-        if not tensor.is_meta and not tensor.is_inference() and not (tensor.requires_grad and tensor.is_leaf):
+    def _keep_tensor(self, tensor: Tensor, *, trained: bool = False) -> None:
+        """`trained`: also a parameter that is trained, of which a trial has no copy."""
+        if not tensor.is_meta and not tensor.is_inference() and (trained or not (tensor.requires_grad and tensor.is_leaf)):
             self._undo.append(partial(_rewrite, tensor, tensor._version, tensor.detach().clone()))
 
     def keep_buffers(self) -> None:

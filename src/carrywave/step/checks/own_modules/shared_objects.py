@@ -24,7 +24,8 @@ def hidden_reference(parts: Mapping[str, nn.Module]) -> str | None:
     for path, part in parts.items():
         registered = {id(each) for _, each in _members(path, part)}
         others = {id(each): name for other in parts.keys() - {path} for name, each in _members(other, parts[other])}
-        name = next((others[each] for each in _reached(part) if each in others and each not in registered), None)
+        reached = [each for value in _reached(part).values() for each in (value.modules() if isinstance(value, nn.Module) else [value])]
+        name = next((others[id(each)] for each in reached if id(each) in others and id(each) not in registered), None)
         if name is not None:
             return (
                 f"{path} ({type(part).__name__}) reaches {name} through a reference that is not a module's attribute, but on different "
