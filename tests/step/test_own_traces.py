@@ -195,6 +195,38 @@ def test_state_in_any_place_is_refused_when_split_and_left_alone_on_one_device(k
     refused(MICRO, rf"encoder \((Uses|Defaulted)\) .*{lost if kind in LOST else changed}", make)
 
 
+class Counting:
+    """A hook with a state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, given: Any, out: Any) -> Any:
+        if isinstance(module, nn.Linear):
+            self.calls += 1
+            return out * (1 + 0.05 * self.calls)
+        return None
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_the_state_of_a_hook_is_state(on_all: bool) -> None:
+    hooks: list[Any] = []
+
+    def hooked() -> nn.Module:
+        made = linear()
+        for each in hooks:
+            each.remove()
+        hooks[:] = [(register_module_forward_hook if on_all else made.register_forward_hook)(Counting())]
+        return made
+
+    try:
+        assert train(SERIAL, hooked, softmax) == pytest.approx(plain(hooked, softmax), rel=1e-12)
+        for plan in (MICRO, RECOMPUTE):
+            refused(plan, r"encoder \(Linear\) changes its (_forward_hooks|hooks on all modules)", hooked, softmax)
+    finally:
+        hooks[0].remove()
+
+
 class Taught(nn.Module):
     """Follows itself with a mean of its weights, in a module that is not registered."""
 
@@ -226,7 +258,8 @@ def global_teacher() -> nn.Module:
 @pytest.mark.parametrize("make", [hidden, global_teacher])
 def test_a_module_that_is_not_registered_is_left_as_it_was(make: Make) -> None:
     assert train(SERIAL, make) == pytest.approx(plain(make), rel=1e-12)
-    refused(MICRO, r"encoder \(Taught\)", make)
+    for plan in (MICRO, RECOMPUTE):
+        refused(plan, r"encoder \(Taught\) changes its (teacher|value|held|TEACHER) \(Linear\) in forward", make)
     made = model(make)
     made.head.forward = lambda y: made.encoder(y)
     with pytest.raises(PlanError, match=r"head \(Head\) reaches encoder through"):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, is_users, own_classes, walk
+from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
 
@@ -46,7 +47,7 @@ def variables_read_by(roots: Sequence[object]) -> list[Variable]:
     """
     found: dict[tuple[int, str], Variable] = {}
     seen: set[int] = set()
-    waiting = [function for root in roots for function in _functions(root)]
+    waiting = [function for root in [*roots, *GLOBAL_HOOKS] for function in _functions(root)]
     while waiting:
         function = waiting.pop()
         if id(function.__code__) in seen or _is_installed(function.__globals__):
@@ -72,6 +73,7 @@ def reached_by(roots: Sequence[object]) -> Iterator[Met]:
     held = [Met((name,), value) for module in modules for name, value in vars(module).items() if name not in REGISTERED]
     held += [Met((kind.__name__,), kind) for module in modules for kind in own_classes(module)]
     held += [Met(("loss",), each) for each in roots if not isinstance(each, nn.Module)]
+    held += [Met(("hooks",), hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()]
     held += [Met((variable.name,), variable.read()) for variable in variables_read_by(roots)]
     return walk(held, foreign=False)
 

@@ -35,6 +35,7 @@ from carrywave.step.checks.own_modules.object_walk import (
     slots_of,
     walk,
 )
+from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS, HOOKS
 
 _GENERATORS = (torch.Generator, python_random.Random, np.random.Generator, np.random.RandomState)
 
@@ -153,10 +154,17 @@ class Left:
         root = next(iter(paths))
         self._beside = {path: getattr(each, "__self__", each) for path, each in beside.items() if path not in paths}
         self._outside = [(path, variable) for path, each in {root: paths[root], **beside}.items() for variable in variables_read_by([each])]
+        own = {id(module) for module in paths.values()}
+        reached = [met for met in reached_by([paths[root], *beside.values()]) if isinstance(met.value, nn.Module)]
+        self._hidden = {each: (root, met.path[0]) for met in reached for each in met.value.modules() if id(each) not in own}
         self._values = self._now(paths)
 
     def _now(self, paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
         found = _values(paths) | {(path, f"variable {variable.name}"): held(variable.read()) for path, variable in self._outside}
+        found[next(iter(paths)), "hooks on all modules"] = held(GLOBAL_HOOKS)
+        for module, (path, name) in self._hidden.items():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            found[path, f"{name} ({type(module).__name__})"] = held(tensors)
         return found | {(path, name): held(value) for path, each in self._beside.items() for name, value in attributes_of(each).items()}
 
     def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
@@ -173,7 +181,7 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
         for name, value in vars(module).items():
             if name in ("_buffers", "_parameters"):
                 found |= {(path, inner): held(tensor) for inner, tensor in value.items()}
-            elif name not in TORCHS:
+            elif name not in TORCHS or name in HOOKS:
                 found[path, name] = held(value)
         for kind in own_classes(module):
             found |= {
