@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize, spectral_norm, weight_norm
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges
-from carrywave.step.checks.own_modules.shared_objects import changed_by, hidden_references, shared_objects
+from carrywave.step.checks.own_modules.shared_objects import changed_by, hidden_reference, shared_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
 STEPS, LANES, FEATURES, WIDTH, CLASSES = 8, 8, 4, 6, 3
@@ -330,19 +330,24 @@ class Reads(Head):
 
 def test_what_encoder_and_head_share_in_secret() -> None:
     notes: dict[str, Any] = {}
-    encoder = Noting(notes)
-    assert not list(hidden_references(encoder, Reads(notes)))
-    [shared] = shared_objects(encoder, Reads([notes]))
+    encoder, lstm = Noting(notes), cw.LSTM(FEATURES, WIDTH)
+
+    def hidden(head: nn.Module) -> str:
+        return str(hidden_reference({"encoder": encoder, "lstm": lstm, "head": head}))
+
+    assert hidden(Reads(notes)) == "None"
+    [shared] = [each for each in shared_objects(encoder, Reads([notes])) if isinstance(each, dict)]
     assert shared is notes
     assert changed_by(lambda: encoder(torch.zeros(1, 1, FEATURES)), [notes]) == "dict"
     assert changed_by(lambda: encoder.linear(torch.zeros(1, 1, FEATURES)), [notes]) is None
-    [error] = hidden_references(encoder, Reads([encoder]))
-    assert error.startswith("head (Reads) reaches encoder through a reference that is not a module's attribute")
-    [error] = hidden_references(encoder, Reads(lambda: encoder.linear))
-    assert "head (Reads) reaches encoder" in error
+    assert hidden(Reads([encoder])).startswith("head (Reads) reaches encoder through a reference that is not a module's attribute")
+    assert "head (Reads) reaches encoder through" in hidden(Reads(lambda: encoder.linear))
+    assert "head (Reads) reaches encoder.linear.weight through" in hidden(Reads([encoder.linear.weight]))
+    assert "head (Reads) reaches lstm through" in hidden(Reads({"layers": lstm}))
+    assert "head (Reads) reaches lstm.weight_hh_l0 through" in hidden(Reads((lstm.weight_hh_l0,)))
     tied = Reads(None)
     tied.reads = encoder.linear  # an attribute: the model knows it
-    assert not list(hidden_references(encoder, tied))
+    assert hidden(tied) == "None"
 
 
 def test_a_part_that_is_replaced_or_a_forward_that_would_be_ignored_is_refused() -> None:

@@ -16,9 +16,10 @@ from carrywave.data.batch import IGNORED
 from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
-from carrywave.plan.plan import Plan
+from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
+from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.worker_setup import _check_plan
 from carrywave.train.start.initial_model import own_model
@@ -108,8 +109,13 @@ def test_chunks_of_time_are_refused(make: Any) -> None:
     name = type(make()).__name__
     with pytest.raises(PlanError, match=f"the head {name} reads whole sequences, but .* chunks of 2 steps; remove plan.chunk_steps"):
         cw.Trainer(model(make), SGD, plan={"chunk_steps": 2})
-    with pytest.raises(PlanError, match=f"the head {name} reads whole sequences, but 2 stages cut time.*use plan.micro_batches=2 or more"):
+    words = f"the head {name} reads whole sequences, but .* chunks of 4 steps; remove plan.chunk_steps"
+    with pytest.raises(PlanError, match=f"{words}, and use plan.micro_batches=2 or more"):
         _check_plan(model(make), Plan(1, 2, (2,), 4), TrainSpec())
+    with pytest.raises(PlanError, match=f"{words}$"):
+        _check_plan(model(make), Plan(1, 2, (2,), 4, 2), TrainSpec())
+    unasked = resolve(PlanSpec(stages=2), layers=2, workers=2, lanes=None, whole=True)
+    _check_plan(model(make), unasked, TrainSpec())
     with pytest.raises(PlanError, match=r"the head of this model scores whole sequences; remove plan.share_head"):
         _check_plan(model(make), Plan(1, 2, (2,), None, 2, share_head=True), TrainSpec())
     _check_plan(model(make), Plan(1, 2, (2,), None, 2), TrainSpec())

@@ -122,6 +122,7 @@ class Stage(nn.Module):
                     chunk=chunk.window,
                 )
             y = raw if self.dropout_out is None else self.dropout_out(raw)
+            y = y.clone() if y is x else y  # a head may change what it reads in place, but not what a stage has received
         if self.audit is not None:
             self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
             self.audit(y)

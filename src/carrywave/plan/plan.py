@@ -85,8 +85,11 @@ class Plan:
         return edges
 
 
-def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, pooled: bool = False) -> Plan:
-    """The plan that a spec asks for, validated against the model, the number of workers and (for streams) the lanes."""
+def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, pooled: bool = False, whole: bool = False) -> Plan:
+    """The plan that a spec asks for, validated against the model, the number of workers and (for streams) the lanes.
+
+    `whole`: the head reads whole sequences, so time is not cut unasked.
+    """
     units = layers + 2
     if asked.stages > units:
         raise PlanError(
@@ -106,7 +109,7 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
             f"use batch.lanes >= {replicas * asked.micro_batches}"
         )
     chunk_steps = asked.chunk_steps
-    if chunk_steps is None and asked.stages > 1 and asked.micro_batches == 1:
+    if chunk_steps is None and asked.stages > 1 and asked.micro_batches == 1 and not whole:
         chunk_steps = CHUNK_STEPS
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
     plan = Plan(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
@@ -29,6 +30,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.own_modules.shared_objects import hidden_reference
 from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
@@ -73,7 +75,8 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Opa
     check_uncut(model, asked.chunk_steps)
     if not isinstance(asked, Plan):
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        asked = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
+        whole = isinstance(model, Model) and model.whole_head
+        asked = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled, whole=whole)
     if many:
         return Mesh(world, asked)
     return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), asked)
@@ -251,8 +254,11 @@ def _fixed_tree(
 
 
 def _check_whole(model: nn.Module, world: World) -> None:
-    gone = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
     with raise_on_all(world):
+        lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+        if lazy is not None:
+            raise UserError(f"the model's {lazy} has no shape yet; run its module on a batch once before you create the trainer")
+        gone = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
         if gone is not None:
             raise UserError(
                 f"the model's {gone} has no values here: another trainer has split the model into stages, or it was created on the meta "
@@ -290,6 +296,15 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
             f"the head {type(model.head).__name__} reads whole sequences, but the plan cuts time into chunks of {plan.chunk_steps} steps; "
             f"remove plan.chunk_steps{', and use plan.micro_batches=2 or more, which divide lanes instead' if alone else ''}"
         )
+    if plan.stages > 1:
+        scripted = next((name for name, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)), None)
+        if scripted is not None:
+            raise PlanError(
+                f"{scripted} is TorchScript, whose weights cannot be left to other stages; use plain modules, or remove plan.stages"
+            )
+        hidden = hidden_reference({"encoder": model.encoder, "lstm": model.lstm, "head": model.head})
+        if hidden is not None:
+            raise PlanError(hidden)
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel

@@ -22,7 +22,7 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
 from carrywave.step.checks.arguments import uncounted
 from carrywave.step.checks.own_modules.module_runs import head, piecewise
-from carrywave.step.checks.own_modules.probe import untouched
+from carrywave.step.checks.own_modules.module_traces import untouched
 from carrywave.step.checks.own_modules.probe_sample import few_of, is_absent
 from carrywave.step.nonfinite import LOSS, reset_nonfinite_lanes
 from carrywave.step.update import StepResult
@@ -82,12 +82,12 @@ def _fails_without_targets(trainer: Trainer) -> bool:
     sample = few_of(batch, random.key(0), stage.width_head, pooled=stage.pooled, whole_time=True)
     assert sample.targets is not None
     masked = torch.full_like(sample.targets, torch.nan if targets.is_floating_point() else IGNORED)
-    beside: dict[str, object] = {}
+    roots: list[object]
     if isinstance(stage, OpaqueModel):
-        root, run, beside = stage.module, piecewise(stage, "module"), stage.own_loss
+        roots, run = [stage.module, *stage.own_loss.values()], piecewise(stage, "module")
     else:
-        root, run = stage.head, head(stage.head, "head", pooled=stage.pooled)
-    dtype = next((p.dtype for p in root.parameters()), torch.float32)
-    with suppress(Exception), untouched(root, sample.x.device, dtype, beside.values()), torch.no_grad():
+        roots, run = [stage.head], head(stage.head, "head", pooled=stage.pooled)
+    dtype = next((p.dtype for p in stage.head.parameters()), torch.float32)
+    with suppress(Exception), untouched(roots, sample.x.device, dtype), torch.no_grad():
         return not bool(run(replace(sample, targets=masked).to(dtype), sample.whole.pieces).sums[0][0].isfinite())
     return False

@@ -18,7 +18,7 @@ from carrywave.data.batch import Batch
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.step.checks.own_modules.module_runs import piecewise
-from carrywave.step.checks.own_modules.probe import untouched
+from carrywave.step.checks.own_modules.module_traces import untouched
 from carrywave.step.checks.own_modules.probe_sample import LANES, ProbeSample
 
 TOLERANCE = 1e-5  # of the loss: in float64 far above rounding, even if a module computes in float32 internally
@@ -63,7 +63,7 @@ def _reads_padding(whole: OpaqueModel, sample: ProbeSample) -> bool:
     cut = replace(sample, x=sample.x[:end], y=sample.y[:end], targets=targets)
     run = piecewise(whole, "module")
     for dtype in dict.fromkeys((torch.float64, whole.dtype)):
-        with suppress(Exception), untouched(whole.module, sample.x.device, dtype, whole.own_loss.values()), torch.no_grad():
+        with suppress(Exception), untouched([whole.module, *whole.own_loss.values()], sample.x.device, dtype), torch.no_grad():
             whole.module.eval()
             padded, again, short = (
                 float(run(each, each.whole.pieces).sums[0][0]) for each in (sample.to(dtype), sample.to(dtype), cut.to(dtype))

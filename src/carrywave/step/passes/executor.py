@@ -308,11 +308,11 @@ class _Run:
         """Run forward and backward of the head on a chunk, and pass back the gradient of its input."""
         batch, job = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]]
         first, end = self._span(task)
-        y = self._take(task, "F").requires_grad_()
+        y = self._take(task, "F").requires_grad_()  # the head reads a copy, which it may change in place
         if batch.targets is not None and not batch.idle:
             with deferring(self.deferred.get(task.micro_batch) if self.last_stage else self.deferred_head):
                 with torch.enable_grad(), self._cast(task):
-                    loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
+                    loss_sum, count = self.stage.loss(y.clone(), State(()), batch.targets[first:end], self._chunk(task))
                 if loss_sum.requires_grad:
                     deferred_gradients.backward([loss_sum], [None if job.scale is None else job.scale.to(loss_sum.dtype)])
             self.sums[self.owner[task.micro_batch], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])

@@ -63,6 +63,7 @@ class PlanRequest:
     before: Plan | None = None  # the run's plan so far
     facts: DataFacts | None = None
     bf16: bool = False  # all devices are made for it
+    whole_head: bool = False  # it reads whole sequences
 
 
 def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
@@ -116,7 +117,7 @@ def _resolved(given: PlanRequest) -> Plan:
     spec = given.spec
     asked = fewer(spec.plan_spec, given.workers) if launch_record.with_fewer() else spec.plan_spec
     lanes = spec.lanes if spec.streams else None
-    return resolve(asked, layers=given.layers, workers=given.workers, lanes=lanes, pooled=given.pooled)
+    return resolve(asked, layers=given.layers, workers=given.workers, lanes=lanes, pooled=given.pooled, whole=given.whole_head)
 
 
 def _known(world: World, units: Units, workers: int) -> Profile | None:

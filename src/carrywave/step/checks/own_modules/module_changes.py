@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from carrywave.step.checks.own_modules.module_reads import Variable, variables_read_by
 from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, own_classes, walk
-from carrywave.step.checks.own_modules.stepwise import HOOKS
+from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS, HOOKS
 
 ALWAYS = 8  # changes of a value that all count
 MOST_STATES = 64  # states of switches to remember
@@ -56,7 +56,7 @@ class ModuleChanges:
 
     def _now(self) -> tuple[Hashable, dict[Path, Any]]:
         marks = _Marks()
-        values = [*self._roots, *(variable.read() for variable in self._variables), *self._functions]
+        values = [*self._roots, *(variable.read() for variable in self._variables), *self._functions, *GLOBAL_HOOKS]
         marks.note(Met((number,), value) for number, value in enumerate(values))
         return tuple(marks.switches.items()), marks.values
 

@@ -1,7 +1,10 @@
-"""What the code of a user's modules reads from outside of them: globals of files, and variables of the functions around it."""
+"""What a user's modules reach: what they hold beside their tensors, and what their code reads from outside of them, which is globals of
+files and variables of the functions around it.
+"""
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -9,6 +12,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, is_users, own_classes, walk
+from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS
+
+REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
 
 
 class Variable(NamedTuple):
@@ -37,28 +43,44 @@ class Variable(NamedTuple):
 def variables_read_by(roots: Sequence[object]) -> list[Variable]:
     """Those that the code of these modules and functions reads, and the functions of the user's that it calls.
 
-    Files, functions, modules and others' classes are not values.
+    Files, and functions and classes of others, are not values.
     """
     found: dict[tuple[int, str], Variable] = {}
     seen: set[int] = set()
-    waiting = [function for root in roots for function in _functions(root)]
+    waiting = [function for root in [*roots, *GLOBAL_HOOKS] for function in _functions(root)]
     while waiting:
         function = waiting.pop()
         if id(function.__code__) in seen or _is_installed(function.__globals__):
             continue
         seen.add(id(function.__code__))
         names = _names(function.__code__)
-        read = [Variable(name, function.__globals__) for name in names if name in function.__globals__]
+        read = [Variable(name, function.__globals__) for name in _global_names(function.__code__) if name in function.__globals__]
         read += [Variable(name, cell) for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
         files = [each for variable in read if isinstance(each := variable.read(), ModuleType) and not _is_installed(vars(each))]
         read += [Variable(name, vars(each)) for each in files for name in names if name in vars(each)]
         for variable in read:
             value = variable.read()
-            if isinstance(value, FunctionType | MethodType):
+            if isinstance(value, FunctionType | MethodType | nn.Module):
                 waiting += _functions(value)
-            elif not isinstance(value, ModuleType | nn.Module | BuiltinFunctionType) and not _is_others_class(value):
+            if not isinstance(value, ModuleType | BuiltinFunctionType) and not _is_others(value):
                 found[id(variable.holder), variable.name] = variable
     return list(found.values())
+
+
+def reached_by(roots: Sequence[object]) -> Iterator[Met]:
+    """What modules and functions reach other than by registered parameters, buffers and modules."""
+    modules = modules_of(roots)
+    held = [Met((name,), value) for module in modules for name, value in vars(module).items() if name not in REGISTERED]
+    held += [Met((kind.__name__,), kind) for module in modules for kind in own_classes(module)]
+    held += [Met(("loss",), each) for each in roots if not isinstance(each, nn.Module)]
+    held += [Met(("hooks",), hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()]
+    held += [Met((variable.name,), variable.read()) for variable in variables_read_by(roots)]
+    return walk(held, foreign=False)
+
+
+def modules_of(roots: Sequence[object]) -> list[nn.Module]:
+    """The modules among these, and those in them."""
+    return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
 
 
 def _is_installed(file: dict[str, Any]) -> bool:
@@ -66,13 +88,22 @@ def _is_installed(file: dict[str, Any]) -> bool:
     return is_foreign(file.get("__name__")) or "site-packages" in str(file.get("__file__"))
 
 
-def _is_others_class(value: object) -> bool:
+def _is_others(value: object) -> bool:
+    """True for a class or a function that is not the user's."""
+    if isinstance(value, FunctionType):
+        return _is_installed(value.__globals__)
     return isinstance(value, type) and is_foreign(value.__module__)
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that code and the functions inside it read."""
+    """The names that code and the functions inside it read, those of attributes among them."""
     return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """The names of globals that code and the functions inside it read."""
+    own = {each.argval for each in dis.get_instructions(code) if "_GLOBAL" in each.opname or each.opname.endswith("_NAME")}
+    return own.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _functions(root: object) -> Iterator[FunctionType]:

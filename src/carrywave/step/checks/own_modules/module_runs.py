@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from carrywave.kernels import random
 from carrywave.model.recurrent import Recurrent
@@ -58,8 +58,9 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
     def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran) -> None:
         lengths = [sample.lengths[at.low : at.high]] if whole else []
         with random.scope(sample.key, sample.lanes[at.low : at.high], 0 if accumulates else at.first, pooled=accumulates):
-            if shows:
-                ran.outputs.append([leaf.detach() for leaf in tree_leaves(module(read, *lengths)) if isinstance(leaf, Tensor)])
+            if shows and (sample.shows or sample.targets is None):
+                out = module(tree_map(torch.clone, read), *lengths)  # both may change what they read in place
+                ran.outputs.append([leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
             if sample.targets is None:
                 return
             own = sample.targets[at.low : at.high] if pooled else sample.targets[at.first : at.end, at.low : at.high]
@@ -67,10 +68,8 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
 
     def encode(sample: ProbeSample, at: Piece) -> None:
         if before is not None:
-            like = next(before.parameters(), sample.x)
-            x = sample.x[at.first : at.end, at.low : at.high]
             with random.scope(sample.key, sample.lanes[at.low : at.high], at.first):
-                before(x.to(like.dtype) if x.is_floating_point() and like.is_floating_point() else x)
+                before(sample.x[at.first : at.end, at.low : at.high])
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
@@ -78,7 +77,7 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
         if not accumulates:
             for at in pieces:
                 encode(sample, at)
-                score(sample, y[at.first : at.end, at.low : at.high], at, ran)
+                score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran)
         else:
             for low, high in dict.fromkeys((at.low, at.high) for at in pieces):
                 acc = module.start(high - low, y.dtype, y.device)
@@ -86,7 +85,7 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
                     encode(sample, at)
                     lengths = (sample.lengths[low:high] - at.first).clamp(0, at.end - at.first)
                     with random.scope(sample.key, sample.lanes[low:high], at.first):
-                        acc = module.pool(y[at.first : at.end, low:high], lengths, acc)
+                        acc = module.pool(y[at.first : at.end, low:high].clone(), lengths, acc)
                 score(sample, acc, Piece(0, y.shape[0], low, high), ran)
         if ran.sums and torch.is_grad_enabled():
             _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))

@@ -7,81 +7,92 @@ a running mean or a growing list is state: it changes again.
 from __future__ import annotations
 
 import random as python_random
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from io import IOBase
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from carrywave.step.checks.own_modules.module_reads import variables_read_by
+from carrywave.errors import PlanError
+from carrywave.step.checks.own_modules.module_reads import REGISTERED, modules_of, reached_by, variables_read_by
 from carrywave.step.checks.own_modules.object_walk import (
     PLAIN,
     TORCHS,
     Met,
     Path,
     attributes_of,
+    class_values,
     is_foreign,
     is_users,
     own_classes,
     slots_of,
     walk,
 )
+from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS, HOOKS
 
-_GENERATORS = (torch.Generator, python_random.Random, np.random.Generator)
+_GENERATORS = (torch.Generator, python_random.Random, np.random.Generator, np.random.RandomState)
+
+
+def why_not_restorable(roots: Sequence[object]) -> str | None:
+    """Why modules cannot be run on trial without leaving a trace; None if they can."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules_of(roots)):
+        return "TorchScript does not run on copies of its weights"
+    for path, value, _ in reached_by(roots):
+        if isinstance(value, Iterator) and is_foreign(type(value).__module__) and not isinstance(value, IOBase):
+            return f"what it takes from the {type(value).__name__} in its {path[0]} cannot be put back; take it outside forward"
+    return None
 
 
 class Kept:
-    """A copy of the current state of a module and its submodules, and of what their code reads and may change, to be restored later.
+    """A copy of the current state of modules, and of what their code and these functions read and may change, to be restored later."""
 
-    `beside`: what is called with it, such as a loss.
-    """
-
-    def __init__(self, root: nn.Module, beside: Iterable[object] = ()) -> None:
-        roots = [root, *beside]
-        self._modules = [module for each in roots if isinstance(each, nn.Module) for module in each.modules()]
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._modules = modules_of(roots)
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._stores = [{name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")} for module in self._modules]
         self._undo: list[Callable[[], None]] = []  # what restores everything else
-        held: list[Any] = [*roots, *(kind for module in self._modules for kind in own_classes(module))]
         for variable in variables_read_by(roots):
-            held.append(variable.read())
-            if isinstance(held[-1], PLAIN):
-                self._undo.append(partial(variable.write, held[-1]))
+            self._undo.append(partial(variable.write, variable.read()))
         for attributes in self._attributes:
-            for name, value in attributes.items():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    held.append(value)
-                elif isinstance(value, dict):
-                    self._undo.append(partial(_refill, value, dict(value)))
-        for met in walk((Met((), value) for value in held), foreign=False):
+            for name in REGISTERED:
+                self._undo.append(partial(_refill, attributes[name], dict(attributes[name])))
+        for met in reached_by(roots):
             self._keep(met.value)
         self._copies: dict[int, Tensor] = {}
         self._dtype: torch.dtype | None = None
 
     def _keep(self, value: Any) -> None:
-        """Keep what this value itself holds, if that can change. Modules of the root are kept as a whole, others are not restored."""
-        fields: dict[str, Any] = {}
+        """Keep what this value itself holds, if that can change. Modules that are not registered run on their own tensors."""
         if isinstance(value, Tensor):
             self._keep_tensor(value)
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, np.ndarray) and value.flags.writeable:
             self._undo.append(partial(np.copyto, value, value.copy()))
         elif isinstance(value, _GENERATORS):
             self._undo.append(partial(_set_state, value, _state_of(value)))
         elif isinstance(value, list | set | deque | dict):
             self._undo.append(partial(_refill, value, dict(value) if isinstance(value, dict) else [*value]))
+        if isinstance(value, nn.Module):
+            for module in [each for each in value.modules() if each not in self._modules]:
+                self._undo.append(partial(_refill, vars(module), dict(vars(module))))
+                for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                    self._keep_tensor(tensor, trained=True)
         elif isinstance(value, type):
-            fields = class_values(value)
-        if is_users(value) and not isinstance(value, nn.Module | type):
-            fields = slots_of(value)
+            self._undo.append(partial(_reassign, value, class_values, class_values(value)))
+        elif is_users(value) or isinstance(value, FunctionType):
+            self._undo.append(partial(_reassign, value, slots_of, slots_of(value)))
             if isinstance(getattr(value, "__dict__", None), dict):
                 self._undo.append(partial(_refill, vars(value), dict(vars(value))))
-        self._undo += [partial(_reassign, value, name, each) for name, each in fields.items()]
 
-    def _keep_tensor(self, tensor: Tensor) -> None:
-        if not tensor.is_meta and not tensor.is_inference() and not (tensor.requires_grad and tensor.is_leaf):
+    def _keep_tensor(self, tensor: Tensor, *, trained: bool = False) -> None:
+        """`trained`: also a parameter that is trained, of which a trial has no copy."""
+        if not tensor.is_meta and not tensor.is_inference() and (trained or not (tensor.requires_grad and tensor.is_leaf)):
             self._undo.append(partial(_rewrite, tensor, tensor._version, tensor.detach().clone()))
 
     def keep_buffers(self) -> None:
@@ -143,10 +154,17 @@ class Left:
         root = next(iter(paths))
         self._beside = {path: getattr(each, "__self__", each) for path, each in beside.items() if path not in paths}
         self._outside = [(path, variable) for path, each in {root: paths[root], **beside}.items() for variable in variables_read_by([each])]
+        own = {id(module) for module in paths.values()}
+        reached = [met for met in reached_by([paths[root], *beside.values()]) if isinstance(met.value, nn.Module)]
+        self._hidden = {each: (root, met.path[0]) for met in reached for each in met.value.modules() if id(each) not in own}
         self._values = self._now(paths)
 
     def _now(self, paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
         found = _values(paths) | {(path, f"variable {variable.name}"): held(variable.read()) for path, variable in self._outside}
+        found[next(iter(paths)), "hooks on all modules"] = held(GLOBAL_HOOKS)
+        for module, (path, name) in self._hidden.items():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            found[path, f"{name} ({type(module).__name__})"] = held(tensors)
         return found | {(path, name): held(value) for path, each in self._beside.items() for name, value in attributes_of(each).items()}
 
     def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
@@ -163,18 +181,19 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
         for name, value in vars(module).items():
             if name in ("_buffers", "_parameters"):
                 found |= {(path, inner): held(tensor) for inner, tensor in value.items()}
-            elif name not in TORCHS:
+            elif name not in TORCHS or name in HOOKS:
                 found[path, name] = held(value)
         for kind in own_classes(module):
-            found |= {(path, f"class attribute {name}"): held(value) for name, value in class_values(kind).items()}
+            found |= {
+                (path, f"class attribute {kind.__name__}.{name}"): held(value)
+                for name, value in sorted(class_values(kind).items(), key=_is_code)
+            }
     return found
 
 
-def class_values(kind: type) -> dict[str, Any]:
-    """The attributes of a class of the user's that are values, not code."""
-    code = (property, staticmethod, classmethod)
-    members = {} if is_foreign(kind.__module__) else vars(kind)
-    return {name: value for name, value in members.items() if not (name.startswith("__") or callable(value) or isinstance(value, code))}
+def _is_code(attribute: tuple[str, Any]) -> bool:
+    """True for a method, which may hold a value of its own, and leads to all others."""
+    return isinstance(attribute[1], FunctionType | property | staticmethod | classmethod)
 
 
 def held(value: Any) -> dict[Path, Any]:
@@ -219,10 +238,14 @@ def _refill(container: Any, before: Any) -> None:
         (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
-def _reassign(holder: Any, name: str, value: Any) -> None:
-    """Give a class or an object with slots its field back."""
-    if (vars(holder).get(name) if isinstance(holder, type) else getattr(holder, name, None)) is not value:
-        setattr(holder, name, value)
+def _reassign(holder: Any, fields: Callable[[Any], dict[str, Any]], before: dict[str, Any]) -> None:
+    """Give a class or an object with slots its fields back."""
+    now = fields(holder)
+    for name in now.keys() - before.keys():
+        delattr(holder, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            setattr(holder, name, value)
 
 
 def _rewrite(tensor: Tensor, version: int, before: Tensor) -> None:
@@ -236,13 +259,60 @@ def _state_of(generator: Any) -> Any:
     """The state of a random generator of torch, Python or numpy."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, python_random.Random) else generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, python_random.Random):
         generator.setstate(state)
     else:
         generator.bit_generator.state = state
+
+
+def generators(device: torch.device) -> tuple[Any, ...]:
+    """The state of every global random generator."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda, python_random.getstate(), np.random.get_state(legacy=True)
+
+
+def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Give every global random generator its state back."""
+    host, cuda, plain, numpy = states
+    torch.set_rng_state(host)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    python_random.setstate(plain)
+    np.random.set_state(numpy)
+
+
+def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """True if nothing was drawn between these two states."""
+    same_host = torch.equal(one[0], other[0]) and (one[1] is None or torch.equal(one[1], other[1])) and one[2] == other[2]
+    return same_host and bool(np.array_equal(one[3][1], other[3][1])) and one[3][2:] == other[3][2:]
+
+
+@contextmanager
+def untouched(roots: Sequence[object], device: torch.device, dtype: torch.dtype) -> Iterator[Kept]:
+    """Run modules, and functions that are used with them, on copies of their tensors inside this context, and restore them afterwards.
+
+    Their warnings are suppressed, because the step itself will repeat them.
+    """
+    if (why := why_not_restorable(roots)) is not None:
+        raise PlanError(why)
+    kept, states = Kept(roots), generators(device)
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        # Eager: the probe's shapes and dtypes do not recur, and the compiler gives up on a module after a number of recompilations.
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            kept.copy_tensors(dtype)
+            yield kept
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+        kept.put_back()
+        set_generators(states, device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from argparse import Namespace
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
 _LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
+_GROUPS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap)  # Python's classes that only group values of the user's
 _DEPTH, _MOST = 6, 256  # how deep to descend, and how many members of each to visit
 
 Path = tuple[Any, ...]  # names of attributes, keys and numbers, from a root
@@ -63,8 +65,14 @@ def own_classes(module: nn.Module) -> list[type]:
 
 
 def is_users(value: object) -> bool:
-    """True for an object of a class of the user's, or one that only groups values of the user's."""
-    return not is_foreign(type(value).__module__) or isinstance(value, SimpleNamespace)
+    """True for a class of the user's, an object of one, or one that only groups values of the user's."""
+    return not is_foreign((value if isinstance(value, type) else type(value)).__module__) or isinstance(value, _GROUPS)
+
+
+def class_values(kind: type) -> dict[str, Any]:
+    """The attributes of a class of the user's, without what Python adds to its methods and values."""
+    own = {} if is_foreign(kind.__module__) else vars(kind)
+    return {name: value for name, value in own.items() if not name.startswith("__") or isinstance(value, FunctionType)}
 
 
 def slots_of(value: Any) -> dict[str, Any]:
@@ -83,6 +91,7 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     inside: Mapping[Any, Any] = {}
     if isinstance(value, FunctionType):
         inside = dict(enumerate((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *(value.__closure__ or ()))))
+        inside |= vars(value)
     elif isinstance(value, CellType):
         inside = {} if value == CellType() else {"value": value.cell_contents}  # empty: not assigned yet
     elif isinstance(value, MethodType | staticmethod | classmethod):
@@ -92,11 +101,11 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     elif isinstance(value, partial):
         inside = {"function": value.func, "arguments": value.args, **value.keywords}
     elif isinstance(value, type):
-        inside = {} if is_foreign(value.__module__) else {name: each for name, each in vars(value).items() if not name.startswith("__")}
+        inside = {**class_values(value), "__bases__": value.__bases__} if is_users(value) else {}
     elif isinstance(value, Mapping):
         inside = value
     elif isinstance(value, _SEQUENCES):
         return enumerate([*value][-_MOST:])
     if (is_users(value) and not isinstance(value, type)) or (foreign and not inside and not callable(value)):
-        inside = {**inside, **attributes_of(value)}
+        inside = {**inside, **attributes_of(value), "__class__": type(value)}
     return islice(inside.items(), _MOST)

@@ -10,22 +10,21 @@ is not mistaken for a difference; attributes and generators are restored afterwa
 
 from __future__ import annotations
 
-import random as python_random
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from carrywave.data.batch import IGNORED
 from carrywave.step.checks.own_modules.cuts import Axis, Cut, joined
+from carrywave.step.checks.own_modules.module_reads import modules_of
 from carrywave.step.checks.own_modules.module_runs import Ran, Run
-from carrywave.step.checks.own_modules.module_traces import Kept, Left
+from carrywave.step.checks.own_modules.module_traces import Kept, Left, generators, same, same_generators, set_generators, untouched
 from carrywave.step.checks.own_modules.probe_sample import ProbeSample, is_absent
 from carrywave.step.checks.own_modules.stepwise import stepwise
 from carrywave.step.precision import HALVES, autocast
@@ -38,7 +37,7 @@ IN_DOUBLE, AS_IT_IS, IN_HALVES = (1e-5, 5e-6), (1e-3, 1e-4), (2**-5, 2**-7)
 LARGE = 1e3  # a gradient is also compared as large as this times the usual, because some modules clip it
 LEAST_SHARE = 1e-2  # of the largest element of an output; smaller features are compared as if they were as large as this
 
-Fault = Literal["draws", "state", "output", "loss", "gradient", "raises", "unknown", "recompute", "shared"]
+Fault = Literal["draws", "state", "in place", "output", "loss", "gradient", "raises", "fails", "unknown", "recompute", "shared"]
 
 
 class Finding(NamedTuple):
@@ -53,25 +52,26 @@ class Finding(NamedTuple):
 
 
 def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, cuts: Sequence[Cut], how: Trial) -> list[Finding]:
-    """The faults found, plainest first. Of a module that raises on the whole sample but not in pieces, in every dtype, nothing is known."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
-        return [Finding("unknown", path, type(root).__name__, "TorchScript does not run on copies of its weights")]
+    """The faults found, plainest first. Of a module that raises on the whole sample, in every dtype, nothing is known."""
     if any(getattr(module, "rows", None) is not None for module in root.modules()):
         return [Finding("unknown", path, type(root).__name__, "it shares the rows of a vocabulary with other replicas")]
     own = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
-    few = sum(parameter.numel() for parameter in root.parameters()) <= DOUBLE_UP_TO
+    roots = [root, *how.beside.values()]
+    few = sum(parameter.numel() for module in modules_of(roots) for parameter in module.parameters(recurse=False)) <= DOUBLE_UP_TO
     ways = {torch.float64: IN_DOUBLE} if few else {}
     ways.setdefault(own, AS_IT_IS)
+    fault: Fault = "unknown"
     cause: Exception | None = None
     for dtype, tolerances in [*ways.items(), *([(own, IN_HALVES)] if how.precision in HALVES else [])]:
         half = tolerances is IN_HALVES  # as the step runs it; the last resort, because it is blunt
         context: AbstractContextManager[object] = autocast(how.precision, sample.x.device) if half else nullcontext()
         try:
-            with untouched(root, sample.x.device, dtype, how.beside.values()) as kept, context:
-                return _Probe(run, root, path, sample.to(dtype), kept, tolerances, how.beside).findings(cuts, how)
+            with untouched(roots, sample.x.device, dtype) as kept, context:
+                return _Probe(run, root, path, sample.to(dtype), kept, tolerances, how).findings(cuts)
         except Exception as error:
-            cause = error.with_traceback(None)  # frames hold tensors
-    return [] if isinstance(cause, _Fails) else [Finding("unknown", path, type(root).__name__, _words(cause), None, cause)]
+            fault, cause = ("fails", error.cause) if isinstance(error, _Fails) else ("unknown", error)
+            clear_frames(cause.__traceback__)  # they hold tensors
+    return [Finding(fault, path, type(root).__name__, _words(cause), None, cause)]
 
 
 class Trial(NamedTuple):
@@ -81,40 +81,41 @@ class Trial(NamedTuple):
     thorough: bool = True  # also whether it draws random numbers, keeps state or adds terms without targets; otherwise it is only cut
     precision: str = "fp32"  # of the step
     recompute: bool = False  # True if the step runs it without gradients first
-    beside: Mapping[str, object] = {}  # what is called with it, by name: a user's loss
+    beside: Mapping[str, object] = {}  # what runs with it, by name: an encoder before a head, a user's loss
 
 
 class _Fails(Exception):
-    """A module raises however its input is cut."""
+    """A module raises however its input is cut, as it would in a step."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
 
 
 class _Probe:
     def __init__(
-        self,
-        run: Run,
-        root: nn.Module,
-        path: str,
-        sample: ProbeSample,
-        kept: Kept,
-        tolerances: tuple[float, float],
-        beside: Mapping[str, object],
+        self, run: Run, root: nn.Module, path: str, sample: ProbeSample, kept: Kept, tolerances: tuple[float, float], how: Trial
     ) -> None:
-        self.run, self.root, self.path, self.sample, self.kept, self.beside = run, root, path, sample, kept, beside
+        self.run, self.root, self.path, self.sample, self.kept, self.how = run, root, path, sample, kept, how
+        self.beside = how.beside
+        self.scorer = "loss" if "loss" in how.beside else path  # what reads the targets
+        self.given = sample  # what the last run was given
         self.tolerance, self.of_loss = tolerances
-        roots = [(name, each) for name, each in {path: root, **beside}.items() if isinstance(each, nn.Module)]
+        roots = [(name, each) for name, each in {path: root, **how.beside}.items() if isinstance(each, nn.Module)]
         self.modules = {name: module for prefix, each in roots for name, module in each.named_modules(prefix=prefix)}
         self.names = {id(module): name for name, module in self.modules.items()}
-        self.random = _generators(sample.x.device)
+        self.random = generators(sample.x.device)
         self.fresh = self._fresh()
 
     def _fresh(self) -> Kept:
         """The state from which every run starts."""
-        fresh = Kept(self.root, self.beside.values())
+        fresh = Kept([self.root, *self.beside.values()])
         fresh.keep_buffers()
         return fresh
 
-    def findings(self, cuts: Sequence[Cut], how: Trial) -> list[Finding]:
+    def findings(self, cuts: Sequence[Cut]) -> list[Finding]:
         found: list[Finding] = []
+        how = self.how
         for training in how.modes:
             if not training:  # a step leaves modules in the mode that their owner chose
                 self.fresh.put_back()
@@ -122,15 +123,13 @@ class _Probe:
                 self.fresh = self._fresh()
             with torch.set_grad_enabled(training):
                 try:
-                    whole = self._run(self.sample.whole)
+                    whole = self._run_whole()
                 except Exception as error:
                     if not training and True in how.modes:
                         continue  # it may take no gradients to evaluate, and may never be evaluated; if it is, that is checked then
-                    if self._raises(cuts):
-                        raise _Fails from error
-                    raise
+                    raise (_Fails(error) if self._raises(cuts) else error) from None
                 if how.thorough:
-                    left = self._leaves()
+                    left = self._changes_in_place() + self._leaves()
                     if alone := self._draws() + left:
                         return alone  # this alone makes two runs differ, so comparing them would be pointless
                 if training and how.recompute:
@@ -141,13 +140,22 @@ class _Probe:
         return found
 
     def _raises(self, cuts: Sequence[Cut]) -> bool:
-        """True if the module raises in pieces as well: then so will the step, in the module's own words."""
+        """True if the module raises in pieces as well."""
         try:
             for cut in cuts:
                 self._run(cut)
         except Exception:
             return True
         return False
+
+    def _run_whole(self) -> Ran:
+        """Run it in one piece; if it raises, without a head's forward, which a step does not call and which may take further arguments."""
+        self.sample = replace(self.sample, shows=True)
+        try:
+            return self._run(self.sample.whole)
+        except Exception:
+            self.sample = replace(self.sample, shows=False)
+            return self._run(self.sample.whole)
 
     def _compared(self, whole: Ran, cut: Cut, *, thorough: bool) -> list[Finding]:
         """What differs between the whole and its pieces; if both time and lanes are cut, along which of them alone it does."""
@@ -166,12 +174,19 @@ class _Probe:
         """Run from the same random state each time, and, unless it is `again`, from the same state of the module. It is given copies, which
         it may change in place.
         """
-        _set_generators(self.random, self.sample.x.device)
+        set_generators(self.random, self.sample.x.device)
         if not again:
             self.fresh.put_back()
         targets = self.sample.targets
-        given = replace(self.sample, x=self.sample.x.clone(), targets=None if targets is None else targets.clone())
-        return self.run(given, cut.pieces)
+        x, lengths = self.sample.x.clone(), self.sample.lengths.clone()
+        self.given = replace(self.sample, x=x, lengths=lengths, targets=None if targets is None else targets.clone())
+        return self.run(self.given, cut.pieces)
+
+    def _changes_in_place(self) -> list[Finding]:
+        """Report a module that has changed what it was given, which a step may give it again."""
+        names = {"x": "input", "targets": "targets", "lengths": "lengths"}
+        changed = [name for key, name in names.items() if not same(getattr(self.sample, key), getattr(self.given, key))]
+        return [self._finding("in place", self.scorer if name == "targets" else self.path, name) for name in changed[:1]]
 
     def _without_gradients(self, whole: Ran) -> list[Finding]:
         with torch.no_grad():
@@ -187,17 +202,17 @@ class _Probe:
     def _draws(self) -> list[Finding]:
         """Report a module that draws from a generator that is not keyed: the innermost one."""
         device = self.sample.x.device
-        if _same_generators(self.random, _generators(device)):
+        if same_generators(self.random, generators(device)):
             return []
         drawing: list[str] = []
         before: list[tuple[Any, int]] = []
 
         def enter(module: nn.Module, given: Any) -> None:
-            before.append((_generators(device), len(drawing)))
+            before.append((generators(device), len(drawing)))
 
         def leave(module: nn.Module, given: Any, out: Any) -> None:
             state, seen = before.pop()
-            if len(drawing) == seen and id(module) in self.names and not _same_generators(state, _generators(device)):
+            if len(drawing) == seen and id(module) in self.names and not same_generators(state, generators(device)):
                 drawing.append(self.names[id(module)])
 
         with _hooked(enter, leave):
@@ -252,7 +267,7 @@ class _Probe:
         if not self._differ(one, several, max(float(one.abs()), scale) * self.of_loss / self.tolerance):
             return []
         detail = f"{what} of {float(one):.6g} as a whole but {float(several):.6g} in parts"
-        return [self._finding("loss", next(iter(self.beside), self.path), detail, cut.axis)]
+        return [self._finding("loss", self.scorer, detail, cut.axis)]
 
     def _differences(self, whole: Ran, cut: Cut) -> list[Finding]:
         parts = self._run(cut)
@@ -344,48 +359,7 @@ def _hooked(enter: Callable[..., None] | None, leave: Callable[..., None]) -> It
             handle.remove()
 
 
-def _generators(device: torch.device) -> tuple[Any, ...]:
-    """The state of every global random generator."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda, python_random.getstate(), np.random.get_state(legacy=True)
-
-
-def _set_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    host, cuda, plain, numpy = states
-    torch.set_rng_state(host)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-    python_random.setstate(plain)
-    np.random.set_state(numpy)
-
-
 def _words(error: BaseException | None) -> str:
     """What an error says, on one line."""
     said = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}{said and ': '}{said if len(said) <= 160 else said[:157] + '…'}"
-
-
-def _same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    same_host = torch.equal(one[0], other[0]) and (one[1] is None or torch.equal(one[1], other[1])) and one[2] == other[2]
-    return same_host and bool(np.array_equal(one[3][1], other[3][1])) and one[3][2:] == other[3][2:]
-
-
-@contextmanager
-def untouched(root: nn.Module, device: torch.device, dtype: torch.dtype, beside: Iterable[object] = ()) -> Iterator[Kept]:
-    """Run the module on copies of its tensors inside this context, and restore it afterwards, and what is called `beside` it.
-
-    Its warnings are suppressed, because the step itself will repeat them.
-    """
-    kept, states = Kept(root, beside), _generators(device)
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        # Eager: the probe's shapes and dtypes do not recur, and the compiler gives up on a module after a number of recompilations.
-        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-            warnings.simplefilter("ignore")
-            kept.copy_tensors(dtype)
-            yield kept
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-        kept.put_back()
-        _set_generators(states, device)

@@ -28,6 +28,7 @@ class ProbeSample:
     lanes: Tensor  # [B]
     key: Tensor
     scale: float = 1.0  # of the gradients
+    shows: bool = True  # False if a head's forward cannot be called with its input alone
     maskable: bool = True  # False if what reads the targets may not stand missing ones: torch's CTC loss crashes on the CPU
 
     def to(self, dtype: torch.dtype) -> ProbeSample:

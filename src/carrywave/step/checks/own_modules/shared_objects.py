@@ -1,37 +1,42 @@
-"""Finds what an encoder and a head share behind the back of the model, and would no longer share on different stages.
+"""Finds what the encoder, the layers and the head share behind the back of the model, and would no longer share on different stages.
 
 A module or a parameter that is an attribute of both is known to the model, and kept equal. What one of them reaches in another way, through
-a list, an object, a closure or a bound method, has a copy on each worker, and what one changes there the other does not see.
+a list, an object, a closure or a bound method, is empty on other workers or a copy, and what one changes there the other does not see.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from carrywave.step.checks.own_modules.module_reads import variables_read_by
+from carrywave.step.checks.own_modules.module_reads import reached_by
 from carrywave.step.checks.own_modules.module_traces import held, same
-from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, is_users, walk
+from carrywave.step.checks.own_modules.object_walk import PLAIN, is_users
 from carrywave.step.checks.own_modules.stepwise import stepwise
 
 
-def hidden_references(encoder: nn.Module, head: nn.Module) -> Iterator[str]:
-    """Yield an error for what the encoder reaches of the head, or the head of the encoder."""
-    parts = {"encoder": encoder, "head": head}
-    for path, other in (("head", "encoder"), ("encoder", "head")):
-        registered = {id(each) for each in parts[path].modules()}
-        members = {id(each): name or other for name, each in parts[other].named_modules(prefix=other) if id(each) not in registered}
-        members |= {id(each): name for name, each in parts[other].named_buffers(prefix=other)}
-        for each in _reached(parts[path]):
-            if each in members:
-                yield (
-                    f"{path} ({type(parts[path]).__name__}) reaches {members[each]} through a reference that is not a module's attribute, "
-                    "but the two are on different stages, where it is a copy; pass what it needs through the layers, or remove plan.stages"
-                )
-                return
+def hidden_reference(parts: Mapping[str, nn.Module]) -> str | None:
+    """An error for what one part of a model, such as the head, reaches of another, by their paths; None if there is nothing."""
+    for path, part in parts.items():
+        registered = {id(each) for _, each in _members(path, part)}
+        others = {id(each): name for other in parts.keys() - {path} for name, each in _members(other, parts[other])}
+        reached = [each for value in _reached(part).values() for each in (value.modules() if isinstance(value, nn.Module) else [value])]
+        name = next((others[id(each)] for each in reached if id(each) in others and id(each) not in registered), None)
+        if name is not None:
+            return (
+                f"{path} ({type(part).__name__}) reaches {name} through a reference that is not a module's attribute, but on different "
+                "stages one has only an empty or an old copy of the other; make it an attribute of the module that reads it, pass what it "
+                "needs through the layers, or remove plan.stages"
+            )
+    return None
+
+
+def _members(path: str, part: nn.Module) -> list[tuple[str, object]]:
+    return [*part.named_modules(prefix=path), *part.named_parameters(prefix=path), *part.named_buffers(prefix=path)]
 
 
 def shared_objects(encoder: nn.Module, head: nn.Module) -> list[Any]:
@@ -40,7 +45,7 @@ def shared_objects(encoder: nn.Module, head: nn.Module) -> list[Any]:
         return []
     of_encoder = _reached(encoder)
     shared = [value for each, value in _reached(head).items() if each in of_encoder]
-    return [each for each in shared if isinstance(each, dict | list | set | deque) or is_users(each)]
+    return [each for each in shared if isinstance(each, dict | list | set | deque | FunctionType) or is_users(each)]
 
 
 def changed_by(act: Callable[[], object], objects: Sequence[Any]) -> str | None:
@@ -51,9 +56,5 @@ def changed_by(act: Callable[[], object], objects: Sequence[Any]) -> str | None:
 
 
 def _reached(root: nn.Module) -> dict[int, Any]:
-    """What a module reaches other than by its registered parameters, buffers and modules."""
-    roots = [value for module in root.modules() for name, value in vars(module).items() if name not in TORCHS]
-    roots += [variable.read() for variable in variables_read_by([root])]
-    return {
-        id(met.value): met.value for met in walk((Met((), value) for value in roots), foreign=False) if not isinstance(met.value, PLAIN)
-    }
+    """What a module reaches other than by its registered parameters, buffers and modules, by identity."""
+    return {id(met.value): met.value for met in reached_by([root]) if not isinstance(met.value, PLAIN)}

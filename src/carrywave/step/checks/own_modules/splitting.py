@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,6 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
-from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
 from carrywave.parallel.mesh import Mesh
@@ -37,11 +36,11 @@ from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.own_modules import probe
 from carrywave.step.checks.own_modules.cuts import Extent, cut_of, extent_of
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges, is_power_of_2
-from carrywave.step.checks.own_modules.module_runs import Run, encoder, head, layers, piecewise
-from carrywave.step.checks.own_modules.probe import Finding, Trial, untouched
+from carrywave.step.checks.own_modules.module_traces import untouched, why_not_restorable
+from carrywave.step.checks.own_modules.parts import VOUCHED, Part, is_known, is_safe, known, parts_of
+from carrywave.step.checks.own_modules.probe import Finding, Trial
 from carrywave.step.checks.own_modules.probe_sample import all_of, few_of, is_absent
-from carrywave.step.checks.own_modules.shared_objects import changed_by, hidden_references, shared_objects
-from carrywave.step.checks.own_modules.stepwise import stepwise
+from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects
 from carrywave.step.precision import autocast
 
 _STEP_BY_STEP = "make it work step by step, or remove plan.stages and plan.chunk_steps"
@@ -49,21 +48,6 @@ _LANE_BY_LANE = "make it work lane by lane, or train on one device without micro
 _EACH_ALONE = "make it work step by step and lane by lane, or train on one device without chunks and micro-batches"
 _WHEN = {None: "", "time": "when split by time", "lanes": "when split by lanes", "both": "when split by time and lanes"}
 ALL_SIZES = 16  # sizes of batches that are all compared
-VOUCHED = "splittable"  # an attribute that a user sets on an encoder, a head or a module in one piece: it is not tried
-
-
-def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
-    """Yield faults known from the module's class and options: the message, and whether it is an error even on one device."""
-    for name, module in root.named_modules(prefix=path):
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
-        what = f"{name} is an {type(module).__name__} with"
-        if module.sparse:
-            yield f"{what} sparse=True, but gradients are summed as dense tensors here; remove it", True
-        if module.max_norm is not None:
-            yield f"{what} max_norm={module.max_norm:g}, which shortens only the rows that a worker happens to read; remove it", False
-        if module.scale_grad_by_freq:
-            yield f"{what} scale_grad_by_freq, which counts words only in the part that a worker happens to hold; remove it", False
 
 
 class SplitCheck:
@@ -95,8 +79,8 @@ class SplitCheck:
         """
         seen = self._seen[training]
         if self._concerned is None:
-            tried = [root for _, root, _ in _modules(self.stage)]
-            self._concerned = self._any(any(not _is_safe(self.stage, root) or any(True for _ in known(root, "")) for root in tried))
+            roots = [part.root for part in parts_of(self.stage)]
+            self._concerned = self._any(any(not is_safe(self.stage, root) or any(True for _ in known(root, "")) for root in roots))
         elif not self._concerned:
             self._concerned = self._concerned_late()
         if not self._concerned or (seen.sizes and not self._splits):
@@ -129,7 +113,7 @@ class SplitCheck:
         """True if a module that was known to be safe no longer is, on all workers: it was given a hook, or another forward."""
         names = ("module",) if isinstance(self.model, OpaqueModel) else ("encoder", "lstm", "head")
         for path, root in [(name, getattr(self.model, name)) for name in names] if self._splits else ():
-            if _is_safe(self.stage, root):
+            if is_safe(self.stage, root):
                 continue
             world = self.mesh.world
             # Workers that saw no change are already entering the step and will never come here.
@@ -151,25 +135,34 @@ class SplitCheck:
         return extent_of(cut, masked=masked)
 
     def _check(self, batch: Batch, key: Tensor, *, training: bool, first: bool, changed: bool) -> None:
-        modules = list(_modules(self.stage))
-        tried = [part for part in modules if not _is_safe(self.stage, part[1])]
+        parts = list(parts_of(self.stage))
+        tried = [part for part in parts if not is_safe(self.stage, part.root)]
         errors: list[str] = []
         warned: list[str] = []
         cause: Exception | None = None
-        for path, root, _ in modules if first else ():
-            for sentence, always in known(root, path):
+        for part in parts if first else ():
+            for sentence, always in known(part.root, part.path):
                 (errors if always or self._splits else warned).append(sentence)
         shared: list[object] = []
         if self.mesh.plan.stages > 1 and isinstance(self.model, Model):
-            errors += hidden_references(self.model.encoder, self.model.head) if first else ()
             shared = shared_objects(self.model.encoder, self.model.head) if tried else []
         whole = self._whole(batch)
+        before = [*self.stage.parameters(), *self.stage.buffers()]
         # Replicas have the same modules, so one of them tries those of its stage on behalf of all, unless only others were changed.
-        for path, root, run in tried if (self.mesh.replica == 0 or changed) and not errors else []:
-            for found, harmful in self._found(path, root, run, whole, key, shared, training=training, first=first):
+        for part in tried if (self.mesh.replica == 0 or changed) and not errors else []:
+            for found, harmful in self._found(part, whole, key, shared, training=training, first=first):
                 cause = found.cause if harmful and not errors else cause
-                if harmful or found.fault not in ("raises", "unknown"):  # if this plan does not cut, the step itself shows what is wrong
-                    (errors if harmful else warned).append(say(found, root))
+                if harmful and found.fault == "fails" and found.cause is not None and not errors and self.mesh.world.size == 1:
+                    raise found.cause  # in the module's own words; several workers would wait for each other
+                if harmful or found.fault not in (
+                    "raises",
+                    "fails",
+                    "unknown",
+                ):  # if this plan does not cut, the step itself shows what is wrong
+                    (errors if harmful else warned).append(say(found, part.root))
+        if [*map(id, before)] != [*map(id, [*self.stage.parameters(), *self.stage.buffers()])]:
+            names = ", ".join(part.path for part in tried)
+            errors.insert(0, f"trying {names} left other tensors in the model than it had; set {VOUCHED} = True there, and report it")
         told = self._agreed(errors, warned, cause)
         if told is not None:
             warnings.warn(f"{told}; this plan does not change the result, but others would", stacklevel=5)
@@ -191,28 +184,31 @@ class SplitCheck:
         return self.mesh.plan.chunk_steps is not None and not self.whole_time
 
     def _found(
-        self, path: str, root: nn.Module, run: Run, batch: Batch, key: Tensor, shared: Sequence[object], *, training: bool, first: bool
+        self, part: Part, batch: Batch, key: Tensor, shared: Sequence[object], *, training: bool, first: bool
     ) -> Iterator[tuple[Finding, bool]]:
         """What is found, and whether it changes the result of this plan."""
         plan, width = self.mesh.plan, self.stage.width_head
+        path, root, run, beside = part
         thorough = training
+        if (why := why_not_restorable([root, *beside.values()])) is not None:
+            yield Finding("unknown", path, type(root).__name__, why), self._splits
+            return
         if self._splits:
             own = batch.to(self.mesh.device)
             cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
-            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), self._beside)
+            how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), beside)
             real = self._head_input(own, key) if path == "head" else None
             samples = [all_of(own, key, width, y=real)] if real is not None else []
             if first or real is None:
                 samples.append(all_of(own, key, width, seed=self._seen[training].looks))
             if shared:
-                with untouched(root, self.mesh.device, self.stage.dtype), suppress(Exception):
+                with untouched([root, *beside.values()], self.mesh.device, self.stage.dtype), suppress(Exception):
                     kind = changed_by(lambda: run(samples[-1], samples[-1].whole.pieces), shared)
                     if kind is not None:
                         yield Finding("shared", path, type(root).__name__, kind), True
                         return
             for sample in samples:
-                with self._encoder_untouched(path):
-                    faults = probe.probe(run, root, path, replace(sample, maskable=self._maskable), [cut], how)
+                faults = probe.probe(run, root, path, replace(sample, maskable=self._maskable), [cut], how)
                 for found in faults[:1]:
                     yield found, True
                     return  # one is enough to refuse the plan
@@ -221,24 +217,13 @@ class SplitCheck:
             few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
             cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
             cuts += [] if self._cuts_lanes else [few.halves]
-            how = Trial((True, False), thorough, self.precision, beside=self._beside)
-            with self._encoder_untouched(path):
-                faults = probe.probe(run, root, path, replace(few, maskable=self._maskable), cuts, how)
-            for found in faults:
+            how = Trial((True, False), thorough, self.precision, beside=beside)
+            for found in probe.probe(run, root, path, replace(few, maskable=self._maskable), cuts, how):
                 yield found, False
-
-    @property
-    def _beside(self) -> dict[str, object]:
-        return self.stage.own_loss if isinstance(self.stage, OpaqueModel) else {}
 
     @property
     def _maskable(self) -> bool:
         return isinstance(self.stage, Stage) and not self.stage.whole_head
-
-    def _encoder_untouched(self, path: str) -> AbstractContextManager[object]:
-        """While a head is tried, an encoder of the user's runs before it."""
-        encoder = self.stage.encoder if path == "head" and isinstance(self.stage, Stage) else None
-        return nullcontext() if encoder is None else untouched(encoder, self.mesh.device, self.stage.dtype)
 
     def _head_input(self, batch: Batch, key: Tensor) -> Tensor | None:
         """What the head really reads of this batch, if this worker has all layers; None if the other modules cannot make it."""
@@ -246,9 +231,8 @@ class SplitCheck:
         if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None or stage.stride > 1:
             return None
         chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
-        with ExitStack() as restored, suppress(Exception):
-            for module in [each for each in (stage.encoder, stage.lstm, stage.head) if not _is_safe(stage, each)]:
-                restored.enter_context(untouched(module, device, stage.dtype))
+        own = [each for each in (stage.encoder, stage.lstm, stage.head) if not is_known(stage, each)]
+        with suppress(Exception), untouched(own, device, stage.dtype):
             with torch.no_grad(), autocast(self.precision, device):
                 y: Tensor = stage(batch.inputs.clone(), stage.start(batch.lanes.shape[0], device).detach(), chunk)[0]
             return y.detach()
@@ -285,7 +269,7 @@ class _Seen:
         self.looks, self.next = 0, 1
         self.sizes: set[tuple[int, int]] = set()  # steps and lanes
         self.extent: Extent | None = None
-        roots = [root for _, root, _ in _modules(stage)]
+        roots = [part.root for part in parts_of(stage)]
         self.changes = ModuleChanges(roots, [stage._loss] if isinstance(stage, OpaqueModel) else [])
 
     def is_new(self, extent: Extent) -> bool:
@@ -310,26 +294,6 @@ def split_checks(
     within = agreement.mesh
     steps = SplitCheck(model, stage, within, precision=spec.precision, shards=shards, any_of=agreement.any_of)
     return steps, steps if within is mesh else SplitCheck(model, stage, mesh, precision=spec.precision)
-
-
-def _modules(stage: Stage | OpaqueModel) -> Iterator[tuple[str, nn.Module, Run]]:
-    """The modules that may be a user's own and that this worker runs, by path, with a way to run each by itself."""
-    if isinstance(stage, OpaqueModel):
-        yield "module", stage.module, piecewise(stage, "module")
-        return
-    if stage.encoder is not None:
-        yield "encoder", stage.encoder, encoder(stage.encoder, "encoder")
-    if stage.layers:
-        yield "lstm", stage.lstm, layers(stage.lstm, "lstm", stage.layers, stage.width_in or stage.lstm.input_size)
-    if stage.has_head:  # other stages may share its work, with the same module
-        before = None if stage.encoder is None or _is_safe(stage, stage.encoder) else stage.encoder
-        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled, whole=stage.whole_head, before=before)
-
-
-def _is_safe(stage: Stage | OpaqueModel, module: nn.Module) -> bool:
-    """True if a module need not be tried: its owner vouches for it, or it is known. The loss of a `OpaqueModel` may be any function."""
-    own_cell = isinstance(module, Recurrent) and not module.cell.step.__module__.startswith("carrywave.")
-    return getattr(module, VOUCHED, False) is True or (stepwise(module) and not isinstance(stage, OpaqueModel) and not own_cell)
 
 
 def say(found: Finding, root: nn.Module) -> str:
@@ -365,6 +329,10 @@ def say(found: Finding, root: nn.Module) -> str:
             f"{what} gives different results while gradients are switched off, as they are when plan.recompute runs it first; do not let "
             "it depend on torch.is_grad_enabled() or requires_grad, or remove plan.recompute"
         ),
+        "in place": lambda: (
+            f"{what} changes its {found.detail} in place, so another run on the same batch, as a plan may need it, would read something "
+            "else; work on a copy (.clone())"
+        ),
         "shared": lambda: (
             f"{what} changes an object ({found.detail}) in forward that encoder and head share, but they are on different stages, where "
             "each has a copy of its own; pass it through the layers, or remove plan.stages"
@@ -378,4 +346,5 @@ def say(found: Finding, root: nn.Module) -> str:
             f"know that no step and no lane depends on another in it, set {found.path.partition('.')[0]}.{VOUCHED} = True"
         ),
     }
-    return words[found.fault]()
+    words["fails"] = words["unknown"]
+    return str(found.cause) if isinstance(found.cause, UserError) else words[found.fault]()
