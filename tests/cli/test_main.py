@@ -24,7 +24,7 @@ from carrywave.errors import DataError, PortError, ResourceError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.worker_logs import Outputs
 from carrywave.spec.describe import schema as spec_schema
-from carrywave.spec.load import dump, load
+from carrywave.spec.load import dump, load, parse
 from carrywave.spec.spec import Spec
 
 Install = Callable[..., None]
@@ -260,7 +260,7 @@ def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> N
     install("carrywave.train.fit", train=train)
     (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\n")
     assert call("train", "--resume", "--run", str(tmp_path), "train.epochs=3")[0] == 0
-    assert seen == [load(None, ["model.hidden=8", "train.epochs=3"])]
+    assert seen == [parse({"model": {"hidden": 8}, "train": {"epochs": 3}}, own=True)]
 
 
 @pytest.mark.parametrize(("ending", "code"), [("done", 0), ("early", 0), ("interrupted", 130), ("terminated", 75)])
@@ -382,7 +382,9 @@ def test_help_is_short_too(command: list[str]) -> None:
     assert call(*command, "-h") == call(*command, "--help")
 
 
-def test_predict(install: Install) -> None:
+def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").touch()
     seen: dict[str, object] = {}
     install("carrywave.runs.prediction", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
     assert (

@@ -85,7 +85,7 @@ def test_asked_for_is_not_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mark", "asked"), [("\t", None), ("\t", "tab"), ("|", None), ("^", "^")])
 def test_other_separators(tmp_path: Path, mark: str, asked: str | None) -> None:
     text = "date,a,b\n2024-01-01,1.5,2\n2024-01-02,2.5,3\n".replace(",", mark)
-    assert values(read(tmp_path, text, separator=asked)) == [[1.5, 2], [2.5, 3]]
+    assert values(read(tmp_path, text, separator=asked, channels="joint")) == [[1.5, 2], [2.5, 3]]
 
 
 def test_separators_within_quotes_do_not_count(tmp_path: Path) -> None:

@@ -53,8 +53,14 @@ def run_of(folder: Path, residual: str) -> Path:
         "horizon": 4,
         "season": 7,
         "residual": residual,
+        "standardize": True,
     }
-    spec: dict[str, Any] = {"task": "forecasting", "data": data, "model": {"hidden": 6, "layers": 1}, "batch": {"lanes": 2, "steps": 12}}
+    spec: dict[str, Any] = {
+        "task": "forecasting",
+        "data": data,
+        "model": {"hidden": 6, "layers": 1, "linear": 0},
+        "batch": {"lanes": 2, "steps": 12},
+    }
     train(parse({**spec, "train": {"max_steps": 4, "lr": 0.05, "precision": "fp32"}}), run=folder / "run", device="cpu")
     # A category that train does not contain is unknown to both.
     frame.loc[(frame["unique_id"] == "a") & (frame["ds"] == "2026-01-05"), "promotion"] = "radio"

@@ -88,6 +88,12 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
         if isinstance(model.head, Forecast):
             out = out.view(5, 3, model.head.horizon, model.head.outputs, -1)
             rises = nn.functional.softplus(out[..., 1:] - math.log(2))
-            out = torch.cat([out[..., :1], out[..., :1] + rises.cumsum(-1)], -1) if "quantiles" in name else out[..., 0]
+            out = torch.cat([out[..., :1], out[..., :1] + rises.cumsum(-1)], -1) if "quantiles" in name else out
+            if model.head.past_steps:
+                past = dict(zip((port.name for port in portable.inputs), given, strict=True))["past"].transpose(0, 1)
+                unit = past.var(-1, correction=0).clamp(min=0.01).sqrt()[:, :, None, :, None] if model.head.scaled else 1.0
+                line = torch.einsum("tbcn,cnk->tbkc", past - past[..., -1:], weights["head.line.weight"]) + weights["head.line.bias"].T
+                out = unit * out + line[..., None]
+            out = out if "quantiles" in name else out[..., 0]
     out = out if model.pooled else out.transpose(0, 1)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)  # float64

@@ -191,7 +191,7 @@ def outcome(model: Model, plan: Plan, batches: list[Batch], program: Program | N
                 )
                 for batch in batches
             ]
-            return torch.stack([each.loss_sum + each.penalty for each in run(stage, plan, program, jobs, links, place=place)]).sum()
+            return torch.stack([each.loss_sum + each.penalty for each in run(stage, plan, program, jobs, links, stage_number=place)]).sum()
 
         return carry_out
 

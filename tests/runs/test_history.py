@@ -34,7 +34,7 @@ def test_a_run_and_its_resumption_are_recorded_and_metrics_stay_the_same(tmp_pat
 
     def train(run: str, steps: int, *, resume: bool = False) -> None:
         data = {"train": str(tmp_path / "text.txt"), "tokens": "char"}
-        limits = {"max_steps": steps, "epochs": 9, "log_every": 4}
+        limits = {"max_steps": steps, "epochs": 9, "log_every": 4, "schedule": "constant"}
         batch = {"lanes": 4, "steps": 8}
         cw.fit({"hidden": 8}, None, data=data, batch=batch, train=limits, run=tmp_path / run, resume=resume, device="cpu")
 

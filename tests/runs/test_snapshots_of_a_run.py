@@ -183,7 +183,7 @@ def test_a_run_goes_on_in_the_order_that_its_snapshot_counts_in(tmp_path: Path, 
 
     def forecaster(**keys: Any) -> Any:
         data = {"train": str(tmp_path / "series.csv"), "series": "series", "horizon": 2}
-        how = {"epochs": 2, "snapshot_every": 3, **keys}
+        how = {"epochs": 2, "snapshot_every": 3, "schedule": "constant", "weights": "last", **keys}
         return parse({"task": "forecasting", "data": data, "model": {"hidden": 3}, "batch": {"lanes": 2, "steps": 16}, "train": how})
 
     def weights(name: str) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from carrywave.spec.data_spec import BatchSpec
-from carrywave.spec.defaults import fitted
+from carrywave.spec.defaults import fitted, with_kept_weights
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
@@ -22,7 +22,8 @@ def batch(task: str, facts: DataFacts, **given: Any) -> BatchSpec:
         (DataFacts(sequences=270, steps=4_274, longest=26), 267),  # an epoch was a single batch of 4,096
         (DataFacts(sequences=537, steps=170_000, longest=1_344), 10_144),  # 32 sequences of 317 steps
         (DataFacts(sequences=1_000_000, steps=10_000_000, longest=30), 4_096),
-        (DataFacts(sequences=3, steps=90, longest=40), 40),
+        (DataFacts(sequences=3, steps=90, longest=40), 90),  # all of them, rather than batches of one
+        (DataFacts(sequences=100, steps=146_000, longest=1_460), 23_360),  # 16 sequences, though an epoch then has few batches
         (DataFacts(sequences=50, steps=10_000_000, longest=400_000), 65_536),
     ],
 )
@@ -30,10 +31,52 @@ def test_separate_sequences(facts: DataFacts, tokens: int) -> None:
     assert batch("classification", facts) == BatchSpec(tokens=tokens)
 
 
-@pytest.mark.parametrize(("steps", "lanes"), [(460_000, 32), (32_768, 32), (8_640, 8), (2_048, 2), (400, 1), (10, 1)])
-def test_streams(steps: int, lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "lanes", "of_series"), [(460_000, 32, 32), (90_000, 7, 32), (32_768, 2, 32), (8_640, 1, 8), (2_048, 1, 2), (10, 1, 1)]
+)
+def test_streams(steps: int, lanes: int, of_series: int) -> None:
     facts = DataFacts(sequences=1, steps=steps, longest=steps)
-    assert batch("language", facts) == batch("forecasting", facts) == BatchSpec(lanes=lanes, steps=64)
+    assert batch("language", facts) == BatchSpec(lanes=lanes, steps=64)
+    assert batch("forecasting", facts) == BatchSpec(lanes=of_series, steps=64)
+
+
+@pytest.mark.parametrize(
+    ("task", "steps", "epochs", "patience"),
+    [("language", 460_000, 5, 5), ("language", 90_000, 5, 5), ("forecasting", 60_480, 100, 15), ("forecasting", 10_000_000, 5, 5)],
+)
+def test_epochs_and_patience_follow_from_the_size_of_the_data(task: str, steps: int, epochs: int, patience: int) -> None:
+    facts = DataFacts(sequences=1, steps=steps, longest=steps)
+    train = fitted(Spec.model_validate({"task": task}), facts).train
+    assert (train.epochs, train.early_stop) == (epochs, patience)
+    given = fitted(Spec.model_validate({"task": task, "train": {"epochs": 7}}), facts).train
+    assert (given.epochs, given.early_stop) == (7, 0)  # who says how long is not stopped before
+    stopped = fitted(Spec.model_validate({"task": task, "train": {"epochs": 7, "early_stop": 2}}), facts).train
+    assert (stopped.epochs, stopped.early_stop) == (7, 2)
+
+
+def test_signals_get_a_front_and_short_sequences_none() -> None:
+    asked = Spec.model_validate({"task": "classification", "model": {"front": "auto", "front_dropout": 0.2}})
+    signals = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=5_000, longest=500)
+    words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=5_000, longest=500)
+    short = DataFacts(features=1, labels=("a", "b"), sequences=100, steps=2_000, longest=20)
+    fronts = [fitted(asked, facts).model for facts in (signals, words, short)]
+    assert [(model.front, model.front_dropout) for model in fronts] == [("deep", 0.2), ("none", 0.0), ("none", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("task", "valid", "weights", "early_stop"),
+    [
+        ("classification", 20, "last", 0),
+        ("classification", 200, "best", None),
+        ("language", 1, "best", None),
+        ("regression", None, "best", 0),
+    ],
+)
+def test_what_is_too_small_to_choose_by_does_not_choose(task: str, valid: int | None, weights: str, early_stop: int | None) -> None:
+    train = with_kept_weights(Spec.model_validate({"task": task}), valid).train
+    assert (train.weights, train.early_stop) == (weights, early_stop)
+    given = with_kept_weights(Spec.model_validate({"task": task, "train": {"weights": "last", "early_stop": 3}}), valid).train
+    assert (given.weights, given.early_stop) == ("last", 3)
 
 
 def test_what_is_given_stays() -> None:
@@ -42,7 +85,7 @@ def test_what_is_given_stays() -> None:
     assert batch("forecasting", facts, steps=16, vary=True) == BatchSpec(lanes=32, steps=16, vary=True)
     assert batch("language", facts, tokens=77) == BatchSpec(tokens=77)
     asked = Spec.model_validate({"batch": {"lanes": 3, "steps": 5}})
-    assert fitted(asked, facts) is asked
+    assert fitted(asked, facts).batch == asked.batch
     assert fitted(Spec(), DataFacts(vocabulary=10)) == Spec()  # nothing is known of its size
 
 

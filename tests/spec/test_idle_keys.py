@@ -30,16 +30,16 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
     [
         (
             {"train": {"patience": 3}},
-            "train.patience is for train.schedule=plateau, which lowers the learning rate, not for constant; remove it, or to stop after 3 "
+            "train.patience is for train.schedule=plateau, which lowers the learning rate, not for cosine; remove it, or to stop after 3 "
             "evaluations without improvement, set train.early_stop=3 instead",
         ),
-        ({"train": {"factor": 0.5}}, "train.factor is for train.schedule=plateau or step, not for constant; remove it"),
+        ({"train": {"factor": 0.5}}, "train.factor is for train.schedule=plateau or step, not for cosine; remove it"),
         ({"train": {"schedule": "cosine", "every": 3}}, "train.every is for train.schedule=step, not for cosine; remove it"),
-        ({"train": {"hold": 3}}, "train.hold is for train.schedule=cosine or linear, not for constant; remove it"),
+        ({"train": {"hold": 3, "schedule": "constant"}}, "train.hold is for train.schedule=cosine or linear, not for constant; remove it"),
         ({"train": {"hold": 3, "schedule": "step"}}, "train.hold is for train.schedule=cosine or linear, not for step; remove it"),
         ({"train": {"hold": 3, "schedule": "plateau"}}, "train.hold is for train.schedule=cosine or linear, not for plateau; remove it"),
         (
-            {"train": {"min_lr": 1e-4}},
+            {"train": {"min_lr": 1e-4, "schedule": "constant"}},
             "train.min_lr is the lowest learning rate of a schedule, but train.schedule=constant never lowers it",
         ),
         ({"train": {"nonmono": 3}}, "train.nonmono is for ntasgd, not for adam; remove it, or use train.optimizer=ntasgd"),

@@ -72,7 +72,7 @@ def sequences(lengths: Sequence[int], number: int) -> Batch:
 
 def pair(model: Any, *, keep_state: bool, plan: Plan | None = None, **train: Any) -> tuple[Trainer, Trainer]:
     """A trainer that records, and one that does not."""
-    spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}).train
+    spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}, defaults=False).train
     both = tuple(Trainer(model(), spec, plan=plan, device="cpu", keep_state=keep_state) for _ in range(2))
     both[0].capture = Capture(CPU)
     return both  # type: ignore[return-value]
@@ -457,7 +457,7 @@ def test_evaluation_from_recordings(kind: str, observed: bool, chunk_steps: int 
     streams = kind == "streams"
     model, part = (language(), stream_part(200)) if streams else (classes(), bucket_part())
     batch = {"lanes": 4, "steps": 8} if streams else {"tokens": 24}
-    spec = parse({"task": "language" if streams else "classification", "batch": batch, "train": {"precision": "fp32"}})
+    spec = parse({"task": "language" if streams else "classification", "batch": batch, "train": {"precision": "fp32"}}, defaults=False)
     mesh = Mesh.alone(CPU, Plan(chunk_steps=chunk_steps))
     seen: list[Tensor] = []
 
@@ -491,7 +491,7 @@ def test_evaluation_from_recordings(kind: str, observed: bool, chunk_steps: int 
 
 def test_a_training_and_an_evaluation_share_recordings_of_their_own_kinds() -> None:
     recorded, plain = pair(language, keep_state=True)
-    spec = parse({"task": "language", "batch": {"lanes": 3, "steps": 5}, "train": {"precision": "fp32"}})
+    spec = parse({"task": "language", "batch": {"lanes": 3, "steps": 5}, "train": {"precision": "fp32"}}, defaults=False)
     for trainer in (recorded, plain):
         for number in range(4):
             trainer.step(words(5, 3, 2 * number), words(5, 3, 2 * number + 1))

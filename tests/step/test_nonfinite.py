@@ -268,7 +268,7 @@ def language(text: Path, **keys: Any) -> Spec:
             "data": {"train": str(text)},
             "model": {"hidden": 6, "layers": 1, "dropout": 0.1},
             "batch": {"lanes": 4, "steps": 16},
-            "train": {"epochs": 2, "lr": 0.01, "log_every": 4, **keys},
+            "train": {"epochs": 2, "lr": 0.01, "log_every": 4, "schedule": "constant", **keys},
         }
     )
 

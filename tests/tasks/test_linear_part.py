@@ -39,7 +39,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _spec(table: Path, **more: dict[str, object]) -> Spec:
-    data = {"train": str(table), "cache": str(table.parent / "cache"), "horizon": 3}
+    data = {"train": str(table), "cache": str(table.parent / "cache"), "horizon": 3, "channels": "joint", "standardize": True}
     sections = {"data": data, "model": {"hidden": 6, "layers": 1, "linear": 12}, "train": {"precision": "fp64", "epochs": 2}}
     return parse({"task": "forecasting", **{name: {**section, **more.get(name, {})} for name, section in sections.items()}})
 

@@ -85,7 +85,7 @@ def test_pretrained_vectors_reach_the_embedding(tmp_path: Path) -> None:
     weight = task.model().encoder.weight
     assert weight[1].tolist() == [1.0, 2.0, 3.0]
     assert weight[3].tolist() == [4.0, 5.0, 6.0]
-    assert weight[0].abs().max() <= 0.1
+    assert 0.1 < weight[0].abs().max() <= 3**0.5  # drawn
 
 
 def test_pretrained_vectors_need_words() -> None:

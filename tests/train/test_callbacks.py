@@ -49,7 +49,9 @@ class Noting(cw.Callback):
 
 def fit(run: Path, *callbacks: cw.Callback, epochs: int = 2, **how: Any) -> Any:
     data = {"train": SEQUENCES, "valid": SEQUENCES[:4], "test": SEQUENCES[4:8]}
-    return cw.fit({"hidden": 4, "layers": 1}, data, **HOW, train={"epochs": epochs}, run=run, callbacks=callbacks, **how)
+    return cw.fit(
+        {"hidden": 4, "layers": 1}, data, **HOW, train={"epochs": epochs, "schedule": "constant"}, run=run, callbacks=callbacks, **how
+    )
 
 
 def test_what_happens_is_told_in_order_and_changes_nothing(tmp_path: Path) -> None:

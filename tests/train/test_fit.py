@@ -36,11 +36,11 @@ def text(tmp_path: Path) -> Path:
 
 
 def language(text: Path, **train_keys: Any) -> Spec:
-    keys = {"epochs": 2, "lr": 5e-3, "clip": 1.0, "log_every": 3, **train_keys}
+    keys = {"epochs": 2, "lr": 5e-3, "clip": 1.0, "log_every": 3, "schedule": "constant", **train_keys}
     return parse(
         {
             "data": {"train": str(text), "test": str(text)},
-            "model": {"hidden": 12, "layers": 2, "dropout": 0.2},
+            "model": {"hidden": 12, "layers": 2, "dropout": 0.2, "forget_bias": None, "init_bias": "zero", "init_scale": 0.1},
             "batch": {"lanes": 8, "steps": 16},
             "train": keys,
         }
@@ -180,7 +180,7 @@ def test_sequences_resume_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
             "data": {"train": str(examples(tmp_path / "train.jsonl"))},
             "model": {"hidden": 8, "layers": 1, "dropout": 0.3},
             "batch": {"tokens": 64},
-            "train": {"epochs": 4, "lr": 1e-2, "log_every": 2},
+            "train": {"epochs": 4, "lr": 1e-2, "log_every": 2, "schedule": "constant"},
         }
     )
     train(spec, run=tmp_path / "whole", device="cpu")
@@ -252,7 +252,7 @@ def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
         from carrywave.model.heads import Softmax
 
         model = Model(Embedding(9, 6), LSTM(6, 6, 2), Softmax(6, 9)).double()
-        trainers.append(Trainer(model, parse({"train": {"precision": "fp64", "optimizer": "sgd", "lr": 0.5}}).train))
+        trainers.append(Trainer(model, parse({"train": {"precision": "fp64", "optimizer": "sgd", "lr": 0.5}}, defaults=False).train))
     tokens = torch.randint(9, (9, 4), generator=torch.Generator().manual_seed(3))
 
     def batch(first: int, last: int, lanes: slice) -> Batch:

@@ -85,9 +85,9 @@ def language(text: Path, batch: dict[str, Any] | None = None, **train_keys: Any)
     return parse(
         {
             "data": {"train": str(text)},
-            "model": {"hidden": 6, "layers": 1, "dropout": 0.1},
+            "model": {"hidden": 6, "layers": 1, "dropout": 0.1, "forget_bias": None, "init_bias": "zero", "init_scale": 0.1},
             "batch": {"lanes": LANES, "steps": STEPS, **(batch or {})},
-            "train": {"epochs": 2, "lr": 5e-3, "log_every": 3, **train_keys},
+            "train": {"epochs": 2, "lr": 5e-3, "log_every": 3, "schedule": "constant", **train_keys},
         }
     )
 
@@ -384,7 +384,7 @@ def test_class_weights_and_ignored_labels_in_a_whole_run(
         {
             "task": "tagging",
             "data": {"train": str(path), "valid": str(path)},
-            "model": {"hidden": 5, "layers": 1, "dropout": 0.0},
+            "model": {"hidden": 5, "layers": 1, "dropout": 0.0, "pool": "last", "bidirectional": False, "front": "none"},
             "batch": {"tokens": 64},
             "train": {"optimizer": "sgd", "lr": 1.0, "precision": "fp64", "max_steps": 1, "class_weights": named},
         }

@@ -73,11 +73,17 @@ class Batch:
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
         inputs = torch.as_tensor(inputs)
+        history = None if history is None else torch.as_tensor(history)
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
             raise UserError(f"batch inputs have shape {list(inputs.shape)}; pass [time, lane, …] with at least one step and one lane")
         steps, count = inputs.shape[:2]
         inputs = inputs if inputs.is_floating_point() else inputs.to(torch.int64)
         device = inputs.device
+        if history is not None and (history.dim() != 3 or history.shape[0] < steps or history.shape[1] != count):
+            raise UserError(
+                f"history has shape {list(history.shape)} for {steps} steps and {count} lanes; pass [past - 1 + {steps}, {count}, columns]: the "
+                "values before the first step, and then that of each step"
+            )
         lengths_B = _one_a_lane(steps if lengths is None else lengths, "lengths", count, torch.int64, device)
         real = steps * count
         if lengths is not None:

@@ -53,9 +53,8 @@ READING = (
     "season",
     "context",
     "standardize",
-    "scale",
 )
-READING_LATER = ("channels", "transform")  # as READING, but left out where they have their default: keys of older versions stay
+READING_LATER = ("channels", "transform", "scale")  # as READING, but left out where they have their default: keys of older versions stay
 LABELLED = ("classification", "tagging", "regression")
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
 from carrywave.model.arguments import checked_lengths
-from carrywave.model.dropout import check_unwrapped, keyed
-from carrywave.model.heads import Pooled
+from carrywave.model.dropout import Dropout, check_unwrapped, keyed
+from carrywave.model.heads import Forecast, Pooled
 from carrywave.model.over_time.front import Front, shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
@@ -64,6 +64,14 @@ class Model(nn.Module):
         if not isinstance(lstm, Recurrent):
             raise UserError(
                 f"the LSTM of a model must be carrywave's, got {type(lstm).__name__}; build one and load the weights with load_state_dict"
+            )
+        for part, dropout in (("dropout_in", dropout_in), ("dropout_out", dropout_out)):
+            if dropout is not None and type(dropout) not in (Dropout, nn.Dropout, nn.Identity):
+                where = "encoder" if part == "dropout_in" else "head"
+                raise UserError(f"{part} is a {type(dropout).__name__}, but only dropout belongs there; make it a part of the {where}")
+        if isinstance(head, Forecast) and head.past_steps and type(head) is not Forecast:
+            raise UserError(
+                f"{type(head).__name__} is a subclass of a head that reads past values; use one of your own, without past_steps"
             )
         if lstm.batch_first:
             raise UserError("the LSTM of a model must be time first; build it without batch_first")

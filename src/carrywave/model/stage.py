@@ -187,6 +187,11 @@ class Stage(nn.Module):
                 f"the head reads the last {self.past_steps} values at every step, but the batch has none; pass Batch.of a history of shape "
                 f"[{self.past_steps - 1} + time, lane, column]"
             )
+        if chunk.history.shape[0] != y.shape[0] + self.past_steps - 1:
+            raise UserError(
+                f"the head reads the last {self.past_steps} values at every step, but the history of the batch has "
+                f"{chunk.history.shape[0] - y.shape[0]} rows before its first step; pass {self.past_steps - 1} of them"
+            )
         return *lengths, self._in_own_dtype(chunk.history).unfold(0, self.past_steps, 1)
 
     def _lengths(self, y: Tensor, chunk: Chunk) -> Tensor:

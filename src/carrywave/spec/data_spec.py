@@ -99,15 +99,15 @@ class DataSpec(Section):
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
     residual: Literal["auto", "none", "last", "season"] = Field(
         "auto",
-        description="forecasting: the model forecasts the difference from this naive forecast; auto: season if data.season is set, or "
-        "else last",
+        description="forecasting: the model forecasts the difference from this naive forecast; auto: the last value with "
+        "model.linear, season if data.season is set without it, or else last",
     )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
         None, description="forecasting: quantiles to forecast, in increasing order"
     )
     context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
     scale: Literal["auto", "deviation", "change"] = Field(
-        "auto",
+        "deviation",
         description="several series: the unit of each: its standard deviation, or its mean absolute seasonal change, in which an "
         "error of 1 is a MASE of 1; auto: change in long format",
     )

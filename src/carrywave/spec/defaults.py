@@ -35,7 +35,7 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
     spec = with_residual(spec)
     if not facts.steps:
         return spec  # only the facts that shape the model are known, not the amount of data
-    spec = _with_front(spec, facts)
+    spec = _with_line(_with_front(spec, facts), facts)
     batch, sequences = spec.batch, max(facts.sequences, 1)
     if spec.streams:
         steps = batch.steps or STEPS
@@ -59,6 +59,14 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
     return spec.model_copy(update={"model": spec.model.model_copy(update=front)})
 
 
+def _with_line(spec: Spec, facts: DataFacts) -> Spec:
+    """With a linear part that reads no more values than series have before most of their origins."""
+    room = max(1, (-(-facts.steps // max(facts.sequences, 1)) - spec.data.horizon) // 2)
+    if spec.task != "forecasting" or spec.model.linear <= room:
+        return spec
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"linear": room})})
+
+
 def _with_epochs(spec: Spec, batches: int) -> Spec:
     """With a number of epochs, and of evaluations without improvement that end the run, for epochs of so many batches."""
     train = spec.train
@@ -73,11 +81,9 @@ def _with_epochs(spec: Spec, batches: int) -> Spec:
 
 def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
     """With `best` or `last` in place of `auto` in train.weights; `valid`: sequences to validate on, None if there is nothing."""
-    if spec.train.weights != AUTO:
-        return spec
     few = spec.task in ("classification", "regression") and valid is not None and valid < ENOUGH_TO_CHOOSE
-    update: dict[str, object] = {"weights": "last" if few else "best"}
-    if few and spec.train.early_stop is None:
+    update: dict[str, object] = {"weights": "last" if few else "best"} if spec.train.weights == AUTO else {}
+    if (few or valid is None) and spec.train.early_stop is None:
         update["early_stop"] = 0  # what is too small to choose by is too small to stop by
     return spec.model_copy(update={"train": spec.train.model_copy(update=update)})
 

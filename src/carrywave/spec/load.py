@@ -104,14 +104,16 @@ def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True
         spec = Spec.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise SpecError(_first_of(_explain(error, tree))) from None
-    if not own and (problems := idle(spec)):
-        raise SpecError(_first_of(problems))
     if own:
-        return _of_earlier_version(spec)
-    return with_task_defaults(spec) if defaults else spec
+        return of_earlier_version(spec)
+    found = with_task_defaults(spec) if defaults else spec
+    given = {f"{section}.{name}" for section in ("data", "model", "batch", "train") for name in getattr(spec, section).model_fields_set}
+    if problems := [line for line in idle(found) if line.split(" ", 1)[0] in given]:  # defaults are nobody's mistake
+        raise SpecError(_first_of(problems))
+    return found
 
 
-def _of_earlier_version(spec: Spec) -> Spec:
+def of_earlier_version(spec: Spec) -> Spec:
     """A run's spec as it was meant: runs of earlier versions did not stop by themselves, and kept the best weights."""
     old = {name: value for name, value in (("early_stop", 0), ("weights", "best")) if name not in spec.train.model_fields_set}
     old |= {"early_stop": 0} if spec.train.early_stop is None else {}

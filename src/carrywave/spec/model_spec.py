@@ -85,6 +85,8 @@ class ModelSpec(Section):
             raise ValueError(f"projection is {self.projection}, but cell={self.cell} has none; remove it")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
             raise ValueError(f"forget_bias is {self.forget_bias:g}, but cell={self.cell} has no forget gate; remove it")
+        if self.front == ():
+            raise ValueError("front lists no layer; list some, or use none")
         if self.layers > DEEPEST:
             raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:

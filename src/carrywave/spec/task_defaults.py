@@ -48,24 +48,29 @@ def _tagging(spec: Spec) -> Sections:
 
 
 def _pooled(spec: Spec) -> Sections:
-    model: dict[str, Any] = {"bidirectional": True, "layers": 1, "pool": "mean_max", "dropout": 0.4, "locked": True}
+    model: dict[str, Any] = {"bidirectional": True, "layers": 1, "pool": "mean_max", "dropout": 0.4, "locked": True, "front": "auto"}
     if isinstance(spec.model.hidden, tuple):
         del model["layers"]
-    front = {"front": "auto", "front_dropout": 0.2} if spec.plan_spec.chunk_steps is None else {}
+    if not ("front" in spec.model.model_fields_set and spec.model.front in ("none", ())):
+        model["front_dropout"] = 0.2
     smoothing = {"label_smoothing": 0.1} if spec.task == "classification" else {}
     train: dict[str, Any] = {"lr": 3e-3, "warmup": 20, **smoothing}
-    if "optimizer" not in spec.train.model_fields_set and "weight_decay" not in spec.train.model_fields_set:
-        train |= {"optimizer": "adamw", "weight_decay": 0.02}
-    return {"model": {**model, **front}, "train": train}
+    train |= _decay(spec, 0.02)
+    return {"model": model, "train": train}
+
+
+def _decay(spec: Spec, decay: float) -> dict[str, Any]:
+    """AdamW with a decay; for another optimizer that is asked for, none."""
+    other = "optimizer" in spec.train.model_fields_set and spec.train.optimizer != "adamw"
+    return {} if other else {"optimizer": "adamw", "weight_decay": decay}
 
 
 def _forecasting(spec: Spec) -> Sections:
     data = spec.data
     train: dict[str, Any] = {"lr": 2e-3} if data.quantiles is not None else {"lr": 2e-3, "loss": "mae"}
-    if "optimizer" not in spec.train.model_fields_set and "weight_decay" not in spec.train.model_fields_set:
-        train |= {"optimizer": "adamw", "weight_decay": 1e-3}
+    train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
-    if data.residual in ("auto", "last") and data.transform == "none":
+    if data.residual in ("auto", "last") and data.transform != "diff":
         model["linear"] = LINEAR
-    scale = {"standardize": "window"} if data.transform == "none" else {}
-    return {"data": {"channels": "independent", **scale}, "model": model, "train": train}
+    scale = {"standardize": "window"} if data.transform != "diff" else {}
+    return {"data": {"channels": "independent", "scale": "auto", **scale}, "model": model, "train": train}

@@ -46,6 +46,9 @@ class Errors:
         return found if self.pinball is None else found | {f"{name}_pinball": self.pinball}
 
 
+ROUNDING = 1e-4  # a forecast that is worse by less is not called worse
+
+
 def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> Errors:
     """Compute the errors of a forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it."""
     ahead = np.arange(1, spec.horizon + 1)
@@ -160,7 +163,7 @@ def verdicts(values: Mapping[str, object]) -> list[str]:
         worse = [
             f"{metric} {ours:.4g} against {theirs:.4g}"
             for metric, ours, theirs in pairs
-            if isinstance(ours, float) and isinstance(theirs, float) and ours > theirs
+            if isinstance(ours, float) and isinstance(theirs, float) and ours > theirs * (1.0 + ROUNDING)
         ]
         if worse:
             found.append(f"worse than {what}: {', '.join(worse)}{beyond}")

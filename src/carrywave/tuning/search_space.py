@@ -23,9 +23,9 @@ MOST_COMBINATIONS = 2000  # that are looked through for one that a spec accepts
 MEASURE = {
     "": ("task", "train.best", "data.train", "data.valid", "data.test", "data.share", "data.split", "data.label", "data.text"),
     "language": ("data.tokens", "data.vocabulary", "data.min_count"),
-    "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing"),
+    "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing", "data.transform", "data.scale"),
     "regression": ("data.standardize",),
-    "loss": ("train.loss", "train.class_weights"),
+    "loss": ("train.loss", "train.class_weights", "train.label_smoothing"),
 }
 
 

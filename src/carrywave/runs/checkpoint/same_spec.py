@@ -10,9 +10,10 @@ from carrywave.data.dealing import LATEST, Dealing
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO
-from carrywave.spec.load import with_new_names
+from carrywave.spec.load import of_earlier_version, with_new_names
 from carrywave.spec.section import Section
 from carrywave.spec.spec import Spec
+from carrywave.spec.task_defaults import LINEAR
 
 # Settings in the train section that may change when a run is resumed.
 MAY_CHANGE = (
@@ -28,18 +29,20 @@ MAY_CHANGE = (
     "shard_optimizer",
 )
 FILES = ("data.train", "data.valid", "data.test")
+FRONT_DROPOUT = "model.front_dropout"  # goes with the front
 # Chosen to fit the data and the devices if they have these values; a run keeps what was chosen for it.
 OPEN: Mapping[str, object] = {
     **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
     **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights"), AUTO),
     "train.epochs": 0,
+    "model.linear": LINEAR,
 }
 
 
 def spec_of(snapshot: Stored) -> Spec:
     """The spec that a snapshot was made with."""
     with sound():
-        return Spec.model_validate(with_new_names(snapshot.meta["spec"]))
+        return of_earlier_version(Spec.model_validate(with_new_names(snapshot.meta["spec"])))
 
 
 def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
@@ -54,7 +57,7 @@ def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
-            if name in OPEN and new == OPEN[name]:
+            if (name in OPEN and new == OPEN[name]) or (name == FRONT_DROPOUT and asked.model.front == AUTO):
                 continue  # left out, it keeps its value
             if files_move and name in FILES and old is not None and new is not None:
                 continue
@@ -75,6 +78,8 @@ def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
         given = sections.get(section, getattr(asked, section))
         if getattr(given, name) == open_value:
             sections[section] = given.model_copy(update={name: getattr(getattr(spec, section), name)})
+    if asked.model.front == AUTO:
+        sections["model"] = sections["model"].model_copy(update={"front_dropout": spec.model.front_dropout})
     return asked.model_copy(update=sections)
 
 

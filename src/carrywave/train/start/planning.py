@@ -117,7 +117,14 @@ def _resolved(given: PlanRequest) -> Plan:
     spec = given.spec
     asked = fewer(spec.plan_spec, given.workers) if launch_record.with_fewer() else spec.plan_spec
     lanes = spec.lanes if spec.streams else None
-    return resolve(asked, layers=given.layers, workers=given.workers, lanes=lanes, pooled=given.pooled, whole=given.whole_head)
+    return resolve(
+        asked,
+        layers=given.layers,
+        workers=given.workers,
+        lanes=lanes,
+        pooled=given.pooled,
+        whole=given.whole_head or bool(spec.model.front_layers),
+    )
 
 
 def _known(world: World, units: Units, workers: int) -> Profile | None:

@@ -214,7 +214,8 @@ class SplitCheck:
                     return  # one is enough to refuse the plan
             thorough = False
         if first:
-            few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
+            tried = batch if self.stage.has_head else batch.without(inputs=False, targets=True)  # of which only a head knows the shape
+            few = few_of(tried.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
             cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
             cuts += [] if self._cuts_lanes else [few.halves]
             how = Trial((True, False), thorough, self.precision, beside=beside)

@@ -18,7 +18,7 @@ STEPWISE: frozenset[type[nn.Module]] = frozenset(
 GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]  # called for every module
 
 
-_METHODS = ("forward", "loss", "start", "pool")  # that a step calls
+_METHODS = ("forward", "loss", "score", "start", "pool", "over_steps")  # that a step calls
 
 
 def stepwise(module: nn.Module) -> bool:
