@@ -81,7 +81,7 @@ class Batch:
         device = inputs.device
         if history is not None and (history.dim() != 3 or history.shape[0] < steps or history.shape[1] != count):
             raise UserError(
-                f"history has shape {list(history.shape)} for {steps} steps and {count} lanes; pass [past - 1 + {steps}, {count}, columns]: "
+                f"history has shape {list(history.shape)} for {steps} steps, {count} lanes; pass [past - 1 + {steps}, {count}, columns], "
                 "the values before the first step, and then that of each step"
             )
         lengths_B = _one_a_lane(steps if lengths is None else lengths, "lengths", count, torch.int64, device)
