@@ -70,6 +70,7 @@ def test_every_row_is_a_spec(tmp_path: Path) -> None:
         assert spec.task == data_set.words[0].removeprefix("task=")
 
 
+@pytest.mark.slow
 def test_the_naive_forecast_of_the_bench_is_that_of_the_run(tmp_path: Path) -> None:
     words = wide_file(tmp_path)
     call("train", *words, *SMALL, "--run", str(tmp_path / "run"), "--device", "cpu")
@@ -146,6 +147,7 @@ def sequences_file(path: Path, count: int, *, text: bool = False, tagged: bool =
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["numbers", "text", "tags"])
 def test_the_peers_learn_what_is_easy(tmp_path: Path, kind: str) -> None:
     how = {"text": kind != "numbers", "tagged": kind == "tags"}
@@ -161,6 +163,7 @@ def test_the_peers_learn_what_is_easy(tmp_path: Path, kind: str) -> None:
     assert "majority 0.5" in simple["note"] or kind == "tags"
 
 
+@pytest.mark.slow
 def test_plain_pytorch_reads_text_as_a_run_does(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("abcdefgh" * 400)
     words = ["task=language", f"data.train={tmp_path / 'train.txt'}", "batch.lanes=4", "batch.steps=20", "model.hidden=16"]

@@ -88,6 +88,7 @@ def test_runs_that_held_out_other_rows_are_not_evaluated_on_them(labels: list[Pa
         cw.evaluate(labels, device="cpu")
 
 
+@pytest.mark.slow
 def test_tags_are_the_likeliest_on_average(folder: Path) -> None:
     draw = np.random.default_rng(2)
     rows = [{"steps": draw.normal(size=(5, 2)).tolist(), "labels": [str(n % 2) for n in range(5)]} for _ in range(12)]
@@ -125,6 +126,7 @@ def series(folder: Path) -> Path:
     return folder / "series.csv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantiles", [None, [0.1, 0.5, 0.9]])
 def test_forecasts_are_averaged_in_the_units_of_the_data(folder: Path, series: Path, quantiles: list[float] | None) -> None:
     """One run with a residual, one with a scale of its own: they add and multiply different things."""
@@ -172,6 +174,7 @@ def speakers(folder: Path) -> list[Path]:
     return [first, second]
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_that_of_the_mean_probability_of_each_token(folder: Path, speakers: list[Path]) -> None:
     (folder / "other.txt").write_text("abcdefgh\nhgfedcba\nabab\n")
     saved = [open_run(run, "cpu") for run in speakers]
@@ -212,6 +215,7 @@ def test_runs_that_do_not_predict_the_same_thing_are_refused(
         cw.predict(labels, sequences, model=torch.nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 def test_the_commands_take_runs_and_then_the_data(folder: Path, labels: list[Path], sequences: list[dict[str, Any]]) -> None:
     data = write(folder / "new.jsonl", sequences)
     runs, out, figures = [str(run) for run in labels], folder / "out.jsonl", folder / "figures.json"

@@ -425,6 +425,7 @@ def of_cell(step: Callable[..., tuple[Tensor, ...]]) -> nn.Module:
     return Own(FEATURES, WIDTH, num_layers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [MICRO, CHUNKS, {**CHUNKS, **MICRO}])
 def test_cells_and_parametrizations_of_the_users_own_are_compared_too(plan: dict[str, Any]) -> None:
     assert with_layers(of_cell(tanh), plan) == pytest.approx(with_layers(of_cell(tanh), {}), rel=1e-9)

@@ -61,6 +61,7 @@ def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
     assert [row["train.lr"] for row in other] != [row["train.lr"] for row in first[:2]]
 
 
+@pytest.mark.slow
 def test_a_search_in_two_parts_makes_the_trials_of_one(tmp_path: Path) -> None:
     whole = tune(tmp_path / "a", {"train.lr": RATES}, trials=8)
     tune(tmp_path / "b", {"train.lr": RATES}, trials=3)
@@ -75,6 +76,7 @@ def test_no_combination_of_choices_is_tried_twice(tmp_path: Path) -> None:
     assert sorted((row["model.hidden"], row["model.layers"]) for row in rows) == [(4, 1), (4, 2), (8, 1), (8, 2)]
 
 
+@pytest.mark.slow
 def test_a_hopeless_trial_is_stopped_and_its_folder_says_so(tmp_path: Path) -> None:
     found = tune(tmp_path / "s", {"train.lr": (1e-3, 1.0)}, trials=14)
     pruned = [row for row in found.rows if row["state"] == "pruned"]
@@ -104,6 +106,7 @@ def test_a_search_in_which_all_fail_ends(tmp_path: Path) -> None:
         tune(tmp_path / "s", {"train.lr": (6.0, 9.0)})
 
 
+@pytest.mark.slow
 def test_trials_side_by_side(tmp_path: Path) -> None:
     found = tune(tmp_path / "s", {"train.lr": RATES}, trials=5, at_once=3)
     assert [row["state"] for row in found.rows] == ["finished"] * 5
