@@ -15,6 +15,7 @@ from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
+from carrywave.model.over_time import pooling
 from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.step import trainer, worker_setup
 from carrywave.step.passes import executor
@@ -57,7 +58,7 @@ def _last_padded_step(rank: int) -> Any:
     def wrong(y_TBP: Tensor, lengths_B: Tensor, otherwise_BP: Tensor) -> Tensor:
         return y_TBP[-1]
 
-    return mock.patch.object(heads, "last_real", wrong)
+    return mock.patch.object(pooling, "last_real", wrong)
 
 
 def _update(change: Callable[[tuple[Batch, ...]], tuple[Batch, ...]]) -> Any:

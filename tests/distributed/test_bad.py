@@ -54,7 +54,16 @@ def spec(folder: Path, plan: dict[str, Any] | None = None, **keys: Any) -> dict[
         "data": {"train": str(folder / "text.txt"), "tokens": "char"},
         "model": {"hidden": 6, "layers": 3, "dropout": 0.3, "tie": True},
         "batch": {"lanes": 5, "steps": 7},
-        "train": {"precision": "fp64", "lr": 0.02, "clip": 0.5, "epochs": 2, "accumulate": 2, "log_every": 3, **keys},
+        "train": {
+            "precision": "fp64",
+            "lr": 0.02,
+            "clip": 0.5,
+            "epochs": 2,
+            "accumulate": 2,
+            "log_every": 3,
+            "schedule": "constant",
+            **keys,
+        },
         **({"plan": plan} if plan else {}),
     }
 

@@ -24,7 +24,7 @@ def spec(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "data": {"train": str(folder / "text.txt"), "tokens": "char", "cache": str(folder / "cache")},
         "model": {"hidden": 6, "layers": 3, "dropout": 0.3},
         "batch": {"lanes": 5, "steps": 7},
-        "train": {"optimizer": "adam", "epochs": 1, "max_steps": 10, "snapshot_every": 3, "keep": 9},
+        "train": {"optimizer": "adam", "epochs": 1, "max_steps": 10, "snapshot_every": 3, "keep": 9, "schedule": "constant"},
         "plan": plan,
     }
 

@@ -24,14 +24,14 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     if train is None:
         return frozenset()
     if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None and spec.model.init_bias == "frequency":
+        rows = head.rows if isinstance(head, Softmax) else None
         if not head.bias.is_meta:
             logs = torch.from_numpy(_log_frequencies(spec, train, head.classes))
             weights = None if head.weights is None else head.weights.double()
             logs = logs if weights is None or weights.is_meta else _weighted(logs, weights.cpu())
-            rows = head.rows if isinstance(head, Softmax) else None
             with torch.no_grad():
                 head.bias.copy_(logs if rows is None else logs[rows.low : rows.high])
-        return frozenset({"head.bias"})
+        return frozenset({"head.bias"}) if rows is None else frozenset()  # rows of a split vocabulary are no other worker's
     if isinstance(head, Forecast) and head.line is not None:
         if not head.line.weight.is_meta:
             fitted = fit_line(train, np.array(codec.targets), spec.model.linear, spec.data.horizon)
