@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from carrywave.data.sequences import Sequences
-from carrywave.data.tables.window_scale import FLOOR, WindowScale, window_scale
+from carrywave.data.tables.window_scale import WindowScale, window_scale
+from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 
 def by_definition(values: np.ndarray, row: int, steps: int) -> tuple[float, float]:
     last = np.array([values[max(place, 0)] for place in range(row - steps + 1, row + 1)])
-    return float(last.mean()), float(np.sqrt(max(last.var(), FLOOR**2)))
+    return float(last.mean()), float(np.sqrt(max(last.var(), LEAST_DEVIATION**2)))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 40])
@@ -23,7 +24,7 @@ def test_mean_and_deviation_of_the_last_values(steps: int) -> None:
             wanted = by_definition(values[:, column], row, steps)
             # Products of sums of float64 numbers near one.
             assert (mean[row, column], deviation[row, column]) == pytest.approx(wanted, rel=1e-10)
-    assert (deviation[:, 1] == FLOOR).all()
+    assert (deviation[:, 1] == LEAST_DEVIATION).all()
 
 
 def test_rows_of_any_sequence_are_found_and_none_reads_another() -> None:

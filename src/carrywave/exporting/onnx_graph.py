@@ -21,8 +21,9 @@ from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
-from carrywave.model.heads import LEAST_DEVIATION, Forecast, Line, Pooled, Softmax
+from carrywave.model.heads import Forecast, Line, Pooled, Softmax
 from carrywave.model.over_time.front import Front
+from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 

@@ -26,9 +26,9 @@ from carrywave.kernels.deferred_gradients import linear
 from carrywave.model.over_time import pooling
 from carrywave.model.vocabulary import rows as vocabulary_rows
 from carrywave.model.vocabulary.rows import Rows
+from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 IGNORED = -100  # an integer target that does not count
-LEAST_DEVIATION = 0.1  # of recent values, in standardised units: a flat stretch does not make everything after it huge
 
 Accumulator = tuple[Tensor, Tensor]  # (what was seen of each lane [B, R], as `pooling` keeps it; steps so far [B] int64)
 

@@ -1,5 +1,5 @@
-"""What a spec leaves open: batch sizes, chosen from the data, what forecasts are relative to (`data.residual: auto`), and the precision
-(`train.precision: auto`), from the devices.
+"""What a spec leaves open: batch sizes, epochs, patience, a front and what forecasts are relative to, chosen from the data, and the
+precision (`train.precision: auto`), from the devices.
 
 A batch size is chosen so that an epoch has enough steps and a batch enough sequences. Torch-free: a laptop plans with the precision that a
 cluster will use.

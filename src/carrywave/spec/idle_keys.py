@@ -6,7 +6,7 @@ older version may have written what is refused today.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -154,9 +154,9 @@ def is_set(spec: Spec, key: str) -> bool:
     return bool(getattr(values, name) != type(values).model_fields[name].default)
 
 
-def idle(spec: Spec) -> list[str]:
-    """A line for each key that is set and acts on nothing."""
-    return [f"{key} {why}" for key, rule in ACTS.items() if is_set(spec, key) and (why := rule(spec)) is not None]
+def idle(spec: Spec, given: Collection[str]) -> list[str]:
+    """A line for each key that is among those given, has another value than its default, and acts on nothing."""
+    return [f"{key} {why}" for key, rule in ACTS.items() if key in given and is_set(spec, key) and (why := rule(spec)) is not None]
 
 
 def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Iterator[str]:

@@ -108,7 +108,7 @@ def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True
         return of_earlier_version(spec)
     found = with_task_defaults(spec) if defaults else spec
     given = {f"{section}.{name}" for section in ("data", "model", "batch", "train") for name in getattr(spec, section).model_fields_set}
-    if problems := [line for line in idle(found) if line.split(" ", 1)[0] in given]:  # defaults are nobody's mistake
+    if problems := idle(found, given):  # a default is nobody's mistake
         raise SpecError(_first_of(problems))
     return found
 

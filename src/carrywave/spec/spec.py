@@ -17,7 +17,7 @@ from carrywave.spec.section import Section
 from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.train_spec import TrainSpec, check_best
 
-PAST_STEPS = 96  # values behind a scale that follows the data, unless a linear part says how many it reads
+PAST_STEPS = 96  # last values that a straight line reads, and that give a moving scale, where a spec does not say how many
 
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 

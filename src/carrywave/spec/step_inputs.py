@@ -11,6 +11,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 WIDEST = 32  # of a category's embedding
+LEAST_DEVIATION = 0.1  # of the last values, in units of train's: a flat stretch does not make everything after it huge
 
 
 @dataclass(frozen=True)

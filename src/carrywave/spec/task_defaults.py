@@ -10,12 +10,11 @@ from typing import Any
 
 from carrywave.cells.cell import by_name
 from carrywave.spec.section import Section
-from carrywave.spec.spec import Spec
+from carrywave.spec.spec import PAST_STEPS, Spec
 
 ADAM = ("adam", "adamw")
 # Language: the learning rate of Adam times the width of the widest layer, of at least 128 units.
 WIDTH_RATE = {"char": 1.28, "byte": 1.28, "word": 0.4, "bpe": 0.4}
-LINEAR = 96  # last values that the linear part of a forecast reads
 
 Sections = dict[str, dict[str, Any]]
 
@@ -71,6 +70,6 @@ def _forecasting(spec: Spec) -> Sections:
     train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
     if data.residual in ("auto", "last") and data.transform != "diff":
-        model["linear"] = LINEAR
+        model["linear"] = PAST_STEPS
     scale = {"standardize": "window"} if data.transform != "diff" else {}
     return {"data": {"channels": "independent", "scale": "auto", **scale}, "model": model, "train": train}

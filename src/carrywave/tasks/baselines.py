@@ -23,6 +23,7 @@ PREFIXES = tuple(f"{name}_" for name in BASELINES)
 LAGS = "ridge_lags"  # beside the metrics: how many last values the line reads
 MOST_PRODUCTS = 1e11  # multiplications of a line's forecasts for a part; for more there are none
 BLOCK_VALUES = 1 << 22  # what is read of a part at once
+ROUNDING = 1e-4  # a forecast that is worse by less is not called worse
 
 Forecast = Callable[[Ints], NDArray[Any]]  # from rows [R] of one series, one after another, to [R, H, C]
 Reals = NDArray[np.float64]
@@ -44,9 +45,6 @@ class Errors:
             found = {f"{name}_mae": float(self.absolute_HC.mean()), f"{name}_rmse": float(np.sqrt(self.square_HC.mean()))}
             found |= {} if self.scaled is None else {f"{name}_mase": self.scaled}
         return found if self.pinball is None else found | {f"{name}_pinball": self.pinball}
-
-
-ROUNDING = 1e-4  # a forecast that is worse by less is not called worse
 
 
 def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> Errors:

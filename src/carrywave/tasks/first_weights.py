@@ -15,11 +15,14 @@ from carrywave.data.sequences import Sequences
 from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.spec.spec import Spec
-from carrywave.tasks.ridge import fit_line
+from carrywave.tasks.ridge import Line, fit_line
 
 
-def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences | None) -> frozenset[str]:
-    """Set what this worker holds of such weights, if there is data to begin from; return the names of all of them."""
+def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences | None, line: Line | None) -> frozenset[str]:
+    """Set what this worker holds of such weights, if there is data to begin from; return the names of all of them.
+
+    `line`: the straight line that forecasts are compared with, which is not fitted again if it reads as many values.
+    """
     head = model.head
     if train is None:
         return frozenset()
@@ -34,10 +37,11 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
         return frozenset({"head.bias"}) if rows is None else frozenset()  # rows of a split vocabulary are no other worker's
     if isinstance(head, Forecast) and head.line is not None:
         if not head.line.weight.is_meta:
-            fitted = fit_line(train, np.array(codec.targets), spec.model.linear, spec.data.horizon)
+            if line is None or line.weights_CNK.shape[1] != spec.model.linear:
+                line = fit_line(train, np.array(codec.targets), spec.model.linear, spec.data.horizon)
             with torch.no_grad():
-                head.line.weight.copy_(torch.from_numpy(fitted.weights_CNK))
-                head.line.bias.copy_(torch.from_numpy(fitted.bias_CK))
+                head.line.weight.copy_(torch.from_numpy(line.weights_CNK))
+                head.line.bias.copy_(torch.from_numpy(line.bias_CK))
         return frozenset({"head.line.weight", "head.line.bias"})
     return frozenset()
 

@@ -177,7 +177,7 @@ class Task:
         initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias, init_scale=spec.init_scale)
         model.drawn = holding is not None
         model.rounded_by_host = rounded_by_host(model, spec.init)
-        model.rounded_by_host |= set_first_weights(model, self.spec, self.codec, train)
+        model.rounded_by_host |= set_first_weights(model, self.spec, self.codec, train, self.line)
         if spec.pretrained is not None and holds_layers(spec.pretrained):
             load_lstm(lstm, read_lstm(spec.pretrained), spec.pretrained)
         elif spec.pretrained is not None:

@@ -5,10 +5,10 @@ At row t of a series x, whose first row is 0, with the last N values x[t-N+1], �
 
     mean      = sum of the N values / N
     variance  = sum of (value - mean)² / N
-    deviation = sqrt(max(variance, FLOOR²))
+    deviation = sqrt(max(variance, LEAST_DEVIATION²))
 
-Values are those of `Sequences.inputs`, in units of train's deviation, so a stretch that hardly changes is not blown up more than 1 / FLOOR
-times. Nothing after row t is read. Shapes: R rows, C columns.
+Values are those of `Sequences.inputs`, in units of train's deviation, so a stretch that hardly changes is not blown up more than
+1 / LEAST_DEVIATION times. Nothing after row t is read. Shapes: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints, Sequences
-
-FLOOR = 0.1  # of train's deviation, which is 1 in standardised units
+from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 
 def window_scale(values_RC: NDArray[Any], steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -30,7 +29,7 @@ def window_scale(values_RC: NDArray[Any], steps: int) -> tuple[NDArray[np.float6
     gap_RC = np.asarray(values_RC, np.float64) - first_C
     mean_RC = _moving_sum(gap_RC, steps) / steps
     variance_RC = _moving_sum(gap_RC**2, steps) / steps - mean_RC**2
-    return mean_RC + first_C, np.sqrt(np.maximum(variance_RC, FLOOR**2))
+    return mean_RC + first_C, np.sqrt(np.maximum(variance_RC, LEAST_DEVIATION**2))
 
 
 def _moving_sum(values_RC: NDArray[np.float64], steps: int) -> NDArray[np.float64]:

@@ -12,8 +12,7 @@ from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import of_earlier_version, with_new_names
 from carrywave.spec.section import Section
-from carrywave.spec.spec import Spec
-from carrywave.spec.task_defaults import LINEAR
+from carrywave.spec.spec import PAST_STEPS, Spec
 
 # Settings in the train section that may change when a run is resumed.
 MAY_CHANGE = (
@@ -35,7 +34,7 @@ OPEN: Mapping[str, object] = {
     **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
     **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights"), AUTO),
     "train.epochs": 0,
-    "model.linear": LINEAR,
+    "model.linear": PAST_STEPS,
 }
 
 
