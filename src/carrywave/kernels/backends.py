@@ -17,11 +17,13 @@ from carrywave.cells.cell import Cell
 from carrywave.errors import PlanError
 from carrywave.kernels import reference
 from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
 # One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step.
-Backend = Callable[[Tensor, Any, Layer, Tensor | None], tuple[Tensor, Any]]
+# A backend that runs layers with marks takes them by their name, `marks`.
+Backend = Callable[..., tuple[Tensor, Any]]
 
 
 def known(asked: str, names: Iterable[str]) -> str:
@@ -34,13 +36,16 @@ def known(asked: str, names: Iterable[str]) -> str:
     return name
 
 
-def in_dtype_of(x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend) -> tuple[Tensor, AnyCarry]:
+def in_dtype_of(
+    x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
     """Run a backend in the dtype of x. The carry keeps its own, so that it is the same in every chunk and window."""
     compute = x_TBI.dtype
     weights = tuple(direction.to(compute) for direction in layer)
+    named = {} if marks is None else {"marks": marks}
     if all(part.dtype == compute for part in carry):
-        return backend(x_TBI, carry, weights, lengths_B)
-    y_TBO, end = backend(x_TBI, changed(carry, lambda part: part.to(compute)), weights, lengths_B)
+        return backend(x_TBI, carry, weights, lengths_B, **named)
+    y_TBO, end = backend(x_TBI, changed(carry, lambda part: part.to(compute)), weights, lengths_B, **named)
     return y_TBO, changed(end, lambda part, own: part.to(own.dtype), carry)
 
 
@@ -64,14 +69,22 @@ class Backends:
         layer: Layer,
         lengths_B: Tensor | None,
         *,
+        marks: StepMarks | None = None,
         clean: bool = False,
         chunk: WindowChunk | None = None,
     ) -> tuple[Tensor, AnyCarry]:
         """Run a layer: outputs in the dtype of x, the carry in its own dtype. `clean` and `chunk` as in `run_layers`."""
         self.check(asked)
-        return in_dtype_of(x_TBI, carry, layer, lengths_B, self.backend)
+        return in_dtype_of(x_TBI, carry, layer, lengths_B, self.backend, marks)
 
-    def wave_of(self, asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Any:
+    def wave_of(
+        self,
+        asked: str,
+        x_TBI: Tensor,
+        layers: Sequence[Layer],
+        chunk: WindowChunk | None = None,
+        marks: Sequence[StepMarks | None] | None = None,
+    ) -> Any:
         """How to run layers concurrently; None to run them one after the other."""
         return None
 

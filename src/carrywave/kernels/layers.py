@@ -19,6 +19,7 @@ from carrywave.kernels.backends import Backends, backends_of
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 from carrywave.kernels.lengths import real_steps
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
@@ -36,6 +37,7 @@ def run_layers(
     dropout: float = 0.0,
     locked: bool = False,
     norms: Sequence[Norm | None] | None = None,
+    marks: Sequence[StepMarks | None] | None = None,
     key: Tensor | None = None,
     lanes: Tensor | None = None,
     start: int = 0,
@@ -48,8 +50,8 @@ def run_layers(
 
     `full`: the host knows that every step is real, whatever `lengths` holds. Dropout follows layer i if there is a site for it: a
     whole stack has one site fewer than layers. Its coordinates are (start + time, lane, unit), without time when `locked`; `lanes`
-    are the global lane numbers. `norms` apply to each layer's output, not to its carry. `clean`: padding of x already holds zeros.
-    `chunk`: the steps are one chunk of this window, and the carries are those that the chunk before it returned.
+    are the global lane numbers. `norms` apply to each layer's output, not to its carry; `marks` are those of each layer. `clean`: padding
+    of x already holds zeros. `chunk`: the steps are one chunk of this window, and the carries are those that the chunk before it returned.
     """
     real_TB1 = None if full or lengths is None else real_steps(lengths, x_TBI.shape[0])
     lengths = None if real_TB1 is None else lengths
@@ -68,15 +70,16 @@ def run_layers(
     # Backends compute in a single dtype, so the autocast that chose it must not cast inside them.
     with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
-        wave = backends.wave_of(backend, y_TBO, layers, chunk) if norms is None else None
+        wave = backends.wave_of(backend, y_TBO, layers, chunk, marks) if norms is None else None
         if wave is not None:
             like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
             masks = (mask_after(number, like_TBO) for number in range(len(layers) - 1))
-            ran = backends.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave, clean=clean, chunk=chunk)
+            ran = backends.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave, marks=marks, clean=clean, chunk=chunk)
             if ran is not None:
                 return dropped_after(len(layers) - 1, ran[0]), ran[1]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
-            y_TBO, end = backends.run(backend, y_TBO, carry, layer, lengths, clean=clean or number > 0, chunk=chunk)
+            mark = None if marks is None else marks[number]
+            y_TBO, end = backends.run(backend, y_TBO, carry, layer, lengths, marks=mark, clean=clean or number > 0, chunk=chunk)
             ends.append(end)
             norm = None if norms is None else norms[number]
             if norm is not None:

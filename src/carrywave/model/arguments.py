@@ -1,10 +1,10 @@
-"""Checks what a user passes to a stack of layers: options, x, lengths and carries. Messages name the user's class."""
+"""Checks what a user passes to a stack of layers: options, x, lengths, resets and carries. Messages name the user's class."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from carrywave.kernels.lengths import one_a_lane, out_of_range
 if TYPE_CHECKING:
     from carrywave.model.recurrent import Recurrent
 
+# One tensor for each part of the carry, of all layers, or only the tensor if the cell has one part; or such a tuple for each layer.
+GivenCarry = Tensor | Sequence[Tensor] | Sequence[Sequence[Tensor]]
 _SHORT = (torch.float32, *HALVES)  # dtypes that autocast converts between
 
 
@@ -44,6 +46,49 @@ def checked_lengths(lengths: Tensor | Sequence[int], steps: int, count: int, dev
     if (found := out_of_range(lengths_B, steps)) is not None:
         raise UserError(f"lengths range from {found[0]} to {found[1]}; they must be between 0 and the {steps} steps of x")
     return lengths_B.to(device=device, dtype=torch.int64)
+
+
+def checked_resets(layers: Recurrent, resets: Tensor, x: Tensor, lanes_first: bool) -> Tensor:
+    """Resets [T, B] on the device of x, from the layout of x."""
+    resets = torch.as_tensor(resets)
+    if resets.shape != x.shape[:-1] or resets.dtype != torch.bool:
+        raise UserError(
+            f"{type(layers).__name__} got resets of shape {list(resets.shape)} in {resets.dtype}; pass true or false for each step of each "
+            f"lane, {list(x.shape[:-1])} in torch.bool"
+        )
+    resets = resets.to(x.device)
+    return resets[:, None] if x.dim() == 2 else resets.transpose(0, 1) if lanes_first else resets
+
+
+def split_carry(layers: Recurrent, carry: GivenCarry, lanes: int, *, batched: bool = True) -> AnyCarries:
+    """One carry per layer, checked, from torch's stacked form or from a sequence of per-layer carries."""
+    names = layers.cell.parts
+    each = f"({', '.join(names)}{',' * (len(names) == 1)})"
+    carry = [carry] if isinstance(carry, Tensor) else carry
+    given: list[tuple[Tensor, ...]]
+    if len(carry) == len(names) and all(isinstance(part, Tensor) for part in carry):
+        stacked = cast(Sequence[Tensor], carry)
+        if len(set(layers.widths)) > 1:
+            raise UserError(f"layers of widths {list(layers.widths)} need one {each} each; pass a tuple of {layers.num_layers} of them")
+        rows = layers.num_layers * layers.directions
+        if any(part.shape[:1] != (rows,) for part in stacked):
+            shown = " and ".join(str(list(part.shape)) for part in stacked)
+            raise UserError(f"carry has shapes {shown}; the first dimension must be {rows}, one for each layer and direction")
+        given = list(zip(*(torch.split(part, layers.directions) for part in stacked), strict=True))
+    else:
+        given = [tuple(parts) for parts in carry]
+    if len(given) != layers.num_layers:
+        raise UserError(f"expected {layers.num_layers} carries, got {len(given)}; pass one {each} for each layer")
+    if (wrong := next((parts for parts in given if len(parts) != len(names)), None)) is not None:
+        raise UserError(f"a layer's carry has {len(wrong)} parts; pass {each} for each layer")
+    for layer, parts in enumerate(given):
+        for (name, width), part in zip(layers.carry_widths(layer).items(), parts, strict=True):
+            got, want = list(part.shape), [layers.directions, *([lanes] if batched else []), width]
+            if got != want:
+                raise UserError(
+                    f"carry {name} of layer {layer} has shape {got}, expected {want}; build a new one for these layers and lanes"
+                )
+    return tuple(layers.cell.carry(*(part if batched else part[:, None] for part in parts)) for parts in given)
 
 
 def check_dtypes(layers: Recurrent, carries: AnyCarries, x: Tensor) -> None:

@@ -27,12 +27,12 @@ from carrywave.kernels.carry import AnyCarries, changed
 from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lengths import one_a_lane, packed_like
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
 from carrywave.model import arguments
+from carrywave.model.arguments import GivenCarry
 
-# One tensor for each part of the carry, of all layers, or only the tensor if the cell has one part; or such a tuple for each layer.
-GivenCarry = Tensor | Sequence[Tensor] | Sequence[Sequence[Tensor]]
 _MORE = ("locked", "weight_drop", "layer_norm", "learned_carry", "kernel")  # options that nn.LSTM does not have
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the order of `LayerWeights`
 
@@ -191,14 +191,16 @@ class Recurrent(nn.Module):
         start: int = 0,
         full: bool = False,
         fresh: Tensor | Sequence[bool] | None = None,
+        resets: Tensor | None = None,
         input: Tensor | PackedSequence | None = None,
         hx: GivenCarry | None = None,
     ) -> tuple[Tensor, Any]:
         """Outputs and the carry at each lane's last real step, in torch's shapes; if widths differ, one carry per layer.
 
         x is [T, B, I], [B, T, I] with batch_first, or [T, I] unbatched. `fresh` [B]: lanes that start from the initial carry instead of
-        the given one. Without a key, dropout in training uses the scope's, or one drawn from torch's default generator.
-        `input` and `hx` are torch's names for x and carry. Outputs of a PackedSequence are packed like it.
+        the given one. `resets`, true or false for each step of each lane, in the layout of x: a new sequence starts with this step, from
+        the initial carry (and the reverse direction ends there). Without a key, dropout in training uses the scope's, or one drawn from
+        torch's default generator. `input` and `hx` are torch's names for x and carry. Outputs of a PackedSequence are packed like it.
         """
         given_x, carry = arguments.either(self, "x", x, "input", input), arguments.either(self, "carry", carry, "hx", hx)
         packed = given_x if isinstance(given_x, PackedSequence) else None
@@ -213,12 +215,15 @@ class Recurrent(nn.Module):
         if steps == 0:
             raise UserError(f"{type(self).__name__} got x of shape {list(x.shape)}; x must have at least one step")
         lengths_B = None if lengths is None else arguments.checked_lengths(lengths, steps, count, x.device)
+        resets_TB = None if resets is None else arguments.checked_resets(self, resets, x, lanes_first)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
         if carry is not None:
             arguments.check_dtypes(self, given, x)
-        y_TBO, ends = self.run(x_TBI, given, lengths=lengths_B, fresh=fresh_B, lanes=lanes_B, start=start, key=key, full=full)
+        y_TBO, ends = self.run(
+            x_TBI, given, lengths=lengths_B, fresh=fresh_B, resets=resets_TB, lanes=lanes_B, start=start, key=key, full=full
+        )
         if packed is not None:
             return cast(Tensor, packed_like(y_TBO, torch.as_tensor(lengths), packed)), self.join(ends)
         y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if lanes_first else y_TBO
@@ -232,6 +237,7 @@ class Recurrent(nn.Module):
         *,
         lengths: Tensor | None = None,
         fresh: Tensor | None = None,
+        resets: Tensor | None = None,
         lanes: Tensor | None = None,
         start: int = 0,
         key: Tensor | None = None,
@@ -267,6 +273,7 @@ class Recurrent(nn.Module):
             dropout=self.dropout,
             locked=self.locked,
             norms=norms,
+            marks=self._marks(layers, resets, x_TBI),
             key=key,
             lanes=lanes,
             start=start,
@@ -275,6 +282,13 @@ class Recurrent(nn.Module):
             clean=clean,
             chunk=chunk,
         )
+
+    def _marks(self, layers: range, resets: Tensor | None, like: Tensor) -> list[StepMarks] | None:
+        """What happens to the carry of each layer at some steps."""
+        if resets is None:
+            return None
+        starts = self.initial(1, like.dtype, like.device, layers) if self.learned_carry else [None] * len(layers)
+        return [StepMarks(resets, start) for start in starts]
 
     def _weights_of(self, layers: range, key: Tensor | None, chunk: WindowChunk | None) -> list[Layer]:
         """The weights of some layers, for a chunk. A backend that has begun with the window's first chunk keeps those it was given then."""
@@ -329,33 +343,7 @@ class Recurrent(nn.Module):
 
     def split(self, carry: GivenCarry, lanes: int, *, batched: bool = True) -> AnyCarries:
         """One carry per layer, checked, from torch's stacked form or from a sequence of per-layer carries."""
-        names = self.cell.parts
-        each = f"({', '.join(names)}{',' * (len(names) == 1)})"
-        carry = [carry] if isinstance(carry, Tensor) else carry
-        given: list[tuple[Tensor, ...]]
-        if len(carry) == len(names) and all(isinstance(part, Tensor) for part in carry):
-            stacked = cast(Sequence[Tensor], carry)
-            if len(set(self.widths)) > 1:
-                raise UserError(f"layers of widths {list(self.widths)} need one {each} each; pass a tuple of {self.num_layers} of them")
-            rows = self.num_layers * self.directions
-            if any(part.shape[:1] != (rows,) for part in stacked):
-                shown = " and ".join(str(list(part.shape)) for part in stacked)
-                raise UserError(f"carry has shapes {shown}; the first dimension must be {rows}, one for each layer and direction")
-            given = list(zip(*(torch.split(part, self.directions) for part in stacked), strict=True))
-        else:
-            given = [tuple(parts) for parts in carry]
-        if len(given) != self.num_layers:
-            raise UserError(f"expected {self.num_layers} carries, got {len(given)}; pass one {each} for each layer")
-        if (wrong := next((parts for parts in given if len(parts) != len(names)), None)) is not None:
-            raise UserError(f"a layer's carry has {len(wrong)} parts; pass {each} for each layer")
-        for layer, parts in enumerate(given):
-            for (name, width), part in zip(self.carry_widths(layer).items(), parts, strict=True):
-                got, want = list(part.shape), [self.directions, *([lanes] if batched else []), width]
-                if got != want:
-                    raise UserError(
-                        f"carry {name} of layer {layer} has shape {got}, expected {want}; build a new one for these layers and lanes"
-                    )
-        return tuple(self.cell.carry(*(part if batched else part[:, None] for part in parts)) for parts in given)
+        return arguments.split_carry(self, carry, lanes, batched=batched)
 
     def join(self, carries: AnyCarries) -> Any:
         """Torch's stacked form if all widths are equal (the tensor itself if the carry has one part), otherwise the carries unchanged."""

@@ -24,6 +24,7 @@ from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.lstm import aten, manual
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
 
@@ -72,6 +73,7 @@ def run(
     layer: Layer,
     lengths_B: Tensor | None,
     *,
+    marks: StepMarks | None = None,
     clean: bool = False,
     chunk: WindowChunk | None = None,
 ) -> tuple[Tensor, AnyCarry]:
@@ -80,6 +82,8 @@ def run(
     `clean`: padding already holds zeros, as in the output of a layer. `chunk`: the steps are one chunk of this window; what a backend
     has begun, it finishes.
     """
+    if marks is not None:
+        return in_dtype_of(x_TBI, carry, layer, lengths_B, reference.layer, marks)
     begun = _begun(chunk, layer)
     name = "persistent" if begun else choose(asked, x_TBI, layer)
     if name == "persistent":
@@ -95,9 +99,15 @@ def run(
     return in_dtype_of(x_TBI, carry, layer, lengths_B, backend)
 
 
-def wave_of(asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Wave | None:
+def wave_of(
+    asked: str,
+    x_TBI: Tensor,
+    layers: Sequence[Layer],
+    chunk: WindowChunk | None = None,
+    marks: Sequence[StepMarks | None] | None = None,
+) -> Wave | None:
     """How to run layers concurrently on one GPU; None to run them one after the other, each on the backend chosen for it."""
-    if len(layers) < 2:
+    if len(layers) < 2 or marks is not None:
         return None
     held = windowed.held_by(chunk, [layer[0] for layer in layers])
     if held is not None:
@@ -115,6 +125,7 @@ def run_wave(
     lengths_B: Tensor | None,
     how: Wave,
     *,
+    marks: Sequence[StepMarks | None] | None = None,
     clean: bool = False,
     chunk: WindowChunk | None = None,
 ) -> tuple[Tensor, Carries] | None:
