@@ -18,7 +18,7 @@ from torch import Tensor
 
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.backends import Backend, in_dtype_of, known
-from carrywave.kernels.carry import AnyCarry, Carries, Carry
+from carrywave.kernels.carry import AnyCarries, AnyCarry, Carries, Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import persistent, windowed
@@ -82,14 +82,14 @@ def run(
     `clean`: padding already holds zeros, as in the output of a layer. `chunk`: the steps are one chunk of this window; what a backend
     has begun, it finishes.
     """
-    if marks is not None:
-        return in_dtype_of(x_TBI, carry, layer, lengths_B, reference.layer, marks)
     begun = _begun(chunk, layer)
     name = "persistent" if begun else choose(asked, x_TBI, layer)
+    if marks is not None and (name != "persistent" or not persistent.takes(marks, layer)):
+        return in_dtype_of(x_TBI, carry, layer, lengths_B, reference.layer, marks)
     if name == "persistent":
         try:
             # It takes weights and carry in their own dtypes, and casts them itself.
-            return persistent.layer(x_TBI, carry, layer, lengths_B, clean=clean, chunk=chunk)
+            return persistent.layer(x_TBI, carry, layer, lengths_B, marks=marks, clean=clean, chunk=chunk)
         except nvrtc.KernelError as error:
             if begun:
                 raise
@@ -107,7 +107,7 @@ def wave_of(
     marks: Sequence[StepMarks | None] | None = None,
 ) -> Wave | None:
     """How to run layers concurrently on one GPU; None to run them one after the other, each on the backend chosen for it."""
-    if len(layers) < 2 or marks is not None:
+    if len(layers) < 2 or not all(persistent.takes(each, layer) for each, layer in zip(marks or [None] * len(layers), layers, strict=True)):
         return None
     held = windowed.held_by(chunk, [layer[0] for layer in layers])
     if held is not None:
@@ -128,11 +128,11 @@ def run_wave(
     marks: Sequence[StepMarks | None] | None = None,
     clean: bool = False,
     chunk: WindowChunk | None = None,
-) -> tuple[Tensor, Carries] | None:
+) -> tuple[Tensor, AnyCarries] | None:
     """Run the layers concurrently, each one's outputs times its mask feeding the next; None if the kernel failed, after a warning."""
     first = [layer[0] for layer in layers]
     try:
-        return windowed.run(x_TBI, carries, first, masks, lengths_B, how, chunk, clean=clean)
+        return windowed.run(x_TBI, carries, first, masks, lengths_B, how, chunk, marks=marks, clean=clean)
     except nvrtc.KernelError as error:
         if windowed.held_by(chunk, first) is not None:
             raise

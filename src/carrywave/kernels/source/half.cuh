@@ -25,3 +25,15 @@ __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
     high = __uint_as_float(word & 0xFFFF0000u);
 #endif
 }
+
+// A number as it is after it has been stored in half precision, and one that is.
+__device__ __forceinline__ float rounded(float x) {
+    float low, high;
+    unpack(pack(x, 0.0f), low, high);
+    return low;
+}
+__device__ __forceinline__ float half_at(const u16* from, u64 at) {
+    float low, high;
+    unpack(from[at], low, high);
+    return low;
+}
