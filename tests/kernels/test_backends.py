@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.kernels import reference
+from carrywave.kernels import reference, torch_kernels
 from carrywave.kernels.backends import Backend
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.lstm import aten, manual
@@ -106,7 +106,7 @@ def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(case: Case, most_steps:
     problem = Problem(replace(case, lengths=None))
 
     def in_pieces(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
-        return aten._in_pieces(x, carry, layer, most_steps)
+        return torch_kernels.in_pieces(torch.lstm, x, carry, layer, most_steps)
 
     # As above; the sums over steps are added up piece by piece besides.
     torch.testing.assert_close(problem.solve(in_pieces), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
