@@ -67,7 +67,7 @@ def test_a_run_of_it_is_stopped_goes_on_and_is_exported(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"cell": "gru"}, r"model.cell is 'gru'; use one of .*lstm, .*rnn"),
+        ({"cell": "gated"}, r"model.cell is 'gated'; use one of .*lstm, .*rnn"),
         ({"cell": "rnn", "projection": 3}, "cell=rnn has none"),
         ({"cell": "rnn", "forget_bias": 1.0}, "cell=rnn has no forget gate"),
     ],
