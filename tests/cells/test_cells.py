@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -200,30 +200,6 @@ def test_a_cell_without_an_onnx_form_is_refused() -> None:
     portable = Portable(Model(Numbers(3), Odd(3, 4), Forecast(4, 1, 1)))
     with pytest.raises(UserError, match="the cell odd has no ONNX form; use --to torch or --to safetensors"):
         graph(portable)
-
-
-def test_a_gru_is_a_cell_too() -> None:
-    """It needs what comes from the input and from the step before apart, as `step` has them."""
-
-    class Carry(NamedTuple):
-        h: Tensor
-
-    def step(gates: Tensor, carry: Carry, weights: Any) -> tuple[Tensor, ...]:
-        (reset, update, new), (reset_h, update_h, new_h) = (each.chunk(3, dim=-1) for each in (gates, weights.recurrent(carry.h)))
-        new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
-        return (new + (update + update_h).sigmoid() * (carry.h - new),)
-
-    kind: Any = type("Gru", (cw.Recurrent,), {"cell": Cell("gru", gates=3, carry=Carry, step=step)})
-    ours, theirs = (stack(each, 3, 4, 2, bidirectional=True) for each in (kind, torch.nn.GRU))
-    assert ours.load_state_dict(theirs.state_dict())
-    x, h = numbers(6, 2, 3), numbers(4, 2, 4, seed=2)
-    found = []
-    for module in (ours, theirs):
-        y, end = module(x, h)
-        (y.square().sum() + end.sum()).backward()
-        found.append([y, end, *(parameter.grad for parameter in module.parameters())])
-    for mine, right in zip(*found, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-13)
 
 
 def test_what_a_step_returns_is_checked() -> None:

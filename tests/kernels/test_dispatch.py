@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from carrywave.errors import PlanError
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.gru import dispatch as gru_dispatch
 from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
@@ -69,6 +70,19 @@ def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARRYWAVE_KERNEL", "none")
     with pytest.raises(PlanError, match="CARRYWAVE_KERNEL=none"):
         check("auto")
+
+
+def test_choice_of_a_gru(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer = torch.zeros(64, 1, 3), (LayerWeights(torch.zeros(12, 3), torch.zeros(12, 4)),)
+    assert [gru_dispatch.choose("auto", each, layer) for each in (x, x.double(), x.bfloat16())] == ["manual"] * 3
+    assert gru_dispatch.choose("auto", x[:, :0], layer) == "reference"
+    assert gru_dispatch.in_use("aten", x, layer) == "aten (native)"
+    for asked in ("auto", "manual"):
+        assert gru_dispatch.in_use(asked, on_gpu(torch.float32), layer) == "aten (cuDNN)"
+    with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
+        gru_dispatch.check("fast")
+    monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
+    assert gru_dispatch.choose("auto", x, layer) == "reference"
 
 
 def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def about(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "devices", "not recorded: the run has no history.jsonl"
     kernels = list(dict.fromkeys(map(str, plan.get("backends") or ())))
     if kernels:
-        yield "LSTM kernels", ", ".join(kernels)
+        yield "layer kernels", ", ".join(kernels)
     if plan.get("transport"):
         yield "transport", str(plan["transport"])
     yield "state", state(record)

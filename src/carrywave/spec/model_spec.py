@@ -60,7 +60,9 @@ class ModelSpec(Section):
     init_bias: Literal["frequency", "zero"] = Field(
         "frequency", description="the bias of a softmax starts at the logarithm of how often each class occurs in train, or at zero"
     )
-    forget_bias: float | None = Field(None, description="initial bias of the forget gate")
+    forget_bias: float | None = Field(
+        None, description="initial bias of the forget gate, or of a GRU's update gate: the one that keeps the carry"
+    )
     pool: Literal["last", "mean", "max", "attention", "mean_max"] = Field(
         "last",
         description="classification, regression: what the head reads of the real steps: the last, their mean, the maximum of each unit, "
@@ -74,7 +76,7 @@ class ModelSpec(Section):
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "
-        "or the cell's own module there (.safetensors), LSTMs of Keras 3 (.weights.h5, .keras)",
+        "or the cell's own module there (.safetensors), LSTMs and GRUs of Keras 3 (.weights.h5, .keras)",
     )
 
     @model_validator(mode="after")

@@ -16,8 +16,8 @@ from functools import partial
 
 from torch import Tensor
 
-from carrywave.kernels import derivatives, reference
-from carrywave.kernels.backends import Backend, in_dtype_of, known
+from carrywave.kernels import reference
+from carrywave.kernels.backends import Backend, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry, Carries, Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
@@ -48,11 +48,8 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
     name = check(asked)
     forced = name != "auto"
-    # torch.compile and tracers cannot look into a handwritten backward, and would unroll a loop over steps.
-    if name != "reference" and derivatives.traced():
-        return "aten"
-    if name == "reference" or x_TBI.shape[1] == 0 or derivatives.transformed():
-        return "reference"
+    if only := without_choice(name, x_TBI):
+        return only
     name = name if forced else _fastest(x_TBI, layer)
     if name == "aten":
         return name
@@ -85,7 +82,7 @@ def run(
     begun = _begun(chunk, layer)
     name = "persistent" if begun else choose(asked, x_TBI, layer)
     if marks is not None and (name != "persistent" or not persistent.takes(marks, layer)):
-        return in_dtype_of(x_TBI, carry, layer, lengths_B, reference.layer, marks)
+        return in_dtype(x_TBI.dtype, x_TBI, carry, layer, lengths_B, reference.layer, marks)
     if name == "persistent":
         try:
             # It takes weights and carry in their own dtypes, and casts them itself.
@@ -96,7 +93,7 @@ def run(
             _give_up(error)
             name = "aten"
     backend = partial(manual.layer, clean=clean) if name == "manual" else BACKENDS[name]
-    return in_dtype_of(x_TBI, carry, layer, lengths_B, backend)
+    return in_dtype(x_TBI.dtype, x_TBI, carry, layer, lengths_B, backend)
 
 
 def wave_of(
@@ -152,11 +149,7 @@ def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:
 
 def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
-    name = choose(asked, x_TBI, layer)
-    if name != "aten":
-        return name
-    library = {"cuda": "cuDNN", "cpu": "oneDNN" if aten.prefers_onednn(x_TBI, layer) else "native"}.get(x_TBI.device.type)
-    return name if library is None else f"{name} ({library})"
+    return with_library(choose(asked, x_TBI, layer), x_TBI, onednn=aten.prefers_onednn(x_TBI, layer))
 
 
 def _fastest(x_TBI: Tensor, layer: Layer) -> str:
