@@ -49,6 +49,11 @@ def in_dtype_of(
     return y_TBO, changed(end, lambda part, own: part.to(own.dtype), carry)
 
 
+def defined_only(layer: Layer, marks: StepMarks | None) -> bool:
+    """True if only the definition computes a layer of an LSTM or the like: one with norms inside its cell, or with noise."""
+    return layer[0].extra is not None or (marks is not None and marks.noise is not None)
+
+
 class Backends:
     """What runs layers of a cell: its definition, which autograd differentiates, on every device. A module that a cell names, such as
     `kernels.lstm.dispatch`, has the same functions.
