@@ -242,5 +242,5 @@ def test_mistakes_are_named_by_the_class(kind: Any) -> None:
     ):
         with pytest.raises(UserError, match=message):
             given()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'zoneout'"):
-        kind(3, 4, zoneout=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'peephole'"):
+        kind(3, 4, peephole=True)

@@ -25,7 +25,7 @@ from carrywave.kernels.dropout import Coordinates
 from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lengths import real_steps
-from carrywave.kernels.lstm import aten, dispatch, manual
+from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.weights import LayerWeights
 
 DOUBLE = torch.float64
@@ -153,12 +153,12 @@ def test_an_ordinary_backward_does_not_go_through_the_definition(cell: Cell, lay
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp itself
 def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     x, layer = made(3, 2, 2), (LayerWeights(made(8, 2), made(8, 2, seed=1)),)
-    usual = dispatch.choose("auto", x, layer)
+    usual = BACKENDS.choose("auto", x, layer)
     assert usual != "reference"
     chosen = []
 
     def seen(each: Tensor) -> Tensor:
-        chosen.append(dispatch.choose("auto", x, layer))
+        chosen.append(BACKENDS.choose("auto", x, layer))
         return each.sum()
 
     torch.func.grad(seen)(torch.zeros(2))
@@ -167,8 +167,8 @@ def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     with forward_ad.dual_level():
         seen(torch.zeros(2))
     assert chosen == ["reference"] * 4
-    assert dispatch.choose("auto", x[:, :0], layer) == "reference"
-    assert dispatch.choose("auto", x, layer) == usual
+    assert BACKENDS.choose("auto", x[:, :0], layer) == "reference"
+    assert BACKENDS.choose("auto", x, layer) == usual
 
 
 def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> None:

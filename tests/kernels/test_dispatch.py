@@ -17,8 +17,9 @@ from carrywave.kernels.gru import dispatch as gru_dispatch
 from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
-from carrywave.kernels.lstm import aten, dispatch
-from carrywave.kernels.lstm.dispatch import BACKENDS, check, choose, in_use, run
+from carrywave.kernels import dispatch
+from carrywave.kernels.lstm import aten
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 

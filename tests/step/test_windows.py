@@ -25,10 +25,10 @@ import _small_models as small_models
 from _small_models import CLASSES, KEY, VOCABULARY, WIDTH, batch_of
 
 from carrywave.data.batch import Batch
+from carrywave.kernels import dispatch
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
-from carrywave.kernels.lstm import dispatch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM

@@ -28,7 +28,7 @@ from carrywave.benchmarks.harness import gpu_timing
 from carrywave.benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
-from carrywave.kernels.lstm import dispatch
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.measure.timing import Call
 
 # Upper limits in milliseconds for bf16 without padding, with or without dropout.
@@ -189,7 +189,7 @@ def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measu
     timed = gpu_timing.time_calls(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
     measured.ms |= {name: statistics.median(values) for name, values in timed.items()}
     measured.errors = _errors(case, device, [who for who in ("ours", "cudnn") if f"{who}_eager" in calls], measured)
-    measured.auto = dispatch.choose("auto", stack.x_TBI, stack.layers[0])
+    measured.auto = BACKENDS.choose("auto", stack.x_TBI, stack.layers[0])
     del calls, stack
     gc.collect()
     torch.cuda.empty_cache()  # graphs hold private memory pools
@@ -210,7 +210,7 @@ def _calls(stack: Stack, refused: str, measured: Measured) -> dict[str, Call]:
         try:
             ready = gpu_timing.graphed(call) if name.endswith("_graph") else gpu_timing.warmed_up(call)
             # After a failure the dispatcher warns and falls back permanently.
-            if call is ours and dispatch.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
+            if call is ours and BACKENDS.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
                 measured.notes.append("ours: the kernel failed (see the warning)")
                 break
             calls[name] = ready

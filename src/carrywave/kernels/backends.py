@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,13 @@ def without_choice(name: str, x_TBI: Tensor) -> str | None:
 
 
 def in_dtype(
-    compute: torch.dtype, x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend, marks: StepMarks | None = None
+    compute: torch.dtype,
+    x_TBI: Tensor,
+    carry: AnyCarry,
+    layer: Layer,
+    lengths_B: Tensor | None,
+    backend: Backend,
+    marks: StepMarks | None = None,
 ) -> tuple[Tensor, AnyCarry]:
     """Run a backend in a dtype; outputs have that of x. The carry keeps its own, so that it is the same in every chunk and window."""
     weights = tuple(direction.to(compute) for direction in layer)
@@ -63,7 +69,7 @@ def with_library(name: str, x_TBI: Tensor, *, onednn: bool = False) -> str:
 
 class Backends:
     """What runs layers of a cell: its definition, which autograd differentiates, on every device. A module that a cell names, such as
-    `kernels.lstm.dispatch`, has the same functions.
+    `kernels.lstm.dispatch`, has others as `BACKENDS`.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -116,4 +122,7 @@ class Backends:
 @cache
 def backends_of(cell: Cell) -> Backends:
     """What runs the layers of a cell."""
-    return Backends(cell) if cell.backends is None else cast(Backends, import_module(cell.backends))
+    if cell.backends is None:
+        return Backends(cell)
+    backends: Backends = import_module(cell.backends).BACKENDS
+    return backends

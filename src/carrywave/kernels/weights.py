@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 
 
 class LayerWeights(NamedTuple):
@@ -21,7 +21,8 @@ class LayerWeights(NamedTuple):
     b_ih: Tensor | None = None  # [G]
     b_hh: Tensor | None = None  # [G]
     w_hr: Tensor | None = None  # [P, H], the projection
-    extra: Any = None  # the cell's other parameters by name, if it has any
+    extra: Any = None  # the cell's other parameters by name, if it has any, and the gains of norms inside it
+    multiplier: Tensor | None = None  # [B, H]: of the candidate at one step, by recurrent dropout
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
         """The same weights, cast to a dtype."""
@@ -34,9 +35,23 @@ class LayerWeights(NamedTuple):
         yield from (tensor for tensor in (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr) if tensor is not None)
         yield from (self.extra or {}).values()
 
+    def inputs(self, x_TBI: Tensor) -> Tensor:
+        """[T, B, G]: the inputs, times `w_ih`, with their bias; normalised before it if the cell has norms."""
+        return self._product(x_TBI, self.w_ih, self.b_ih, "norm_ih")
+
     def recurrent(self, h_BP: Tensor) -> Tensor:
-        """[B, G]: the output of the step before, times `w_hh`, with its bias."""
-        return linear(h_BP, self.w_hh, self.b_hh)
+        """[B, G]: the output of the step before, times `w_hh`, with its bias; normalised before it if the cell has norms."""
+        return self._product(h_BP, self.w_hh, self.b_hh, "norm_hh")
+
+    def candidate(self, new_BH: Tensor) -> Tensor:
+        """[B, H]: what the step would add to the carry, after recurrent dropout if there is any."""
+        return new_BH if self.multiplier is None else new_BH * self.multiplier
+
+    def normed(self, c_BH: Tensor) -> Tensor:
+        """[B, H]: a memory, normalised if the cell has norms."""
+        if self.extra is None or "norm_c" not in self.extra:
+            return c_BH
+        return layer_norm(c_BH, c_BH.shape[-1:], self.extra["norm_c"], self.extra["norm_c_bias"])
 
     def projected(self, h_BH: Tensor) -> Tensor:
         """[B, P]: an output, projected if there is a projection."""
@@ -46,6 +61,11 @@ class LayerWeights(NamedTuple):
         """One of the cell's other parameters."""
         tensor: Tensor = self.extra[name]
         return tensor
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: str) -> Tensor:
+        if self.extra is None or norm not in self.extra:
+            return linear(x, weight, bias)
+        return layer_norm(linear(x, weight), weight.shape[:1], self.extra[norm], bias)
 
 
 Layer = tuple[LayerWeights, ...]  # one direction, or forward and reverse

@@ -128,7 +128,7 @@ def _layer(module: Recurrent, name: str, shape: tuple[int, ...], key: Tensor, in
         return torch.zeros(shape)
     cell, (stem, _, layer) = module.cell, name.removesuffix("_reverse").rpartition("_l")
     hidden = module.widths[int(layer)]
-    if (extra := cell.extra(hidden).get(stem)) is not None:
+    if (extra := module.further(int(layer)).get(stem)) is not None:
         return torch.full(shape, extra.value)
     if name.startswith("bias"):
         value = _uniform(key, shape, 1.0 / math.sqrt(hidden)) if init == "torch" else torch.zeros(shape, dtype=torch.float64)

@@ -34,3 +34,8 @@ def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | No
         return y_TBH, [last_real(y_TBH, lengths_B, h_BH.to(y_TBH.dtype))]
 
     return both_ways(run, torch.where(real_TB1, x_TBI, 0.0), carry, weights, lengths_B)
+
+
+def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
+    """False: torch runs no GRU on oneDNN."""
+    return False

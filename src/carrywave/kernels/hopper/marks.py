@@ -13,7 +13,7 @@ from torch import Tensor
 
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 
 
 class Resets(NamedTuple):
@@ -91,4 +91,22 @@ def _of_layer(marks: StepMarks, resets: Resets | None, shape: LayerShape, x_TBI:
         begin = tuple(  # type: ignore[assignment]
             recurrence.padded_to(part[0].detach(), shape.hidden, dtype)[0] for part, dtype in ((h, x_TBI.dtype), (memory, torch.float32))
         )
-    return LayerMarks(resets, None, *begin)
+    return LayerMarks(resets, None if marks.noise is None else _noise(marks.noise, shape, x_TBI, hidden), *begin)
+
+
+def _noise(noise: CellNoise, shape: LayerShape, x_TBI: Tensor, hidden: int) -> Noise:
+    """The noise of a layer in one direction; a cell whose memory is h has one chance for both."""
+    steps, lanes = x_TBI.shape[:2]
+    like_TBH = x_TBI.new_empty(()).expand(steps, lanes, hidden)
+    old = [noise.kept(0, part, like_TBH) for part in range(len(noise.zoneout))]
+    if noise.key is None:
+        old_h, old_memory = (each if isinstance(each, float) else 0.0 for each in (old[0], old[-1]))
+        return Noise(None, 1.0, old_h, old_memory)
+    multiplier_TBH = noise.candidate(0, like_TBH)
+    bytes_TBP = x_TBI.new_zeros(steps, lanes, shape.hidden, dtype=torch.uint8)
+    bits_TBH = bytes_TBP[..., :hidden]
+    bits_TBH += 1 if multiplier_TBH is None else (multiplier_TBH > 0).to(torch.uint8)
+    for bit, kept in ((2, old[0]), (4, old[-1])):
+        if isinstance(kept, Tensor):
+            bits_TBH += kept.to(torch.uint8) * bit
+    return Noise(bytes_TBP, 1.0 / (1.0 - noise.recurrent_dropout), 0.0, 0.0)

@@ -35,7 +35,7 @@ def stand_aside(why: str) -> None:
     _standing_aside[:] = [why]
 
 
-def refusal(x_TBI: Tensor, weights: Layer) -> str:
+def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None) -> str:
     """Why this backend cannot run the layer; empty if it can."""
     if not x_TBI.is_cuda:
         return "x is not on a GPU"
@@ -47,6 +47,8 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
         return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
         return f"its weights must be float32 or of x's dtype, got {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
+    if marks is not None and marks.noise is not None and (len(weights) > 1 or marks.initial is not None):
+        return "it supports noise inside the cell in one direction, and not together with resets to a learned carry"
     if refused := device_refusal(x_TBI.device.index or 0):
         return refused
     if shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
@@ -121,11 +123,6 @@ def layer(
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         ends.append(end)
     return torch.cat(ys, dim=-1), changed(ends[0], lambda *parts: torch.cat(parts), *ends[1:])
-
-
-def takes(marks: StepMarks | None, weights: Layer) -> bool:
-    """True if it can run a layer with these marks."""
-    return True
 
 
 def _one_way(carry: AnyCarry, direction: int) -> AnyCarry:
