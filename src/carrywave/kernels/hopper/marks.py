@@ -98,10 +98,12 @@ def _noise(noise: CellNoise, shape: LayerShape, x_TBI: Tensor, hidden: int) -> N
     """The noise of a layer in one direction; a cell whose memory is h has one chance for both."""
     steps, lanes = x_TBI.shape[:2]
     like_TBH = x_TBI.new_empty(()).expand(steps, lanes, hidden)
-    old = [noise.kept(0, part, like_TBH) for part in range(len(noise.zoneout))]
     if noise.key is None:
-        old_h, old_memory = (each if isinstance(each, float) else 0.0 for each in (old[0], old[-1]))
-        return Noise(None, 1.0, old_h, old_memory)
+        return Noise(None, 1.0, noise.zoneout[0], noise.zoneout[-1])
+    scale = 1.0 / (1.0 - noise.recurrent_dropout)
+    if x_TBI.is_cuda:
+        return Noise(recurrence.noise_bytes(noise, shape, x_TBI), scale, 0.0, 0.0)
+    old = [noise.kept(0, part, like_TBH) for part in range(len(noise.zoneout))]
     multiplier_TBH = noise.candidate(0, like_TBH)
     bytes_TBP = x_TBI.new_zeros(steps, lanes, shape.hidden, dtype=torch.uint8)
     bits_TBH = bytes_TBP[..., :hidden]
@@ -109,4 +111,4 @@ def _noise(noise: CellNoise, shape: LayerShape, x_TBI: Tensor, hidden: int) -> N
     for bit, kept in ((2, old[0]), (4, old[-1])):
         if isinstance(kept, Tensor):
             bits_TBH += kept.to(torch.uint8) * bit
-    return Noise(bytes_TBP, 1.0 / (1.0 - noise.recurrent_dropout), 0.0, 0.0)
+    return Noise(bytes_TBP, scale, 0.0, 0.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from carrywave.cells.cell import by_name
+from carrywave.kernels import random
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import EACH, HALVES, padded_rows
 from carrywave.kernels.hopper.layout import CELLS, THREADS, LayerShape
@@ -20,6 +21,7 @@ from carrywave.kernels.weights import LayerWeights
 
 if TYPE_CHECKING:
     from carrywave.kernels.hopper.marks import LayerMarks
+    from carrywave.kernels.step_marks import CellNoise
 
 SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
 _MOST_SORTED = 1024  # lanes that our own kernel can sort
@@ -218,6 +220,22 @@ def begun_rows(hs_TBP: Tensor, marks: LayerMarks) -> Tensor:
     grid = (max(1, min(2048, -(-len(rows_NP) // 8))), 1, 1)
     _simple("begun_rows", hs_TBP, LENGTHS)(grid, (32, 8), hs_TBP, marks.resets.rows_TB, marks.h_P, len(rows_NP), rows_NP.shape[1], rows_NP)
     return rows_NP
+
+
+def noise_bytes(noise: CellNoise, shape: LayerShape, x_TBI: Tensor) -> Tensor:
+    """[T, B, P] uint8: which candidates stay, and which units keep their old values, in one direction (see `cell.cuh`)."""
+    (steps, lanes), padded = x_TBI.shape[:2], shape.hidden
+    bytes_TBP = x_TBI.new_empty(steps, lanes, padded, dtype=torch.uint8)
+    numbers_B = None if noise.lanes is None else noise.lanes.to(torch.int64).contiguous()
+    of_candidate, *of_parts = noise.sites[0]
+    drawn = [(of_candidate, noise.recurrent_dropout), (of_parts[0], noise.zoneout[0]), (of_parts[-1], noise.zoneout[-1])]
+    run = nvrtc.kernel("dropout.cu", "noise_bytes", (("FP16", 0), ("WIDE", 0)), 0, x_TBI.get_device())
+    run(
+        (-(-steps * lanes // 8), max(1, padded // 1024), 1), (256, 1), bytes_TBP, noise.key, numbers_B, steps * lanes, lanes, padded,
+        int(not noise.locked), random.signed(noise.start),
+        *(value for site, chance in drawn for value in (random.signed(site), random.threshold(chance))),
+    )  # fmt: skip
+    return bytes_TBP
 
 
 def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
