@@ -136,16 +136,17 @@ class Stack:
             y_TBH, _ = pad_packed_sequence(self._module(packed)[0], total_length=self.case.steps)
         elif self.resets_TB is not None:
             steps, lanes, width = self.x_TBI.shape
-            there_SN, back_TB = self._segments
-            x_SNI = self.x_TBI.view(-1, width)[there_SN]
-            y_TBH = self._module(x_SNI)[0].view(-1, width)[back_TB].view(steps, lanes, width)
+            (longest, count), rows = self._segments
+            padded = self.x_TBI.new_zeros(longest * count, width).index_copy(0, rows, self.x_TBI.view(-1, width))
+            y = self._module(padded.view(longest, count, width))[0]
+            y_TBH = y.view(-1, width).index_select(0, rows).view(steps, lanes, width)
         else:
             y_TBH = self._module(self.x_TBI)[0]
         return _with_gradients(y_TBH, [self.x_TBI, *self._module.parameters()], self.grad_TBH)
 
     @cached_property
-    def _segments(self) -> tuple[Tensor, Tensor]:
-        """Where each step of each segment (longest first) is among the rows of x, padded with row 0; and where each row of x went."""
+    def _segments(self) -> tuple[tuple[int, int], Tensor]:
+        """The longest sequence between resets and the number of sequences; and the row of each step of x among all of their steps."""
         steps, lanes = self.x_TBI.shape[:2]
         assert self.resets_TB is not None
         begins = self.resets_TB.cpu().tolist()
@@ -155,14 +156,10 @@ class Stack:
                 if step == 0 or begins[step][lane]:
                     segments.append([])
                 segments[-1].append(step * lanes + lane)
-        longest = max(map(len, segments))
-        there_SN = torch.zeros(longest, len(segments), dtype=torch.int64)
-        back = torch.zeros(steps * lanes, dtype=torch.int64)
-        for number, rows in enumerate(segments):
-            there_SN[: len(rows), number] = torch.tensor(rows)
-            back[rows] = torch.arange(len(rows)) * len(segments) + number
-        device = self.x_TBI.device
-        return there_SN.to(device), back.to(device)
+        longest, rows = max(map(len, segments)), torch.zeros(steps * lanes, dtype=torch.int64)
+        for number, own in enumerate(segments):
+            rows[own] = torch.arange(len(own)) * len(segments) + number
+        return (longest, len(segments)), rows.to(self.x_TBI.device)
 
     def _run(self, x_TBI: Tensor, carries: AnyCarries, layers: Sequence[Layer], backend: str) -> tuple[Tensor, AnyCarries]:
         sites = range(self.case.layers - 1)

@@ -101,8 +101,8 @@ class LayerShape:
         swapped += operand + 16 * owners + 16 if self.near else 0
         return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
 
-    def constants(self, *, fp16: bool, resets: bool = False, noise: bool = False) -> tuple[tuple[str, int], ...]:
-        """The source's compile-time constants."""
+    def constants(self, *, fp16: bool, resets: int = 0, noise: int = 0) -> tuple[tuple[str, int], ...]:
+        """The source's compile-time constants. `resets`: 1 to zeros, 2 to a learned carry."""
         return (
             ("FP16", int(fp16)),
             ("KBLOCKS", self.hidden // 64),
@@ -113,8 +113,8 @@ class LayerShape:
             ("SUM_BUFFERS", self.sum_buffers),
             ("CLUSTER", self.cluster),
             ("CELL", CELLS[self.cell]),
-            ("RESETS", int(resets)),
-            ("NOISE", int(noise)),
+            ("RESETS", resets),
+            ("NOISE", noise),
         )
 
 

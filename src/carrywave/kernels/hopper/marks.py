@@ -42,9 +42,9 @@ class LayerMarks(NamedTuple):
     memory_P: Tensor | None = None  # and into the memory, in float32
 
     @property
-    def kinds(self) -> tuple[bool, bool]:
-        """Whether there are resets, and noise."""
-        return self.resets is not None, self.noise is not None
+    def kinds(self) -> tuple[int, int]:
+        """The kernel's constants for resets and noise."""
+        return 0 if self.resets is None else 1 if self.memory_P is None else 2, int(self.noise is not None)
 
     def part(self, first: int, end: int) -> LayerMarks:
         """Those of some steps."""

@@ -98,7 +98,7 @@ def forward(
     )  # fmt: skip
 
 
-def prepare_backward(shape: LayerShape, like: Tensor, kinds: tuple[bool, bool]) -> None:
+def prepare_backward(shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> None:
     """Compile the backward kernel, so that a failure surfaces while another backend can still take over."""
     _recurrent("backward", shape, like, kinds)
 
@@ -276,7 +276,7 @@ def _fp16(like: Tensor) -> bool:
     return like.dtype == torch.float16
 
 
-def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[bool, bool]) -> nvrtc.Kernel:
+def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> nvrtc.Kernel:
     resets, noise = kinds
     constants = shape.constants(fp16=_fp16(like), resets=resets, noise=noise)
     return nvrtc.kernel(SOURCE, name, constants, shape.shared_bytes, like.get_device())

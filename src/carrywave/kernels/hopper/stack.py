@@ -59,7 +59,7 @@ class Gradients(NamedTuple):
     ring: Tensor  # for sums exchanged via memory, one for each piece
     starts_2CBP: Tensor  # gradients of h and c at the start of each piece
     bias_CEQ: Tensor
-    resets_CEP2: Tensor | None  # of what resets put into the memory and into h, if there are any
+    resets_CEP2: Tensor | None  # of what resets put into the memory and into h, if that is learned
 
     def part(self, span: Span, lanes: int, pieces: slice) -> Gradients:
         """Some steps of the same, which are these pieces."""
@@ -100,14 +100,14 @@ def activations(
     return made
 
 
-def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, resets: bool = False) -> list[Gradients]:
+def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, learned: bool = False) -> list[Gradients]:
     """Buffers for the backward of these layers."""
     made = []
     for layer in layers:
         lanes = layer.hs_SBP.shape[1]
         starts = layer.hs_SBP.new_empty(2, pieces, lanes, shape.hidden, dtype=torch.float32)
         bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.hidden, dtype=torch.float32)
-        of_resets = bias.new_empty(pieces, shape.groups, shape.hidden, 2) if resets else None
+        of_resets = bias.new_empty(pieces, shape.groups, shape.hidden, 2) if learned else None
         made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), starts, bias, of_resets))
     return made
 

@@ -136,7 +136,7 @@ class _Stack(torch.autograd.Function):
         layers, weights = [Activations(*tensors[:-2]) for tensors in each], [(tensors[-2], tensors[-1]) for tensors in each]
         dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
         wants = list(zip(*[iter(ctx.needs_input_grad[5:])] * _OF_LAYER, strict=True))
-        grads = stack.gradients(layers, wave.back, len(spans), resets=marked[0].resets is not None)
+        grads = stack.gradients(layers, wave.back, len(spans), learned=marked[0].memory_P is not None)
         inputs_NJ = layers[0].inputs_NJ
         assert inputs_NJ is not None
         dx_NJ = torch.empty_like(inputs_NJ) if ctx.needs_input_grad[2] else None

@@ -240,7 +240,7 @@ class StackWindow:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """The gradient of a chunk's inputs, and those of each layer's h and c at its start [2, B, P]."""
         if not self.grads:
-            self.grads = stack.gradients(self.layers, self.how.back, self.pieces[-1].stop, resets=self.bits_BW is not None)
+            self.grads = stack.gradients(self.layers, self.how.back, self.pieces[-1].stop)
         layers, pieces = self.parts[index], self.pieces[index]
         grads = [each.part(self.chunks[index], self.lanes, pieces) for each in self.grads]
         ends: list[Ends]

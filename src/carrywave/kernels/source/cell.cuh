@@ -48,7 +48,6 @@ struct Resets {
     __device__ __forceinline__ u32 word(int lane, int step) const { return bits[(u64)lane * words + ((first + step) >> 5)]; }
     __device__ __forceinline__ bool in(u32 word, int step) const { return word >> ((first + step) & 31) & 1; }
     __device__ __forceinline__ bool starts_word(int step) const { return ((first + step) & 31) == 0; }
-    __device__ __forceinline__ bool ends_word(int step) const { return ((first + step) & 31) == 31; }
 };
 
 // The next h; `a` becomes what backward needs, and the memory is updated. `h_before` is read only with NOISE.
@@ -66,30 +65,54 @@ __device__ __forceinline__ float cell_forward(float (&a)[4], float& memory, floa
 #endif
 }
 
-// From the gradient of h after the step, what reaches the four sums (`d`), the memory before the step (`memory`, that after it before), and
-// h before the step otherwise than through the recurrent product (`past`). `before` and `now`: the memory before and after the step.
-__device__ __forceinline__ void cell_backward(const float (&a)[4], float before, float now, float dh, const NoiseOf& noise, float (&d)[4], float& memory, float& past) {
+// Backward, in two parts: what can be computed before the gradient of h is known, and what it turns that gradient into.
+//
+// `before` and `now`: the memory before and after the step. `apply`: from the gradient of h after the step, what reaches the four sums (`d`)
+// and the memory before the step (`memory`, on entry that after it), and h before the step otherwise than through the product (`past`).
+struct Slopes {
 #if CELL == LSTM
-    if (NOISE) now = a[1] * before + a[0] * (a[2] * noise.candidate);
-    float slope = tanh_(now), kept = NOISE ? noise.old_memory * memory : 0.0f;
-    past = NOISE ? noise.old_h * dh : 0.0f;
-    if (NOISE) dh -= past, memory -= kept;
-    d[3] = dh * slope * a[3] * (1.0f - a[3]);
-    float d_c = memory + dh * a[3] * (1.0f - slope * slope), d_in = NOISE ? d_c * noise.candidate : d_c;
-    d[0] = d_in * a[2] * a[0] * (1.0f - a[0]);
-    d[1] = d_c * before * a[1] * (1.0f - a[1]);
-    d[2] = d_in * a[0] * (1.0f - a[2] * a[2]);
-    memory = d_c * a[1] + kept;
+    float output, through, input, forget_memory, candidate, forget, old_h, old_memory;
+
+    __device__ __forceinline__ Slopes(const float (&a)[4], float before, float now, const NoiseOf& noise) {
+        float g = a[2] * noise.candidate;
+        if (NOISE) now = a[1] * before + a[0] * g;
+        float squashed = tanh_(now);
+        output = squashed * a[3] * (1.0f - a[3]);
+        through = a[3] * (1.0f - squashed * squashed);
+        input = g * a[0] * (1.0f - a[0]);
+        forget_memory = before * a[1] * (1.0f - a[1]);
+        candidate = a[0] * noise.candidate * (1.0f - a[2] * a[2]);
+        forget = a[1], old_h = noise.old_h, old_memory = noise.old_memory;
+    }
+    __device__ __forceinline__ void apply(float dh, float (&d)[4], float& memory, float& past) const {
+        float kept = NOISE ? old_memory * memory : 0.0f;
+        past = NOISE ? old_h * dh : 0.0f;
+        dh -= past;
+        d[3] = dh * output;
+        float d_c = memory - kept + dh * through;
+        d[0] = d_c * input, d[1] = d_c * forget_memory, d[2] = d_c * candidate;
+        memory = d_c * forget + kept;
+    }
 #else
-    dh += memory;  // h is the memory
-    float kept = NOISE ? noise.old_h * dh : 0.0f;
-    if (NOISE) dh -= kept;
-    float candidate = a[2] * noise.candidate;
-    d[1] = dh * (before - candidate) * a[1] * (1.0f - a[1]);
-    d[2] = dh * (1.0f - a[1]) * noise.candidate * (1.0f - a[2] * a[2]);
-    d[3] = d[2] * a[0];
-    d[0] = d[2] * a[3] * a[0] * (1.0f - a[0]);
-    memory = dh * a[1] + kept;
-    past = 0.0f;
+    float reset, update, candidate, reset_gate, update_gate, old_h;
+
+    __device__ __forceinline__ Slopes(const float (&a)[4], float before, float now, const NoiseOf& noise) {
+        float n = a[2] * noise.candidate;
+        update = (before - n) * a[1] * (1.0f - a[1]);
+        candidate = (1.0f - a[1]) * noise.candidate * (1.0f - a[2] * a[2]);
+        reset = a[3] * a[0] * (1.0f - a[0]);
+        reset_gate = a[0], update_gate = a[1], old_h = noise.old_h;
+    }
+    __device__ __forceinline__ void apply(float dh, float (&d)[4], float& memory, float& past) const {
+        dh += memory;  // h is the memory
+        float kept = NOISE ? old_h * dh : 0.0f;
+        dh -= kept;
+        d[1] = dh * update;
+        d[2] = dh * candidate;
+        d[3] = d[2] * reset_gate;
+        d[0] = d[2] * reset;
+        memory = dh * update_gate + kept;
+        past = 0.0f;
+    }
 #endif
-}
+};

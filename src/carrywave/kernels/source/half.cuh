@@ -26,14 +26,10 @@ __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
 #endif
 }
 
-// A number as it is after it has been stored in half precision, and one that is.
-__device__ __forceinline__ float rounded(float x) {
+// One number of a word, and one of an array.
+__device__ __forceinline__ float half_of(u32 word, bool upper) {
     float low, high;
-    unpack(pack(x, 0.0f), low, high);
-    return low;
+    unpack(word, low, high);
+    return upper ? high : low;
 }
-__device__ __forceinline__ float half_at(const u16* from, u64 at) {
-    float low, high;
-    unpack(from[at], low, high);
-    return low;
-}
+__device__ __forceinline__ float half_at(const u16* from, u64 at) { return half_of(from[at], false); }

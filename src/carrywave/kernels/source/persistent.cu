@@ -21,7 +21,8 @@
 // Compile-time constants, set by the host: FP16, KBLOCKS (H / 64), KREG (64-wide blocks of K per warpgroup that stay in
 // registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (a group has LANES * PASSES lanes),
 // SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR), CELL (see cell.cuh), RESETS (1: lanes start
-// again at some steps, from a memory that is given and with what h adds to the gates already among their inputs), NOISE (1: see cell.cuh).
+// again at some steps, from zeros; 2: from a memory that is given, with what h adds to the gates already among their inputs), NOISE (1: see
+// cell.cuh).
 
 #include "half.cuh"
 
@@ -138,7 +139,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
 
     float c[PASSES], h_before[PASSES];
     u32 reset_word[PASSES], noise_byte[PASSES];
-    float begin = RESETS && reset_memory && owner ? reset_memory[column] : 0.0f;
+    float begin = RESETS == 2 && owner ? reset_memory[column] : 0.0f;
     int active[PASSES];
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
@@ -197,9 +198,9 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
                 float h = 0.0f;
                 if (again) c[pass] = begin, h_before[pass] = 0.0f;
                 if (real) h = cell_forward(a, c[pass], NOISE ? h_before[pass] : 0.0f, noise.of(noisy));
-                if (NOISE) h = h_before[pass] = rounded(h);
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
+                if (NOISE) h_before[pass] = half_of(both, unit & 1);  // as all blocks see it
                 if (real) {
                     if (!(unit & 1)) {
                         if (NEAR) *(u32*)__cvta_shared_to_generic(near.place_of(step, unit, place)) = both;
@@ -245,7 +246,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     int after,                        // `grads` continues behind this launch's steps, with a later launch's gradients: the recurrence goes on from there
     int before,                       // an earlier launch goes on from here: the gradient of the initial h is left to it (not if NEAR)
     const u32* reset_bits, int reset_words, int reset_first, const float* reset_memory,
-    float* grad_reset,                // [groups, H, 2]: the gradients of the memory and of h that resets put there, but for the recurrent product
+    float* grad_reset,                // [groups, H, 2] if RESETS is 2: the gradients of what resets put into memory and h, but for the product
     const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
     Resets resets = {reset_bits, reset_words, reset_first};
@@ -264,7 +265,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     float dc[PASSES], c_now[PASSES], past[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
     u32 reset_word[PASSES], noise_byte[PASSES];
     bool cut[PASSES];  // the next step starts again
-    float begin = RESETS && reset_memory && owner ? reset_memory[column] : 0.0f;
+    float begin = RESETS == 2 && owner ? reset_memory[column] : 0.0f;
     int active[PASSES];  // lanes that reach step + 1
     int longest = table.length[0], swaps = 0;
     auto fetch = [&](int step, int pass) {
@@ -304,7 +305,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
         for (int pass = 0; pass < PASSES; pass++) {
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
             u64 cell = (u64)table.lane[at] * HIDDEN + column;
-            float recurrent = 0.0f;
+            float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             if (active[pass] > 0) {
                 if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * HIDDEN, tiles, warpgroup, thread & 127);
                 int turn = longest - 2 - step;
@@ -312,7 +313,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
                 own.multiply(near.tiles_of(turn), SUMS, warpgroup, warp, lane);
                 __syncthreads();
-                float quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                 if (owner) {
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
@@ -323,28 +323,32 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 }
                 done();
                 parity ^= 1;
-                recurrent = swap.sum(swaps, quarter, owner);
-                swaps++;
             }
+            // While the others' sums travel: everything that does not need them.
             uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read(owner);
-            u32 noisy = NOISE ? noise_byte[pass] : 0;
+            NoiseOf noisy = noise.of(NOISE ? noise_byte[pass] : 0);
+            float a[4], c_before = __uint_as_float(kept.z);
+            unpack(kept.x, a[0], a[1]);
+            unpack(kept.y, a[2], a[3]);
+            bool again = RESETS && step >= 0 && resets.in(reset_word[pass], step);
+            Slopes slopes(a, again ? begin : c_before, c_now[pass], noisy);
+            if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
             float dh = follows && !(RESETS && cut[pass]) ? recurrent : 0.0f;
             if (NOISE && CELL == LSTM) dh += past[pass];
-            if (RESETS && step >= 0) {
-                if (owner && step < longest - 1 && resets.ends_word(step)) reset_word[pass] = resets.word(table.lane[at], step);
-                cut[pass] = length > step && resets.in(reset_word[pass], step);
+            if (RESETS) {
+                cut[pass] = again && length > step;
+                // The word of the next step to come, if it is another one.
+                if (owner && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step - 1);
             }
             if (step >= 0 && length > step) {
-                float low, high, a[4], d[4], c_before = __uint_as_float(kept.z);
+                float low, high, d[4];
                 unpack(kept.w, low, high);
-                unpack(kept.x, a[0], a[1]);
-                unpack(kept.y, a[2], a[3]);
                 dh += (column & 1) ? high : low;
                 if (step == length - 1 && grad_last_h) dh += grad_last_h[cell];
-                cell_backward(a, RESETS && cut[pass] ? begin : c_before, c_now[pass], dh, noise.of(noisy), d, dc[pass], past[pass]);
+                slopes.apply(dh, d, dc[pass], past[pass]);
                 u32 first = pack(d[0], d[1]), second = pack(d[2], d[3]);
                 if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
                 store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
@@ -352,7 +356,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
 #pragma unroll
                 for (int n = 0; n < 4; n++) bias[n] += d[n];
                 if (RESETS && cut[pass]) {
-                    of_reset[0] += dc[pass], of_reset[1] += past[pass];
+                    if (RESETS == 2) of_reset[0] += dc[pass], of_reset[1] += past[pass];
                     dc[pass] = past[pass] = 0.0f;
                 }
             }
@@ -380,7 +384,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
         for (int n = 0; n < LANES; n++) sum += partial[((thread >> 2) * LANES + n) * 4 + (thread & 3)];
         grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
     }
-#if RESETS
+#if RESETS == 2
     __syncthreads();
     if (owner) *(float2*)(partial + (unit * LANES + place) * 2) = make_float2(of_reset[0], of_reset[1]);
     __syncthreads();
