@@ -26,6 +26,7 @@ from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.lstm import aten, manual
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import LayerWeights
 
 DOUBLE = torch.float64
