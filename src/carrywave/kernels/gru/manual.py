@@ -116,20 +116,20 @@ class _Sequence(torch.autograd.Function):
             before_TBH = torch.cat((h_BH[None], h_TBH[:-1]))
             slopes_TB4H = _slopes(gates_TBG, past_TBH, before_TBH)
             slopes_TBG, update_TBH = slopes_TB4H.view(steps, lanes, 4 * hidden)[..., : 3 * hidden], gates_TBG[..., hidden : 2 * hidden]
+            rolled_GH = w_hh_GH.roll(hidden, 0)  # its rows in the order of the slopes
             whole, slopes, update, grads_y = (each.unbind() for each in (slopes_TB4H, slopes_TBG, update_TBH, grad_y_TBH))
             dh_BH = grads_y[-1]
             # From here on, the slopes are overwritten with the gradients of the gates.
             for t in range(steps - 1, -1, -1):
                 whole[t].mul_(dh_BH[:, None])
                 if t:
-                    dh_BH = torch.addcmul(grads_y[t - 1], dh_BH, update[t]).addmm_(slopes[t], w_hh_GH)
+                    dh_BH = torch.addcmul(grads_y[t - 1], dh_BH, update[t]).addmm_(slopes[t], rolled_GH)
             wants_x, wants_h, wants_ih, wants_hh, wants_b_ih, wants_b_hh = ctx.needs_input_grad[:6]
             if wants_h:
-                dh_BH = (dh_BH * update[0]).addmm_(slopes[0], w_hh_GH)
+                dh_BH = (dh_BH * update[0]).addmm_(slopes[0], rolled_GH)
                 dh_BH = dh_BH if grad_past_BH is None else dh_BH + grad_past_BH
             grads_N4H = slopes_TB4H.view(steps * lanes, 4 * hidden)
-            recurrent_NG = grads_N4H[:, : 3 * hidden]
-            grads_NG = torch.cat((grads_N4H[:, : 2 * hidden], grads_N4H[:, 3 * hidden :]), dim=1)
+            recurrent_NG, grads_NG = grads_N4H[:, : 3 * hidden], grads_N4H[:, hidden:]
             dx_TBI = (grads_NG @ w_ih_GI).view(steps, lanes, inputs) if wants_x else None
             dw_ih_GI = dw_hh_GH = None
             if not ctx.masked:
@@ -138,12 +138,12 @@ class _Sequence(torch.autograd.Function):
             if ctx.deferred is not None and ctx.deferred.open:
                 own_ih_GI, own_hh_GH = ctx.weights
                 ctx.deferred.product(own_ih_GI, grads_NG, flat_NI)
-                ctx.deferred.product(own_hh_GH, recurrent_NG, before_NH)
+                ctx.deferred.product(own_hh_GH, recurrent_NG, before_NH, shift=hidden)
             else:
                 dw_ih_GI = grads_NG.t() @ flat_NI if wants_ih else None
-                dw_hh_GH = recurrent_NG.t() @ before_NH if wants_hh else None
+                dw_hh_GH = (recurrent_NG.t() @ before_NH).roll(-hidden, 0) if wants_hh else None
             db_ih_G = grads_NG.sum(0) if wants_b_ih else None
-            db_hh_G = recurrent_NG.sum(0) if wants_b_hh else None
+            db_hh_G = recurrent_NG.sum(0).roll(-hidden) if wants_b_hh else None
         return dx_TBI, dh_BH if wants_h else None, dw_ih_GI, dw_hh_GH, db_ih_G, db_hh_G, None, None
 
 
@@ -169,13 +169,13 @@ def _biases(b_ih_G: Tensor | None, b_hh_G: Tensor | None, like_GH: Tensor) -> tu
 
 
 def _slopes(gates_TBG: Tensor, past_TBH: Tensor, before_TBH: Tensor) -> Tensor:
-    """The factors [T, B, 4, H] that turn the gradient of h into those of the reset and the update gate, of what the reset gate multiplies,
-    and of the new value: the first three are the gradient of the recurrent product, all but the third that of the input product.
+    """The factors [T, B, 4, H] that turn the gradient of h into those of what the reset gate multiplies, of the reset and the update gate,
+    and of the new value: the first three are the gradient of the recurrent product, the last three that of the input product.
     """
     steps, lanes, hidden = past_TBH.shape
     reset, update, new = gates_TBG.view(steps, lanes, 3, hidden).unbind(2)
     slopes_TB4H = gates_TBG.new_empty(steps, lanes, 4, hidden)
-    of_reset, of_update, of_past, of_new = slopes_TB4H.unbind(2)
+    of_past, of_reset, of_update, of_new = slopes_TB4H.unbind(2)
     rest = 1.0 - update
     torch.addcmul(rest, rest * new, new, value=-1.0, out=of_new)
     torch.mul(of_new, reset, out=of_past)
