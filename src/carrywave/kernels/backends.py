@@ -11,6 +11,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
@@ -49,9 +50,11 @@ def in_dtype_of(
     return y_TBO, changed(end, lambda part, own: part.to(own.dtype), carry)
 
 
-def defined_only(layer: Layer, marks: StepMarks | None) -> bool:
-    """True if only the definition computes a layer of an LSTM or the like: one with norms inside its cell, or with noise."""
-    return layer[0].extra is not None or (marks is not None and marks.noise is not None)
+def defined_only(cell: Cell, layer: Layer, marks: StepMarks | None = None) -> bool:
+    """True if only the definition computes a layer, whatever kernels its cell has: one with heads, norms inside the cell, or noise."""
+    first = layer[0]
+    width = first.w_ih.shape[0] // cell.gates if first.w_hr is None else first.w_hr.shape[0]
+    return first.w_hh.shape[1] != width or first.extra is not None or (marks is not None and marks.noise is not None)
 
 
 class Backends:
@@ -60,7 +63,7 @@ class Backends:
     """
 
     def __init__(self, cell: Cell) -> None:
-        self.backend = partial(reference.layer, cell=cell)
+        self.backend, self.wide = partial(reference.layer, cell=cell), cell.wide
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one that the environment names; raise if there is none of this name."""
@@ -80,7 +83,9 @@ class Backends:
     ) -> tuple[Tensor, AnyCarry]:
         """Run a layer: outputs in the dtype of x, the carry in its own dtype. `clean` and `chunk` as in `run_layers`."""
         self.check(asked)
-        return in_dtype_of(x_TBI, carry, layer, lengths_B, self.backend, marks)
+        compute = torch.promote_types(x_TBI.dtype, torch.float32) if self.wide else x_TBI.dtype
+        y_TBO, end = in_dtype_of(x_TBI.to(compute), carry, layer, lengths_B, self.backend, marks)
+        return y_TBO.to(x_TBI.dtype), end
 
     def wave_of(
         self,

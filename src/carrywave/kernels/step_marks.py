@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.dropout import Coordinates, multiplier
 
@@ -24,7 +25,7 @@ class CellNoise:
 
     recurrent_dropout: float
     zoneout: tuple[float, ...]  # for each part of the carry, the chance that a unit keeps its value
-    sites: tuple[tuple[int, ...], ...]  # of each direction: the candidate's, then one for each part of the carry
+    sites: tuple[str, ...]  # of each direction, the beginning of the names of its sites
     locked: bool = False  # the same units are dropped at every step
     key: Tensor | None = None
     lanes: Tensor | None = None  # [B]; None: 0, 1, …
@@ -34,7 +35,7 @@ class CellNoise:
         """[T, B, H]: what the candidate is multiplied with, in the dtype of another tensor; None: nothing is dropped."""
         if self.key is None or not self.recurrent_dropout:
             return None
-        place = Coordinates(self.sites[direction][0], self.recurrent_dropout, self.locked, self.start)
+        place = Coordinates(random.site(f"{self.sites[direction]}.candidate"), self.recurrent_dropout, self.locked, self.start)
         return multiplier(like_TBH, self.key, self.lanes, place).expand(like_TBH.shape)
 
     def kept(self, direction: int, part: int, like_TBP: Tensor) -> Tensor | float | None:
@@ -44,7 +45,7 @@ class CellNoise:
         chance = self.zoneout[part]
         if self.key is None or not chance:
             return chance or None
-        place = Coordinates(self.sites[direction][1 + part], chance, start=self.start)
+        place = Coordinates(random.site(f"{self.sites[direction]}.zoneout.{part}"), chance, start=self.start)
         return multiplier(like_TBP, self.key, self.lanes, place).eq(0.0).to(like_TBP.dtype)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
+from carrywave.cells import lstm
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.backends import Backend, defined_only, in_dtype_of, known
 from carrywave.kernels.carry import AnyCarry, Carries, Carry
@@ -48,7 +49,7 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
     name = check(asked)
     forced = name != "auto"
-    if defined_only(layer, None):
+    if defined_only(lstm.CELL, layer):
         return "reference"
     # torch.compile and tracers cannot look into a handwritten backward, and would unroll a loop over steps.
     if name != "reference" and derivatives.traced():
