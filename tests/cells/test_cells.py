@@ -78,7 +78,7 @@ def test_parts_and_parameters_are_where_the_cell_says(kind: Any, options: dict[s
             for name, extra in cell.extra(hidden).items():
                 assert shapes.pop(f"{name}_l{layer}{way}") == extra.shape
                 assert (getattr(layers, f"{name}_l{layer}{way}") == extra.value).all()
-        for part in cell.parts if options.get("learned_carry") else ():
+        for part in cell.free_parts if options.get("learned_carry") else ():
             assert shapes.pop(f"carry_{part}_l{layer}") == (len(ways), hidden)
     assert {name for name in shapes if not name.startswith("norm")} == set()
     _, ends = layers(numbers(5, 2, 3))

@@ -27,7 +27,7 @@ from _odd import CELLS
 every_cell = pytest.mark.parametrize("kind", CELLS.values(), ids=list(CELLS))
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
-NOISY: dict[str, Any] = {"zoneout": 0.4, "cell_norm": True}
+NOISY: dict[str, Any] = {"recurrent_dropout": 0.3, "zoneout": 0.4, "cell_norm": True}
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -44,15 +44,6 @@ def stack(kind: Any, *sizes: Any, **options: Any) -> Any:
     return layers
 
 
-def options_of(kind: Any) -> dict[str, Any]:
-    """All noise that a cell has a place for."""
-    try:
-        kind(3, 4, recurrent_dropout=0.3)
-    except UserError:
-        return NOISY
-    return NOISY | {"recurrent_dropout": 0.3}
-
-
 def mask(key: Tensor, site: str, p: float, lanes: Tensor, shape: tuple[int, int, int], start: int) -> Tensor:
     """Where numbers between 0 and 1 are at least p, by definition: one for each time, lane and unit."""
     time, unit = torch.arange(start, start + shape[0])[:, None, None], torch.arange(shape[2])
@@ -66,8 +57,8 @@ def test_an_lstm_with_everything_is_the_loop_of_the_papers(training: bool, way: 
     layers = stack(cw.LSTM, 3, 5, bidirectional=True, recurrent_dropout=drop, zoneout=(zone_h, zone_c), cell_norm=True).train(training)
     x, key, lanes, start = numbers(6, 4, 3).requires_grad_(), random.key(5, 1), torch.tensor([7, 2, 0, 9]), 11
     w = {name.removesuffix("_l0" + way): each for name, each in layers.named_parameters() if name.endswith("_l0" + way)}
-    kept = mask(key, f"lstm.candidate.drop_l0{way}", drop, lanes, (6, 4, 5), start).double() / (1.0 - drop)
-    stays = [~mask(key, f"lstm.{part}.zone_l0{way}", p, lanes, (6, 4, 5), start) for part, p in (("h", zone_h), ("c", zone_c))]
+    kept = mask(key, f"lstm_l0{way}.candidate", drop, lanes, (6, 4, 5), start).double() / (1.0 - drop)
+    stays = [~mask(key, f"lstm_l0{way}.zoneout.{part}", p, lanes, (6, 4, 5), start) for part, p in enumerate((zone_h, zone_c))]
     h, c = h0, c0 = numbers(4, 5, seed=3), numbers(4, 5, seed=4)
     outputs: dict[int, Tensor] = {}
     for t in reversed(range(6)) if way else range(6):
@@ -98,7 +89,7 @@ def test_an_lstm_with_everything_is_the_loop_of_the_papers(training: bool, way: 
 @every_cell
 @pytest.mark.parametrize("training", [True, False])
 def test_gradients_are_those_of_differences(kind: Any, training: bool) -> None:
-    layers, key = stack(kind, 2, 3, **options_of(kind)).train(training), random.key(3)
+    layers, key = stack(kind, 2, 3, **NOISY).train(training), random.key(3)
     names = [name for name, _ in layers.named_parameters()]
     carry = tuple(numbers(*part.shape, seed=9 + number).requires_grad_() for number, part in enumerate(layers.initial(2)[0]))
 
@@ -115,7 +106,7 @@ def test_gradients_are_those_of_differences(kind: Any, training: bool) -> None:
 @given(data=st.data())
 def test_one_answer_however_lanes_and_time_are_split(kind: Any, data: st.DataObject) -> None:
     both_ways, steps, count = data.draw(st.booleans()), 6, 4
-    layers = stack(kind, 3, 4, 2, bidirectional=both_ways, dropout=0.2, locked=data.draw(st.booleans()), **options_of(kind))
+    layers = stack(kind, 3, 4, 2, bidirectional=both_ways, dropout=0.2, locked=data.draw(st.booleans()), **NOISY)
     layers.train(data.draw(st.booleans()))
     x, key = numbers(steps, count, 3), random.key(data.draw(st.integers(0, 9)))
     resets = torch.rand(steps, count, generator=torch.Generator().manual_seed(2)) < 0.2
@@ -133,8 +124,7 @@ def test_one_answer_however_lanes_and_time_are_split(kind: Any, data: st.DataObj
 
 
 def test_masks_have_their_shares_and_their_own_sites() -> None:
-    sites = tuple(tuple(random.site(f"{way}{part}") for part in range(3)) for way in range(2))
-    noise, like = CellNoise(0.3, (0.1, 0.0), sites, key=random.key(1)), torch.empty(50, 40, 30)
+    noise, like = CellNoise(0.3, (0.1, 0.0), ("there", "back"), key=random.key(1)), torch.empty(50, 40, 30)
     drawn = [noise.candidate(way, like) for way in range(2)] + [noise.kept(way, 0, like) for way in range(2)]
     for number, each in enumerate(drawn):
         assert isinstance(each, Tensor)
@@ -203,3 +193,39 @@ def test_a_step_without_a_place_for_an_option_is_refused() -> None:
         kind(step=plain)(3, 4, cell_norm=True)
     with pytest.raises(UserError, match=r"the cell own calls weights.normed, but has memory=False"):
         kind(memory=False)(3, 4, cell_norm=True)
+
+
+def test_heads_see_only_their_own_outputs() -> None:
+    """A layer with heads is one whose recurrent matrix has zeros outside its blocks."""
+    layers, whole = (stack(cw.LSTM, 3, 6, bidirectional=True, num_heads=heads, cell_norm=True) for heads in (3, 1))
+    assert layers.weight_hh_l0.shape == (24, 2)
+    given = {name: each.clone() for name, each in layers.state_dict().items()}
+    for way in ("", "_reverse"):
+        blocks = given[f"weight_hh_l0{way}"].view(4, 3, 2, 2)
+        given[f"weight_hh_l0{way}"] = torch.stack([torch.block_diag(*gate) for gate in blocks]).view(24, 6)
+    whole.load_state_dict(given)
+    x = numbers(5, 2, 3)
+    torch.testing.assert_close(layers(x)[0], whole(x)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aten", "manual", "reference"])
+@pytest.mark.parametrize("options", [{"num_heads": 2}, {"cell_norm": True}, {"zoneout": 0.3}, {"recurrent_dropout": 0.3}], ids=str)
+def test_kernels_that_do_not_know_an_option_leave_it_to_the_definition(kernel: str, options: dict[str, Any]) -> None:
+    x, key = numbers(5, 2, 3), random.key(1)
+    expected, _ = stack(cw.LSTM, 3, 4, 2, kernel="reference", **options)(x, key=key)
+    found, _ = stack(cw.LSTM, 3, 4, 2, kernel=kernel, **options)(x, key=key)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    plain, _ = stack(cw.LSTM, 3, 4, 2)(x) if "num_heads" not in options else (torch.zeros_like(x[..., :1]), None)
+    assert not torch.allclose(found, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 3}, "num_heads=3 must divide hidden_size=4"),
+        ({"num_heads": 2, "proj_size": 2}, "proj_size=2 would mix what num_heads=2 keep apart"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        cw.LSTM(3, 4, **options)

@@ -72,7 +72,7 @@ class Case:
         resets = (torch.rand(steps, lanes, device="cuda") < 0.1) if self.resets else None
         key = torch.tensor([1, 2], dtype=torch.int32, device="cuda") if self.noise == "train" else None
         zoneout = (0.2, 0.1)[: len(cell.parts)]
-        noises = [CellNoise(0.25, zoneout, ((9 * n, 9 * n + 1, 9 * n + 2),), key=key) if self.noise else None for n in range(self.count)]
+        noises = [CellNoise(0.25, zoneout, (f"layer {n}",), key=key) if self.noise else None for n in range(self.count)]
         self.marks = [StepMarks(resets, start, noise) for start, noise in zip(self.initial, noises, strict=True)]
 
     def run(self, plan: Wave) -> list[Tensor]:

@@ -47,9 +47,10 @@ def backward(
     cell: str, noise: NoiseOf | None, a: Sequence[Tensor], before: Tensor, now: Tensor, dh: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the four sums [..., 4], of the memory before the step, and of h before it but for the recurrent product."""
-    _, after = _formula("cell_backward", cell, noise is not None)(
-        list(a), before, now, dh, noise or NoiseOf(), [torch.full_like(dh, torch.nan)] * 4, memory, None
-    )
+    _, slopes = _formula("Slopes", cell, noise is not None)(list(a), before, now, noise or NoiseOf())
+    apply = _formula("apply", cell, noise is not None)
+    apply.__globals__.update(slopes)
+    _, after = apply(dh, [torch.full_like(dh, torch.nan)] * 4, memory, None)
     return torch.stack(after["d"], dim=-1), after["memory"], after["past"] + torch.zeros_like(dh)
 
 

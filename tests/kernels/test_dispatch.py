@@ -25,7 +25,7 @@ from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 
 LAYER: Layer = (LayerWeights(torch.full((16, 3), 0.1), torch.full((16, 4), -0.2), torch.full((16,), 0.3), torch.zeros(16)),)
-PROJECTED: Layer = (LAYER[0]._replace(w_hr=torch.zeros(2, 4)),)
+PROJECTED: Layer = (LAYER[0]._replace(w_hh=LAYER[0].w_hh[:, :2], w_hr=torch.zeros(2, 4)),)
 
 
 @pytest.fixture(autouse=True)

@@ -36,8 +36,8 @@ class StepWeights(Protocol):
     """What a step reads of the weights of one direction of a layer."""
 
     def recurrent(self, h_BP: Tensor, /) -> Tensor:
-        """[B, G]: the output of the step before, times `weight_hh`, with its bias. May be called again on something else, such as a gated
-        output; the planner counts one product.
+        """[B, G]: the output of the step before, times `weight_hh`, with its bias; of a layer with heads, by heads. May be called again on
+        something else, such as a gated output; the planner counts one product.
         """
 
     def candidate(self, new_BH: Tensor, /) -> Tensor:
@@ -91,7 +91,7 @@ class Cell:
     extra: Callable[[int], Mapping[str, Extra]] = _none  # from the hidden units to further parameters by name, such as gains of a norm
     projects: bool = False  # its output may be projected to fewer units (`projected`); other parts of the carry keep their width
     memory: bool = False  # its step passes a memory through `normed`, so norms inside the cell have a gain and bias for it
-    zoned: tuple[str, ...] | None = None  # the parts of the carry whose units may each keep their value (zoneout); None: all
+    free: tuple[str, ...] | None = None  # parts of the carry whose units may have any value (learned_carry, zoneout); None: all
     forget_gate: int | None = None  # the gate that keeps the carry when it is open, which `model.forget_bias` is for
     backends: str | None = (
         None  # a module with `kernels.backends.Backends`, BACKENDS; None: the definition runs, differentiated by autograd
@@ -101,6 +101,7 @@ class Cell:
     onnx: OnnxForm | None = None
     kept: int = 4  # elements per hidden unit, lane and step that forward keeps for backward, besides the input; about
     launches: int = 0  # operations per step, forward and backward, if each is launched by itself, as autograd does
+    wide: bool = False  # its steps compute in float32 at least, whatever the precision
 
     def __post_init__(self) -> None:
         """Refuse what would fail later, in other words."""
@@ -114,6 +115,11 @@ class Cell:
         """The names of the parts of the carry."""
         names: tuple[str, ...] = self.carry._fields
         return names
+
+    @property
+    def free_parts(self) -> tuple[str, ...]:
+        """The parts of the carry whose values do not depend on each other."""
+        return self.parts if self.free is None else self.free
 
     def widths(self, hidden: int, projection: int = 0) -> tuple[int, ...]:
         """The width of each part of the carry."""
@@ -132,7 +138,7 @@ class Cell:
 
     def zoneout(self, given: float | Sequence[float]) -> tuple[float, ...]:
         """For each part of the carry, the chance that a unit keeps its value: from one for all, or one for each part that may."""
-        may = [name for name in self.parts if self.zoned is None or name in self.zoned]
+        may = self.free_parts
         chances = [float(given)] * len(may) if isinstance(given, (int, float)) else [float(chance) for chance in given]
         if len(chances) != len(may) or not all(0.0 <= chance < 1.0 for chance in chances):
             several = "" if len(may) == 1 else f", or one for each of {', '.join(may)}"
@@ -140,9 +146,9 @@ class Cell:
         of_parts = dict(zip(may, chances, strict=True))
         return tuple(of_parts.get(name, 0.0) for name in self.parts)
 
-    def multiply_adds(self, inputs: int, hidden: int, projection: int = 0) -> int:
+    def multiply_adds(self, inputs: int, hidden: int, projection: int = 0, heads: int = 1) -> int:
         """Of one step of one lane, in the matrix products."""
-        return self.gates * hidden * (inputs + (projection or hidden)) + projection * hidden
+        return self.gates * hidden * (inputs + (projection or hidden) // heads) + projection * hidden
 
 
 @cache

@@ -67,13 +67,20 @@ def with_library(name: str, x_TBI: Tensor, *, onednn: bool = False) -> str:
     return name if name != "aten" or library is None else f"{name} ({library})"
 
 
+def defined_only(cell: Cell, layer: Layer) -> bool:
+    """True if only the definition computes a layer, whatever kernels its cell has: one with heads or norms inside the cell."""
+    first = layer[0]
+    width = first.w_ih.shape[0] // cell.gates if first.w_hr is None else first.w_hr.shape[0]
+    return first.w_hh.shape[1] != width or first.extra is not None
+
+
 class Backends:
     """What runs layers of a cell: its definition, which autograd differentiates, on every device. A module that a cell names, such as
     `kernels.lstm.dispatch`, has others as `BACKENDS`.
     """
 
     def __init__(self, cell: Cell) -> None:
-        self.backend = partial(reference.layer, cell=cell)
+        self.backend, self.wide = partial(reference.layer, cell=cell), cell.wide
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one that the environment names; raise if there is none of this name."""
@@ -98,7 +105,8 @@ class Backends:
     ) -> tuple[Tensor, AnyCarry]:
         """Run a layer: outputs in the dtype of x, the carry in its own dtype. `clean` and `chunk` as in `run_layers`."""
         self.check(asked)
-        return in_dtype(x_TBI.dtype, x_TBI, carry, layer, lengths_B, self.backend, marks)
+        compute = torch.promote_types(x_TBI.dtype, torch.float32) if self.wide else x_TBI.dtype
+        return in_dtype(compute, x_TBI, carry, layer, lengths_B, self.backend, marks)
 
     def wave_of(
         self,

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
-from carrywave.kernels.backends import Backend, Backends, in_dtype, known, with_library, without_choice
+from carrywave.kernels.backends import Backend, Backends, defined_only, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
@@ -56,7 +56,7 @@ class Dispatch(Backends):
 
     def __init__(self, cell: Cell, aten: TorchKernels, manual: Handwritten) -> None:
         super().__init__(cell)
-        self.cell, self.aten, self.manual = cell.name, aten, manual
+        self.of, self.cell, self.aten, self.manual = cell, cell.name, aten, manual
         self.backends: dict[str, Backend] = {
             "reference": self.backend,
             "aten": aten.layer,
@@ -72,7 +72,7 @@ class Dispatch(Backends):
         """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
         name = self.check(asked)
         forced = name != "auto"
-        if layer[0].extra is not None:  # norms
+        if defined_only(self.of, layer):
             return "reference"
         if only := without_choice(name, x_TBI):
             return only if marks is None else "reference"

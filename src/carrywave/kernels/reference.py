@@ -54,7 +54,7 @@ def layer(
     ys, ends = [], []
     run = _exported if torch.compiler.is_exporting() else _direction
     for direction, of_direction in enumerate(weights):
-        steps, rest = {"gates": of_direction.inputs(x_TBI)}, _Rest(cell, of_direction)
+        steps, rest = {"gates": of_direction.inputs(x_TBI)}, _Rest(cell, of_direction.by_heads(carry[0].shape[-1]))
         if real_TB1 is not None:
             steps["real"] = real_TB1
         if marks is not None:

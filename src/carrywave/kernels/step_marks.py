@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.dropout import Coordinates, multiplier
 
@@ -24,17 +25,25 @@ class CellNoise:
 
     recurrent_dropout: float
     zoneout: tuple[float, ...]  # for each part of the carry, the chance that a unit keeps its value
-    sites: tuple[tuple[int, ...], ...]  # of each direction: the candidate's, then one for each part of the carry
+    sites: tuple[str, ...]  # of each direction, the beginning of the names of its sites
     locked: bool = False  # the same units are dropped at every step
     key: Tensor | None = None
     lanes: Tensor | None = None  # [B]; None: 0, 1, …
     start: int = 0  # the time of the first step
 
+    def candidate_site(self, direction: int) -> int:
+        """Where dropout of the candidate is drawn."""
+        return random.site(f"{self.sites[direction]}.candidate")
+
+    def kept_site(self, direction: int, part: int) -> int:
+        """Where zoneout of a part of the carry is drawn."""
+        return random.site(f"{self.sites[direction]}.zoneout.{part}")
+
     def candidate(self, direction: int, like_TBH: Tensor) -> Tensor | None:
         """[T, B, H]: what the candidate is multiplied with, in the dtype of another tensor; None: nothing is dropped."""
         if self.key is None or not self.recurrent_dropout:
             return None
-        place = Coordinates(self.sites[direction][0], self.recurrent_dropout, self.locked, self.start)
+        place = Coordinates(self.candidate_site(direction), self.recurrent_dropout, self.locked, self.start)
         return multiplier(like_TBH, self.key, self.lanes, place).expand(like_TBH.shape)
 
     def kept(self, direction: int, part: int, like_TBP: Tensor) -> Tensor | float | None:
@@ -44,7 +53,7 @@ class CellNoise:
         chance = self.zoneout[part]
         if self.key is None or not chance:
             return chance or None
-        place = Coordinates(self.sites[direction][1 + part], chance, start=self.start)
+        place = Coordinates(self.kept_site(direction, part), chance, start=self.start)
         return multiplier(like_TBP, self.key, self.lanes, place).eq(0.0).to(like_TBP.dtype)
 
 

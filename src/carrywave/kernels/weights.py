@@ -17,7 +17,7 @@ class LayerWeights(NamedTuple):
     """One direction of one layer."""
 
     w_ih: Tensor  # [G, I]
-    w_hh: Tensor  # [G, P]
+    w_hh: Tensor  # [G, P]; with K heads [G, P/K], where the row of a unit multiplies the outputs of its own head
     b_ih: Tensor | None = None  # [G]
     b_hh: Tensor | None = None  # [G]
     w_hr: Tensor | None = None  # [P, H], the projection
@@ -29,6 +29,14 @@ class LayerWeights(NamedTuple):
         b_ih, b_hh, w_hr = (None if tensor is None else tensor.to(dtype) for tensor in (self.b_ih, self.b_hh, self.w_hr))
         extra = None if self.extra is None else {name: tensor.to(dtype) for name, tensor in self.extra.items()}
         return LayerWeights(self.w_ih.to(dtype), self.w_hh.to(dtype), b_ih, b_hh, w_hr, extra)
+
+    def by_heads(self, width: int) -> LayerWeights:
+        """The same for outputs of some width, in the form in which `recurrent` multiplies by heads: `w_hh` is [K, P/K, G/K]."""
+        units = self.w_hh.shape[1]
+        if units == width:
+            return self
+        blocks = self.w_hh.view(-1, width // units, units, units).permute(1, 3, 0, 2)
+        return self._replace(w_hh=blocks.reshape(width // units, units, -1))
 
     def tensors(self) -> Iterator[Tensor]:
         """Those that there are, in the order of torch.nn's layers."""
@@ -63,9 +71,20 @@ class LayerWeights(NamedTuple):
         return tensor
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: str) -> Tensor:
-        if self.extra is None or norm not in self.extra:
+        gain = None if self.extra is None else self.extra.get(norm)
+        if gain is None and weight.dim() == 2:
             return linear(x, weight, bias)
-        return layer_norm(linear(x, weight), weight.shape[:1], self.extra[norm], bias)
+        product = linear(x, weight) if weight.dim() == 2 else _blockwise(x, weight)
+        if gain is not None:
+            return layer_norm(product, product.shape[-1:], gain, bias)
+        return product if bias is None else product + bias
+
+
+def _blockwise(h_BP: Tensor, blocks: Tensor) -> Tensor:
+    """[B, G]: the units of each head times its own block, [K, P/K, G/K]; the rows of a gate are those of its heads."""
+    heads, units, _ = blocks.shape
+    of_heads = torch.bmm(h_BP.view(-1, heads, units).transpose(0, 1), blocks)
+    return of_heads.view(heads, len(h_BP), -1, units).permute(1, 2, 0, 3).reshape(len(h_BP), -1)
 
 
 Layer = tuple[LayerWeights, ...]  # one direction, or forward and reverse

@@ -122,10 +122,11 @@ def check_options(layers: Recurrent, *, bias: bool, proj_size: int, **fixed: Any
 
 
 def checked_sizes(
-    input_size: int, hidden_size: int | Sequence[int], num_layers: int, proj_size: int
-) -> tuple[int, int | tuple[int, ...], tuple[int, ...], int]:
-    """Input size, hidden size as given, the width of each layer, and the projection: whole numbers that fit each other."""
-    input_size, num_layers, proj_size = whole(input_size=input_size, num_layers=num_layers, proj_size=proj_size)
+    input_size: int, hidden_size: int | Sequence[int], num_layers: int, proj_size: int, num_heads: int
+) -> tuple[int, int | tuple[int, ...], tuple[int, ...], int, int]:
+    """Input size, hidden size as given, the width of each layer, the projection and the heads: whole numbers that fit each other."""
+    input_size, num_layers = whole(input_size=input_size, num_layers=num_layers)
+    proj_size, num_heads = whole(proj_size=proj_size, num_heads=num_heads)
     if isinstance(hidden_size, Sequence):
         hidden_size = widths = tuple(width for each in hidden_size for width in whole(hidden_size=each))
     else:
@@ -137,7 +138,11 @@ def checked_sizes(
         raise UserError(f"input_size={input_size}, hidden_size={hidden_size}, num_layers={num_layers} must all be at least 1")
     if proj_size < 0 or (proj_size and proj_size >= min(widths)):
         raise UserError(f"proj_size={proj_size} must be smaller than hidden_size={min(widths)}; 0 means no projection")
-    return input_size, hidden_size, widths, proj_size
+    if num_heads < 1 or any(width % num_heads for width in widths):
+        raise UserError(f"num_heads={num_heads} must divide hidden_size={hidden_size}; each head has an equal share of the units")
+    if num_heads > 1 and proj_size:
+        raise UserError(f"proj_size={proj_size} would mix what num_heads={num_heads} keep apart; remove one of them")
+    return input_size, hidden_size, widths, proj_size, num_heads
 
 
 def check_shares(**shares: float) -> None:

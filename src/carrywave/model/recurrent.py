@@ -34,7 +34,7 @@ from carrywave.model import arguments
 from carrywave.model.arguments import GivenCarry
 
 # Options that nn.LSTM does not have.
-_MORE = ("locked", "weight_drop", "recurrent_dropout", "zoneout", "layer_norm", "cell_norm", "learned_carry", "kernel")
+_MORE = ("locked", "weight_drop", "recurrent_dropout", "zoneout", "layer_norm", "cell_norm", "learned_carry", "num_heads", "kernel")
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the order of `LayerWeights`
 
 
@@ -83,6 +83,7 @@ class Recurrent(nn.Module):
         layer_norm: bool = False,
         cell_norm: bool = False,
         learned_carry: bool = False,
+        num_heads: int = 1,
         kernel: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,7 +91,9 @@ class Recurrent(nn.Module):
     ) -> None:
         super().__init__()
         arguments.check_options(self, bias=bias, proj_size=proj_size, **fixed)
-        input_size, hidden_size, widths, proj_size = arguments.checked_sizes(input_size, hidden_size, num_layers, proj_size)
+        input_size, hidden_size, widths, proj_size, num_heads = arguments.checked_sizes(
+            input_size, hidden_size, num_layers, proj_size, num_heads
+        )
         arguments.check_shares(dropout=dropout, weight_drop=weight_drop, recurrent_dropout=recurrent_dropout)
         if recurrent_dropout or cell_norm:
             arguments.check_step(self.cell, widths[0], proj_size, recurrent_dropout=recurrent_dropout, cell_norm=cell_norm)
@@ -111,6 +114,7 @@ class Recurrent(nn.Module):
         self.layer_norm = layer_norm
         self.cell_norm = cell_norm
         self.learned_carry = learned_carry
+        self.num_heads = num_heads
         self.kernel = kernel
         self.path = "lstm"  # prefix of the names of its random sites, whatever the cell; two stacks in one model need different ones
         make: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -118,7 +122,7 @@ class Recurrent(nn.Module):
             inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
             for suffix in self._suffixes(layer):
                 rows = self.cell.gates * hidden
-                shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, proj_size or hidden)}
+                shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, (proj_size or hidden) // num_heads)}
                 if bias:
                     shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)}
                 if proj_size:
@@ -129,8 +133,9 @@ class Recurrent(nn.Module):
             if layer_norm:
                 self.add_module(f"norm_l{layer}", nn.LayerNorm(self.outputs(layer), **make))
             if learned_carry:
-                for part, width in self.carry_widths(layer).items():
-                    self.register_parameter(f"carry_{part}_l{layer}", nn.Parameter(torch.zeros(self.directions, width, **make)))
+                for part in self.cell.free_parts:
+                    shape = (self.directions, self.carry_widths(layer)[part])
+                    self.register_parameter(f"carry_{part}_l{layer}", nn.Parameter(torch.zeros(shape, **make)))
         self.reset_parameters()
 
     @property
@@ -150,6 +155,11 @@ class Recurrent(nn.Module):
     def carry_widths(self, layer: int) -> dict[str, int]:
         """The width of each part of a layer's carry, by name."""
         return dict(zip(self.cell.parts, self.cell.widths(self.widths[layer], self.proj_size), strict=True))
+
+    @property
+    def noisy(self) -> bool:
+        """True if there is noise inside the cell."""
+        return self.recurrent_dropout > 0 or any(self.zoneout)
 
     def further(self, layer: int) -> dict[str, Extra]:
         """The parameters of each direction of a layer besides its matrices and biases, by name."""
@@ -254,8 +264,7 @@ class Recurrent(nn.Module):
         if fresh is not None:
             carries = self.reset(carries, fresh, layers)
         sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in layers if layer < self.num_layers - 1]
-        noisy = self.recurrent_dropout or any(self.zoneout)
-        if self.training and (self.weight_drop or (self.dropout and sites) or noisy):
+        if self.training and (self.weight_drop or (self.dropout and sites) or self.noisy):
             scope = random.current_scope()
             if key is None and scope is not None:
                 key, lanes, start = scope.key_of(self.path), scope.lanes if lanes is None else lanes, scope.start
@@ -292,15 +301,9 @@ class Recurrent(nn.Module):
             return None
         learned = resets is not None and self.learned_carry
         starts = self.initial(1, like.dtype, like.device, layers) if learned else [None] * len(layers)
-        noises = [self._noise(layer, *drawn) if noisy else None for layer in layers]
+        sites = [tuple(self.path + suffix for suffix in self._suffixes(layer)) for layer in layers]
+        noises = [CellNoise(self.recurrent_dropout, self.zoneout, each, self.locked, *drawn) if noisy else None for each in sites]
         return [StepMarks(resets, start, noise) for start, noise in zip(starts, noises, strict=True)]
-
-    def _noise(self, layer: int, key: Tensor | None, lanes: Tensor | None, start: int) -> CellNoise:
-        sites = tuple(
-            tuple(random.site(f"{self.path}.{name}{suffix}") for name in ("candidate.drop", *(f"{part}.zone" for part in self.cell.parts)))
-            for suffix in self._suffixes(layer)
-        )
-        return CellNoise(self.recurrent_dropout, self.zoneout, sites, self.locked, key, lanes, start)
 
     def _weights_of(self, layers: range, key: Tensor | None, chunk: WindowChunk | None) -> list[Layer]:
         """The weights of some layers, for a chunk. A backend that has begun with the window's first chunk keeps those it was given then."""
@@ -328,14 +331,14 @@ class Recurrent(nn.Module):
     def initial(
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
     ) -> AnyCarries:
-        """The carry at the start of a sequence: zero, or learned."""
+        """The carry at the start of a sequence: zero, or learned where its parts may have any values."""
         like = self._any_parameter
         carries = []
         for layer in range(self.num_layers) if layers is None else layers:
             parts = []
             for part, width in self.carry_widths(layer).items():
                 shape = (self.directions, lanes, width)
-                if self.learned_carry:
+                if self.learned_carry and part in self.cell.free_parts:
                     parts.append(getattr(self, f"carry_{part}_l{layer}")[:, None].expand(shape).to(dtype=dtype, device=device))
                 else:
                     parts.append(torch.zeros(shape, dtype=dtype or like.dtype, device=device or like.device))
@@ -365,7 +368,7 @@ class Recurrent(nn.Module):
         return stacked if len(stacked) > 1 else stacked[0]
 
     def extra_repr(self) -> str:
-        usual = {"num_layers": 1, "bias": True, "kernel": "auto", "zoneout": (0.0,) * len(self.cell.parts)}
+        usual = {"num_layers": 1, "bias": True, "num_heads": 1, "kernel": "auto", "zoneout": (0.0,) * len(self.cell.parts)}
         parts = [f"{self.input_size}, {self.hidden_size}"]
         for name in ("proj_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", *_MORE):
             if getattr(self, name) != usual.get(name, False):

@@ -107,7 +107,7 @@ class Stack:
             self.grad_TBH.masked_fill_(beyond_TB[..., None], 0.0)
         self.key = random.key(1).to(device)
         self.resets_TB = torch.rand(shape[:2], generator=draw, device=device) < case.resets if case.resets else None
-        sites = [tuple(range(100 + 9 * layer, 101 + 9 * layer + len(cell.parts))) for layer in range(case.layers)]
+        sites = [f"layer {layer}" for layer in range(case.layers)]
         noise = [CellNoise(case.recurrent_dropout, (case.zoneout,) * len(cell.parts), (own,), key=self.key) for own in sites]
         noisy = case.zoneout or case.recurrent_dropout
         self.marks = [StepMarks(self.resets_TB, noise=each if noisy else None) for each in noise] if case.marked else None

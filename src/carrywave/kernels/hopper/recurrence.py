@@ -227,8 +227,8 @@ def noise_bytes(noise: CellNoise, shape: LayerShape, x_TBI: Tensor) -> Tensor:
     (steps, lanes), padded = x_TBI.shape[:2], shape.hidden
     bytes_TBP = x_TBI.new_empty(steps, lanes, padded, dtype=torch.uint8)
     numbers_B = None if noise.lanes is None else noise.lanes.to(torch.int64).contiguous()
-    of_candidate, *of_parts = noise.sites[0]
-    drawn = [(of_candidate, noise.recurrent_dropout), (of_parts[0], noise.zoneout[0]), (of_parts[-1], noise.zoneout[-1])]
+    last = len(noise.zoneout) - 1
+    drawn = [(noise.candidate_site(0), noise.recurrent_dropout), *((noise.kept_site(0, part), noise.zoneout[part]) for part in (0, last))]
     run = nvrtc.kernel("dropout.cu", "noise_bytes", (("FP16", 0), ("WIDE", 0)), 0, x_TBI.get_device())
     run(
         (-(-steps * lanes // 8), max(1, padded // 1024), 1), (256, 1), bytes_TBP, noise.key, numbers_B, steps * lanes, lanes, padded,

@@ -68,7 +68,9 @@ def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the st
     The LSTM is unchanged if anything does not fit.
     """
     state = one_stack(given, where)
-    if (gates := _gates(state)) not in (None, lstm.cell.gates):
+    if lstm.cell_norm:
+        raise DataError(f"{where} has no norms inside the cell, but the model has (cell_norm); remove that")
+    if (gates := _gates(state)) not in (None, lstm.cell.gates * lstm.num_heads):
         cell = lstm.cell
         raise DataError(f"{where} has layers of {gates} gates, but the cell {cell.name} has {cell.gates}; use weights of that cell")
     own = {name: parameter for name, parameter in lstm.named_parameters() if _NAME.fullmatch(name)}
