@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
-from carrywave.kernels.backends import Backend, Backends, defined_only, in_dtype, known, with_library, without_choice
+from carrywave.kernels.backends import Backend, Backends, has_heads, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
@@ -54,15 +55,13 @@ class Handwritten(Protocol):
 class Dispatch(Backends):
     """The backends of the layers of one cell."""
 
-    def __init__(self, cell: Cell, aten: TorchKernels, manual: Handwritten) -> None:
+    def __init__(self, cell: Cell, aten: TorchKernels | None = None, manual: Handwritten | None = None) -> None:
         super().__init__(cell)
         self.of, self.cell, self.aten, self.manual = cell, cell.name, aten, manual
-        self.backends: dict[str, Backend] = {
-            "reference": self.backend,
-            "aten": aten.layer,
-            "manual": manual.layer,
-            "persistent": partial(persistent.layer, cell=cell.name),
-        }
+        self.backends: dict[str, Backend] = {"reference": self.backend}
+        self.backends |= {} if aten is None else {"aten": aten.layer}
+        self.backends |= {} if manual is None else {"manual": manual.layer}
+        self.backends |= {"persistent": partial(persistent.layer, cell=cell.name)}
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
@@ -72,17 +71,18 @@ class Dispatch(Backends):
         """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
         name = self.check(asked)
         forced = name != "auto"
-        if defined_only(self.of, layer):
+        if layer[0].extra is not None:  # norms
             return "reference"
+        plain = marks is None and not has_heads(self.of, layer)
+        torchs = "aten" if plain and self.aten is not None else "reference"
         if only := without_choice(name, x_TBI):
-            return only if marks is None else "reference"
-        torchs = "aten" if marks is None else "reference"
+            return torchs if only == "aten" else only
         name = name if forced else self._fastest(x_TBI, layer)
-        if name == "manual" and marks is None and self.manual.serves(x_TBI, layer):
+        if name == "manual" and plain and self.manual is not None and self.manual.serves(x_TBI, layer):
             return "manual"
         if name != "persistent":
             return torchs
-        why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks)
+        why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks, self.cell)
         # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
         if why and why not in _told and (forced or _is_broken(why)):
             _tell(why)
@@ -117,8 +117,9 @@ class Dispatch(Backends):
                     raise
                 _give_up(error)
                 name = self.choose(asked, x_TBI, layer, marks)
-        backend = partial(self.manual.layer, clean=clean) if name == "manual" else self.backends[name]
-        return in_dtype(x_TBI.dtype, x_TBI, carry, layer, lengths_B, backend, marks)
+        backend = partial(self.backends[name], clean=clean) if name == "manual" else self.backends[name]
+        compute = torch.promote_types(x_TBI.dtype, torch.float32) if self.wide else x_TBI.dtype
+        return in_dtype(compute, x_TBI, carry, layer, lengths_B, backend, marks)
 
     def wave_of(
         self,
@@ -168,13 +169,16 @@ class Dispatch(Backends):
 
     def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
         """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
-        return with_library(self.choose(asked, x_TBI, layer), x_TBI, onednn=self.aten.prefers_onednn(x_TBI, layer))
+        return with_library(self.choose(asked, x_TBI, layer), x_TBI, onednn=self._prefers_onednn(x_TBI, layer))
 
     def _fastest(self, x_TBI: Tensor, layer: Layer) -> str:
         """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
         if x_TBI.is_cuda and x_TBI.dtype in HALVES:
             return "persistent"
-        return "aten" if self.aten.prefers_onednn(x_TBI, layer) else "manual"
+        return "aten" if self._prefers_onednn(x_TBI, layer) else "manual"
+
+    def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
+        return self.aten is not None and self.aten.prefers_onednn(x_TBI, layer)
 
 
 def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:

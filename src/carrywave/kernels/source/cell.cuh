@@ -3,10 +3,23 @@
 // Every cell has four numbers per unit and step, made of the products with the inputs and with h:
 //   LSTM  input, forget, candidate and output gate; its memory is c
 //   GRU   reset and update gate, the input's and h's part of the candidate; its memory is h itself, in float32
+//   sLSTM input and forget gate before their exponentials, candidate and output gate; its memory is four numbers: c, n, m, and 1 - sigmoid of
+//         the forget gate, negative if the input gate set m
 // With NOISE, part of the candidate is dropped, and some units keep their old h or memory (zoneout).
 
 #define LSTM 0
 #define GRU 1
+#define SLSTM 2
+#if CELL == SLSTM
+typedef float4 Memory;
+#define SLOT 32  // bytes that a thread prefetches for a step
+#define LEAST 1e-30f
+__device__ __forceinline__ Memory nothing() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+#else
+typedef float Memory;
+#define SLOT 16
+__device__ __forceinline__ Memory nothing() { return 0.0f; }
+#endif
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -21,6 +34,14 @@ __device__ __forceinline__ float reciprocal(float x) {
 // Both saturate correctly: 2^x becomes infinite or 0. Their absolute error of 1e-7 is far below that of h.
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-1.442695041f * x)); }
 __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciprocal(1.0f + power_of_2(2.885390082f * x)); }
+
+__device__ __forceinline__ float exponential(float x) { return power_of_2(1.442695041f * x); }
+// log(1 + e^x), which is about x where that overflows.
+__device__ __forceinline__ float softplus(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exponential(-fabsf(x))));
+    return fmaxf(x, 0.0f) + 0.6931471806f * y;
+}
 
 // What a launch is told about noise: a byte for each unit, lane and step, whose bits say that the candidate stays, and that h or the memory
 // keeps its old value. Without the bytes, all candidates stay, and the old values have constant weights: the mean, for evaluation.
@@ -51,12 +72,20 @@ struct Resets {
 };
 
 // The next h; `a` becomes what backward needs, and the memory is updated. `h_before` is read only with NOISE.
-__device__ __forceinline__ float cell_forward(float (&a)[4], float& memory, float h_before, const NoiseOf& noise) {
+__device__ __forceinline__ float cell_forward(float (&a)[4], Memory& memory, float h_before, const NoiseOf& noise) {
 #if CELL == LSTM
     a[0] = sigmoid(a[0]), a[1] = sigmoid(a[1]), a[2] = tanh_(a[2]), a[3] = sigmoid(a[3]);
     float c = a[1] * memory + a[0] * (a[2] * noise.candidate), h = a[3] * tanh_(c);
     memory = mixed(c, memory, noise.old_memory);
     return mixed(h, h_before, noise.old_h);
+#elif CELL == SLSTM
+    float kept = memory.z - softplus(-a[1]), m = fmaxf(kept, a[0]), rest = sigmoid(-a[1]);
+    memory.w = a[0] > kept ? -rest : rest;
+    a[0] = exponential(a[0] - m), a[1] = exponential(kept - m), a[2] = tanh_(a[2]), a[3] = sigmoid(a[3]);
+    memory.x = a[1] * memory.x + a[0] * (a[2] * noise.candidate);
+    memory.y = a[1] * memory.y + a[0];
+    memory.z = m;
+    return mixed(a[3] * memory.x * reciprocal(fmaxf(memory.y, LEAST)), h_before, noise.old_h);
 #else
     a[0] = sigmoid(a[0]), a[1] = sigmoid(a[1]), a[2] = tanh_(a[2] + a[0] * a[3]);
     float candidate = a[2] * noise.candidate;
@@ -92,6 +121,31 @@ struct Slopes {
         float d_c = memory - kept + dh * through;
         d[0] = d_c * input, d[1] = d_c * forget_memory, d[2] = d_c * candidate;
         memory = d_c * forget + kept;
+    }
+#elif CELL == SLSTM
+    // Scaling c, n and e^m together changes nothing, so that m has a gradient of its own only if somebody reads it by itself: `memory.z` is
+    // that part, which passes to whichever of the two gates has set m.
+    float output, to_c, to_n, candidate, add, keep, c, n, z, rest, old_h;
+
+    __device__ __forceinline__ Slopes(const float (&a)[4], Memory before, Memory now, const NoiseOf& noise) {
+        float inverse = reciprocal(fmaxf(now.y, LEAST)), mean = now.x * inverse;
+        output = mean * a[3] * (1.0f - a[3]);
+        to_c = a[3] * inverse;
+        to_n = now.y > LEAST ? -a[3] * inverse * mean : 0.0f;
+        z = a[2] * noise.candidate;
+        candidate = a[0] * noise.candidate * (1.0f - a[2] * a[2]);
+        add = a[0], keep = a[1], c = before.x, n = before.y, rest = now.w, old_h = noise.old_h;
+    }
+    __device__ __forceinline__ void apply(float dh, float (&d)[4], Memory& memory, float& past) const {
+        past = NOISE ? old_h * dh : 0.0f;
+        dh -= past;
+        float d_c = memory.x + dh * to_c, d_n = memory.y + dh * to_n, size = fabsf(rest);
+        bool set = rest < 0.0f;
+        d[0] = (d_c * z + d_n) * add + (set ? memory.z : 0.0f);
+        d[1] = ((d_c * c + d_n * n) * keep + (set ? 0.0f : memory.z)) * size;
+        d[2] = d_c * candidate;
+        d[3] = dh * output;
+        memory = make_float4(d_c * keep, d_n * keep, set ? 0.0f : memory.z, 0.0f);
     }
 #else
     float reset, update, candidate, reset_gate, update_gate, old_h;
