@@ -44,7 +44,8 @@ class LayerMarks(NamedTuple):
     @property
     def kinds(self) -> tuple[int, int]:
         """The kernel's constants for resets and noise."""
-        return 0 if self.resets is None else 1 if self.memory_P is None else 2, int(self.noise is not None)
+        noise = 0 if self.noise is None else 1 if self.noise.bytes_TBP is not None else 2
+        return 0 if self.resets is None else 1 if self.memory_P is None else 2, noise
 
     def part(self, first: int, end: int) -> LayerMarks:
         """Those of some steps."""

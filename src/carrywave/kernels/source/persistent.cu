@@ -192,14 +192,14 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     float sum = total(SUMS, row + 16 * n, place);
-                    a[n] += again ? 0.0f : sum;
+                    a[n] += RESETS ? chosen(again, 0.0f, sum) : sum;
                 }
             }
             done();
             parity ^= 1;
             if (owner) {
                 float h = 0.0f;
-                if (again) c[pass] = begin, h_before[pass] = 0.0f;
+                if (RESETS) c[pass] = chosen(again, begin, c[pass]), h_before[pass] = NOISE ? chosen(again, 0.0f, h_before[pass]) : 0.0f;
                 if (real) h = cell_forward(a, c[pass], NOISE ? h_before[pass] : 0.0f, noise.of(noisy));
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
@@ -343,12 +343,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             unpack(kept.x, a[0], a[1]);
             unpack(kept.y, a[2], a[3]);
             bool again = RESETS && step >= 0 && resets.in(reset_word[pass], step);
-            Slopes slopes(a, again ? begin : c_before, c_now[pass], noisy);
+            Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[pass], noisy);
             if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
-            float dh = follows && !(RESETS && cut[pass]) ? recurrent : 0.0f;
+            float dh = chosen(follows && !(RESETS && cut[pass]), recurrent, 0.0f);
             if (NOISE && CELL != GRU) dh += past[pass];
             if (RESETS) {
                 cut[pass] = again && length > step;
@@ -367,12 +367,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 if (CELL != GRU) c_now[pass] = c_before;
 #pragma unroll
                 for (int n = 0; n < 4; n++) bias[n] += d[n];
-                if (RESETS && cut[pass]) {
 #if RESETS == 2 && CELL != SLSTM
-                    of_reset[0] += dc[pass], of_reset[1] += past[pass];
+                if (cut[pass]) of_reset[0] += dc[pass], of_reset[1] += past[pass];
 #endif
-                    dc[pass] = nothing(), past[pass] = 0.0f;
-                }
+                if (RESETS) dc[pass] = chosen(cut[pass], nothing(), dc[pass]), past[pass] = chosen(cut[pass], 0.0f, past[pass]);
             }
             // To the block of each quad that handles this quarter of K.
             if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
