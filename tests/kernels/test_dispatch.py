@@ -20,7 +20,7 @@ from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lstm import aten
 from carrywave.kernels.lstm.dispatch import BACKENDS
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 
@@ -114,6 +114,18 @@ def test_on_a_gpu_halves_take_the_persistent_kernel_where_it_runs(monkeypatch: p
     assert BACKENDS.choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
     monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
     assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
+
+
+def test_noise_that_the_persistent_kernel_does_not_run_goes_to_the_definition(a_gpu: Callable[..., list[int]]) -> None:
+    a_gpu(9)
+    x, noise = on_gpu(torch.bfloat16), CellNoise(0.1, (0.2, 0.0), ((1, 2, 3), (4, 5, 6)), key=torch.zeros(2))
+    resets, initial = torch.zeros(40, 2, dtype=torch.bool), Carry(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial)) == "persistent"
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, noise=noise)) == "persistent"
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial, noise)) == "reference"
+    assert BACKENDS.choose("auto", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
+    with pytest.warns(UserWarning, match="it supports noise inside the cell in one direction, and not together with resets to a learned"):
+        assert BACKENDS.choose("persistent", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
 
 
 def test_what_cudnn_runs_faster_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def step(gates_BG: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> t
     reset_BH, update_BH, new_BH = gates_BG.chunk(3, dim=-1)
     past_reset_BH, past_update_BH, past_new_BH = weights.recurrent(h_BH).chunk(3, dim=-1)
     update_BH = (update_BH + past_update_BH).sigmoid()
-    new_BH = (new_BH + (reset_BH + past_reset_BH).sigmoid() * past_new_BH).tanh()
+    new_BH = weights.candidate((new_BH + (reset_BH + past_reset_BH).sigmoid() * past_new_BH).tanh())
     return ((1.0 - update_BH) * new_BH + update_BH * h_BH,)
 
 

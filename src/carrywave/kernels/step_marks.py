@@ -12,6 +12,7 @@ from torch import Tensor
 
 from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.dropout import Coordinates, multiplier
+from carrywave.kernels.lengths import real_steps, reversed_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,13 @@ class StepMarks:
     """Of one layer, over the steps of one call."""
 
     resets: Tensor | None = None  # [T, B] bool: before this step, the lane's carry is the initial one; None: nowhere
-    initial: AnyCarry | None = None  # the initial carry, [D, 1 or B, P] and so on; None: zeros
+    initial: AnyCarry | None = None  # the initial carry, [D, 1, P] and so on; None: zeros
     noise: CellNoise | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what backends would read as the same for all lanes."""
+        if self.initial is not None and any(part.shape[1] != 1 for part in self.initial):
+            raise ValueError(f"an initial carry for {self.initial[0].shape[1]} lanes; all lanes start again from the same")
 
     def initial_like(self, carry: AnyCarry) -> AnyCarry:
         """The initial carry in the dtype of a carry."""
@@ -73,3 +79,13 @@ class StepMarks:
         if self.resets is None or direction == 0:
             return self.resets
         return torch.cat((self.resets[1:], torch.zeros_like(self.resets[:1])))
+
+    def one_way(self, direction: int, lengths_B: Tensor | None) -> StepMarks:
+        """Where one direction starts again, and from which carry, in the order in which it goes through each lane."""
+        if self.resets is None:
+            return StepMarks()
+        real = self.real(None if lengths_B is None else real_steps(lengths_B, self.resets.shape[0]))
+        resets_TB = real.resets_of(direction)
+        if resets_TB is not None and direction == 1:
+            resets_TB = reversed_steps(resets_TB[..., None], lengths_B)[..., 0]
+        return StepMarks(resets_TB, None if self.initial is None else changed(self.initial, lambda part: part[direction : direction + 1]))
