@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,6 +20,15 @@ from carrywave.kernels.hopper import wave
 from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import LayerWeights
+
+# What is always tested, whatever hypothesis draws.
+KINDS = [
+    {"cell": cell, "noise": noise, "resets": resets}
+    for cell in ("lstm", "gru")
+    for noise in ("", "training", "evaluation")
+    for resets in (0.0, 0.3)
+]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=[" ".join(map(str, kind.values())) for kind in KINDS])
 
 
 def make(*shape: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
-from _problems import Stack, assert_same, stacks
+from _problems import Stack, assert_same, each_kind, stacks
 
 from carrywave.cells.cell import by_name
 from carrywave.kernels import random, reference
@@ -58,6 +58,13 @@ def cases(draw: st.DrawFn) -> tuple[Stack, Wave]:
 def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Stack, Wave]) -> None:
     given_stack, how = case
     assert_same(given_stack.at_once(how), given_stack.defined())
+
+
+@pytest.mark.usefixtures("_block_by_block")
+@each_kind
+def test_the_algorithm_of_each_kind_is_the_definition(kind: dict[str, Any]) -> None:
+    given_stack = Stack(1, 7, 20, 3, short=True, hidden=70, learned=not kind["noise"], **kind)
+    assert_same(given_stack.at_once(Wave(LayerShape(128, 2, 8, 2), 1, 3)), given_stack.defined())
 
 
 @pytest.mark.usefixtures("_block_by_block")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import NAN, replace_launches
-from _problems import Stack, assert_same, make, stacks
+from _problems import Stack, assert_same, each_kind, make, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels.carry import Carry
@@ -36,6 +36,13 @@ def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(given_stack=stacks(count=st.integers(1, 4)), piece=st.integers(1, 9))
 def test_a_wave_is_the_definition(given_stack: Stack, piece: int) -> None:
     assert_same(given_stack.at_once(Wave(SHAPE, 1, min(piece, given_stack.steps))), given_stack.defined())
+
+
+@each_kind
+@pytest.mark.parametrize("piece", [2, 7])
+def test_a_wave_of_each_kind_is_the_definition(kind: dict[str, Any], piece: int) -> None:
+    given_stack = Stack(2, 7, 4, 5, short=True, learned=not kind["noise"], **kind)
+    assert_same(given_stack.at_once(Wave(SHAPE, 1, piece)), given_stack.defined())
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

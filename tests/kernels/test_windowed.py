@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
-from _problems import Stack, assert_same, stacks
+from _problems import Stack, assert_same, each_kind, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels import deferred_gradients
@@ -97,6 +97,13 @@ def detached(carries: Any) -> Any:
 @settings(max_examples=60)
 @given(given_stack=stacks(Windowed, learned=False, chunk=st.integers(1, 9)), piece=st.integers(1, 9))
 def test_chunks_of_a_window_are_the_definition(given_stack: Windowed, piece: int) -> None:
+    assert_same(given_stack.by_chunks(piece), given_stack.defined())
+
+
+@each_kind
+@pytest.mark.parametrize("piece", [2, 7])
+def test_chunks_of_each_kind_are_the_definition(kind: dict[str, Any], piece: int) -> None:
+    given_stack = Windowed(2, 9, 4, 5, chunk=4, short=True, **kind)
     assert_same(given_stack.by_chunks(piece), given_stack.defined())
 
 
