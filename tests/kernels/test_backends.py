@@ -1,4 +1,4 @@
-"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, and both directions."""
+"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, resets, and both directions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from carrywave.kernels import reference
 from carrywave.kernels.backends import Backend
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.lstm import aten, manual
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
 OTHERS = {"aten": aten.layer, "manual": manual.layer}
@@ -31,6 +32,8 @@ class Case:
     bias: bool = True
     lengths: tuple[int, ...] | None = None
     seed: int = 0
+    resets: tuple[tuple[bool, ...], ...] | None = None  # of each step, for each lane
+    learned: bool = False  # an initial carry that is not zero
 
 
 @st.composite
@@ -48,6 +51,8 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.booleans()),
         lengths,
         draw(st.integers(0, 1000)),
+        draw(st.none() | st.tuples(*[st.tuples(*[st.booleans()] * lanes)] * steps)),
+        draw(st.booleans()),
     )
 
 
@@ -74,14 +79,18 @@ class Problem:
             for _ in range(case.directions)
         )
         self.lengths = None if case.lengths is None else torch.tensor(case.lengths)
+        self.resets = None if case.resets is None else torch.tensor(case.resets)
+        self.initial = Carry(*(make(case.directions, 1, part.shape[2]) for part in self.carry)) if case.learned and case.resets else None
         self.weigh = [make(case.steps, case.lanes, width * case.directions), make(*self.carry.h.shape), make(*self.carry.c.shape)]
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [self.x, *self.carry, *(tensor for weights in self.layer for tensor in weights if tensor is not None)]
+        weights = (tensor for weights in self.layer for tensor in weights if tensor is not None)
+        return [self.x, *self.carry, *weights, *(self.initial or ())]
 
     def solve(self, backend: Backend, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        y, end = backend(self.x if x is None else x, self.carry, self.layer, self.lengths)
+        marks = {} if self.resets is None else {"marks": StepMarks(self.resets, self.initial)}
+        y, end = backend(self.x if x is None else x, self.carry, self.layer, self.lengths, **marks)
         outputs = [y, *end]
         total = sum(((out * weigh.detach()).sum() for out, weigh in zip(outputs, self.weigh, strict=True)), torch.zeros(()))
         return [out.detach() for out in outputs], list(torch.autograd.grad(total, self.leaves, materialize_grads=True))
@@ -100,10 +109,57 @@ def test_backend_is_the_reference(name: str, case: Case) -> None:
     torch.testing.assert_close(problem.solve(backend), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@given(case=cases(), data=st.data())
+@settings(max_examples=40)
+def test_a_reset_separates_sequences(name: str, case: Case, data: st.DataObject) -> None:
+    """Two sequences one after the other in every lane, the second reset, are what each is alone."""
+    first = data.draw(st.integers(0, case.steps - 1))
+    backend, problem = BACKENDS[name], Problem(replace(case, lengths=None, learned=True, projection=0))
+    initial = Carry(*(torch.randn(case.directions, 1, case.hidden, dtype=torch.float64) for _ in range(2)))
+    resets = torch.zeros(case.steps, case.lanes, dtype=torch.bool)
+    resets[first] = True
+    with torch.no_grad():
+        y, end = backend(problem.x, problem.carry, problem.layer, None, marks=StepMarks(resets, initial))
+        start = Carry(*(part.expand_as(own) for part, own in zip(initial, problem.carry, strict=True)))
+        hidden = case.hidden
+        second, forward_end = backend(problem.x[first:], start, problem.layer, None)
+        torch.testing.assert_close(y[first:, :, :hidden], second[..., :hidden], rtol=1e-11, atol=1e-12)  # float64, another order of sums
+        torch.testing.assert_close(end.c[0], forward_end.c[0], rtol=1e-11, atol=1e-12)
+        if first:
+            # The reverse direction comes from the last step, and begins again with the last step of the first sequence.
+            begin = Carry(*(torch.stack([own[0], *part[1:].expand_as(own[1:])]) for part, own in zip(initial, problem.carry, strict=True)))
+            before, reverse_end = backend(problem.x[:first], begin, problem.layer, None)
+            torch.testing.assert_close(y[:first], before, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(end.c[1:], reverse_end.c[1:], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@given(case=cases(), data=st.data())
+@settings(max_examples=40)
+def test_resets_in_chunks_are_those_of_the_window(name: str, case: Case, data: st.DataObject) -> None:
+    """The steps in two calls, the carry passed between them, with gradients through both."""
+    case = replace(case, directions=1, projection=0, resets=case.resets or ((True,) * case.lanes,) * case.steps)
+    cut, problem, twin = data.draw(st.integers(1, case.steps)), Problem(case), Problem(case)
+
+    def in_chunks(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None, *, marks: StepMarks) -> tuple[Tensor, Carry]:
+        ys, at = [], 0
+        for steps in (cut, case.steps - cut):
+            if steps and marks.resets is not None:
+                left = None if lengths is None else (lengths - at).clamp(0, steps)
+                here = StepMarks(marks.resets[at : at + steps], marks.initial)
+                y, carry = OTHERS[name](x[at : at + steps], carry, layer, left, marks=here)
+                ys.append(y)
+                at += steps
+        return torch.cat(ys), carry
+
+    torch.testing.assert_close(problem.solve(in_chunks), twin.solve(reference.layer), rtol=1e-10, atol=1e-11)  # as above
+
+
 @given(case=cases(), most_steps=st.integers(1, 7))
 @settings(max_examples=60)
 def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(case: Case, most_steps: int) -> None:
-    problem = Problem(replace(case, lengths=None))
+    problem = Problem(replace(case, lengths=None, resets=None))
 
     def in_pieces(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
         return aten._in_pieces(x, carry, layer, most_steps)
@@ -174,15 +230,21 @@ def test_lengths_are_packed_sequences(name: str, directions: int) -> None:
 
 @pytest.mark.parametrize("lengths", [None, (5, 3)])
 def test_manual_gradient_is_the_slope(lengths: tuple[int, ...] | None) -> None:
-    """Against finite differences, so that an error shared by all backends would be seen."""
-    problem = Problem(Case(5, 2, 3, 3, lengths=lengths))
+    """Against finite differences, so that an error shared by all backends would be seen; of gradients too."""
+    resets = ((False, True), (False, False), (True, False), (False, False), (True, True))
+    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, resets=resets, learned=True))
+    assert problem.initial is not None
     weights = problem.layer[0]
 
-    def run(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> tuple[Tensor, ...]:
-        y, end = manual.layer(x, Carry(h, c), (LayerWeights(w_ih, w_hh, b_ih, b_hh),), problem.lengths)
+    def run(x: Tensor, h: Tensor, c: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        w_ih, w_hh, b_ih, b_hh, *first = others
+        marks = StepMarks(problem.resets, Carry(*first)) if first else None
+        y, end = manual.layer(x, Carry(h, c), (LayerWeights(w_ih, w_hh, b_ih, b_hh),), problem.lengths, marks=marks)
         return y, *end
 
     assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *weights[:4]))
+    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *weights[:4], *problem.initial))
+    assert torch.autograd.gradgradcheck(run, (problem.x, *problem.carry, *weights[:4], *problem.initial), fast_mode=True)
 
 
 def test_manual_handles_every_subset_of_gradients() -> None:

@@ -18,6 +18,7 @@ from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lstm import aten, dispatch
 from carrywave.kernels.lstm.dispatch import BACKENDS, check, choose, in_use, run
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 
@@ -69,6 +70,19 @@ def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARRYWAVE_KERNEL", "none")
     with pytest.raises(PlanError, match="CARRYWAVE_KERNEL=none"):
         check("auto")
+
+
+def test_choice_with_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, marks = torch.zeros(32, 1, 3), StepMarks(torch.zeros(32, 1, dtype=torch.bool))
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+    assert choose("auto", x, LAYER, marks) == "manual"  # torch's kernels would be called anew at every reset
+    assert choose("aten", x, LAYER, marks) == "aten"
+    assert choose("auto", x, PROJECTED, marks) == "aten"
+    assert choose("auto", x.to("meta"), LAYER, marks) == "reference"
+    assert choose("auto", on_gpu(torch.float32), LAYER, marks) == "aten"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # a graph cannot read where to cut
+    assert choose("auto", on_gpu(torch.float32), LAYER, marks) == "reference"
 
 
 def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +214,7 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", fails)
-    monkeypatch.setattr(dispatch, "_fastest", lambda x, layer: "persistent")
+    monkeypatch.setattr(dispatch, "_fastest", lambda *_: "persistent")
     x = torch.randn(5, 2, 3)
     expected = aten.layer(x, carry(), LAYER, None)
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") as said:

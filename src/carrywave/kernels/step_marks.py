@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels.carry import AnyCarry, changed
+from carrywave.kernels.lengths import real_steps, reversed_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,3 +38,18 @@ class StepMarks:
         if self.resets is None or direction == 0:
             return self.resets
         return torch.cat((self.resets[1:], torch.zeros_like(self.resets[:1])))
+
+    def begins(self, carry: AnyCarry, lengths_B: Tensor | None, steps: int) -> list[tuple[Tensor | None, ...]]:
+        """For each direction, the parts of its initial carry, [1 or B, P] and so on, and where lanes start again, [T, B] in the order in
+        which the direction goes through each lane; None for all of them without resets.
+        """
+        if self.resets is None:
+            return [(None,) * (len(carry) + 1)] * carry[0].shape[0]
+        real = self.real(None if lengths_B is None else real_steps(lengths_B, steps))
+        initial, found = self.initial_like(carry), []
+        for direction in range(carry[0].shape[0]):
+            resets_TB = real.resets_of(direction)
+            if direction == 1 and resets_TB is not None:
+                resets_TB = reversed_steps(resets_TB[..., None], lengths_B)[..., 0]
+            found.append((*(part[direction] for part in initial), resets_TB))
+        return found

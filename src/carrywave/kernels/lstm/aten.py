@@ -4,6 +4,10 @@ Lengths need neither packing nor a device synchronisation. Padded steps run like
 weights saturate the input gate at 0 and the forget gate at 1, so c passes through them bit for bit; h is read at the last real
 step, and later outputs are zeroed.
 
+Resets cut the sequence: a kernel runs from one step at which any lane is reset to the next, and the carry of the lanes that are reset is
+replaced between them. Where to cut is read on the host, which waits for the device once; inside a CUDA graph, which cannot, the definition
+runs (see `serves`).
+
 Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
 """
 
@@ -18,6 +22,7 @@ from carrywave.kernels.blas import ONEDNN_IS_FAST, without_onednn
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.derivatives import traced
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
 # sigmoid(±1e4) is exactly 1 and 0 in every precision, whatever the other inputs add, and 1e4 is still within fp16's range.
@@ -26,22 +31,35 @@ CUDNN_STEPS = 65_535  # the longest sequence that cuDNN takes in one call; beyon
 LONG_STEPS = 32  # shorter sequences do not amortise oneDNN's weight preparation
 
 
-def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
+def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, marks: StepMarks | None = None) -> tuple[Tensor, Carry]:
     """One layer: outputs [T, B, P·D] and the carry at each lane's last real step."""
-    if lengths_B is None:
+    if lengths_B is None and marks is None:
         return _run(x_TBI, carry, weights)
-    real_TB1 = real_steps(lengths_B, x_TBI.shape[0])
-    padded_TBJ = _flagged(x_TBI, real_TB1)
+    real_TB1 = None if lengths_B is None else real_steps(lengths_B, x_TBI.shape[0])
+    padded_TBJ = x_TBI if real_TB1 is None else _flagged(x_TBI, real_TB1)
+    begins = None if marks is None else marks.begins(carry, lengths_B, x_TBI.shape[0])
     ys, hs, cs = [], [], []
     for direction, direction_weights in enumerate(weights):
         each = padded_TBJ if direction == 0 else reversed_steps(padded_TBJ, lengths_B)
         start = Carry(carry.h[direction : direction + 1], carry.c[direction : direction + 1])
-        y_TBP, end = _run(each, start, (_with_flag(direction_weights, padded_TBJ.shape[-1]),))
-        y_TBP = torch.where(real_TB1, y_TBP, 0.0)
-        hs.append(last_real(y_TBP, lengths_B, start.h[0].to(y_TBP.dtype)))
+        if real_TB1 is not None:
+            direction_weights = _with_flag(direction_weights, padded_TBJ.shape[-1])
+        y_TBP, end = _cut_at_resets(each, start, direction_weights, *((None,) * 3 if begins is None else begins[direction]))
+        hs.append(end.h[0])
         cs.append(end.c[0])
+        if real_TB1 is not None and lengths_B is not None:
+            y_TBP = torch.where(real_TB1, y_TBP, 0.0)
+            hs[-1] = last_real(y_TBP, lengths_B, start.h[0].to(y_TBP.dtype))
         ys.append(y_TBP if direction == 0 else reversed_steps(y_TBP, lengths_B))
     return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
+
+
+def serves(x_TBI: Tensor, marks: StepMarks | None) -> bool:
+    """True if this backend supports the layer; resets cannot be read in a CUDA graph, or by a tracer."""
+    if marks is None or marks.resets is None:
+        return True
+    in_graph = x_TBI.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return not traced() and not x_TBI.is_meta and not in_graph
 
 
 def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
@@ -88,6 +106,26 @@ def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
     with contextlib.nullcontext() if x_TBI.is_cuda or prefers_onednn(x_TBI, weights) else without_onednn():
         y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
     return y_TBO, Carry(h_DBP, c_DBH)
+
+
+def _cut_at_resets(
+    x_TBI: Tensor, carry: Carry, weights: LayerWeights, h_1P: Tensor | None, c_1H: Tensor | None, resets_TB: Tensor | None
+) -> tuple[Tensor, Carry]:
+    """Run one direction in pieces that begin where any lane is reset, to the initial carry."""
+    if resets_TB is None or h_1P is None or c_1H is None:
+        return _run(x_TBI, carry, (weights,))
+    starts = [t for t, some in enumerate(resets_TB.any(1).tolist()) if some]
+    ends = [*starts, x_TBI.shape[0]]
+    ys = []
+    if ends[0]:
+        y_TBP, carry = _run(x_TBI[: ends[0]], carry, (weights,))
+        ys.append(y_TBP)
+    for start, end in zip(starts, ends[1:], strict=True):
+        reset_B1 = resets_TB[start][:, None]
+        carry = Carry(torch.where(reset_B1, h_1P, carry.h), torch.where(reset_B1, c_1H, carry.c))
+        y_TBP, carry = _run(x_TBI[start:end], carry, (weights,))
+        ys.append(y_TBP)
+    return torch.cat(ys), carry
 
 
 def _in_pieces(x_TBI: Tensor, carry: Carry, weights: Layer, most_steps: int) -> tuple[Tensor, Carry]:

@@ -3,7 +3,9 @@
 Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: cuDNN, oneDNN), `manual` (handwritten backward, for the
 CPU) and `persistent` (our own kernels, for Hopper GPUs). `auto` takes the fastest that supports the layer. Whatever a backend cannot run
 falls back to `aten`; if `persistent` was requested by name or is broken, the process warns once for each reason. Cases that every
-backend but the definition gets wrong or rejects go to `reference`: batches without lanes, torch.func and forward mode.
+backend but the definition gets wrong or rejects go to `reference`: batches without lanes, torch.func and forward mode, and resets that
+a tracer or a CUDA graph would have to read (see `aten`). Layers with resets run on `manual` on the CPU whatever their length: torch's
+kernels are called anew at every reset.
 
 Shapes: T time, B lane, I input, O outputs of all directions.
 """
@@ -44,20 +46,21 @@ def check(asked: str) -> str:
     return known(asked, BACKENDS)
 
 
-def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
+def choose(asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
     """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
     name = check(asked)
     forced = name != "auto"
+    torchs = "aten" if aten.serves(x_TBI, marks) else "reference"
     # torch.compile and tracers cannot look into a handwritten backward, and would unroll a loop over steps.
     if name != "reference" and derivatives.traced():
-        return "aten"
+        return torchs
     if name == "reference" or x_TBI.shape[1] == 0 or derivatives.transformed():
         return "reference"
-    name = name if forced else _fastest(x_TBI, layer)
-    if name == "aten":
-        return name
+    name = name if forced else _fastest(x_TBI, layer, marks)
+    if name == "aten" or (name == "persistent" and marks is not None):
+        return torchs
     if name == "manual":
-        return "manual" if manual.serves(x_TBI, layer) else "aten"
+        return "manual" if manual.serves(x_TBI, layer) else torchs
     why = _failures[0] if _failures else persistent.refusal(x_TBI, layer)
     # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
     if why and why not in _told and (forced or _is_broken(why)):
@@ -82,10 +85,8 @@ def run(
     `clean`: padding already holds zeros, as in the output of a layer. `chunk`: the steps are one chunk of this window; what a backend
     has begun, it finishes.
     """
-    if marks is not None:
-        return in_dtype_of(x_TBI, carry, layer, lengths_B, reference.layer, marks)
     begun = _begun(chunk, layer)
-    name = "persistent" if begun else choose(asked, x_TBI, layer)
+    name = "persistent" if begun else choose(asked, x_TBI, layer, marks)
     if name == "persistent":
         try:
             # It takes weights and carry in their own dtypes, and casts them itself.
@@ -96,7 +97,7 @@ def run(
             _give_up(error)
             name = "aten"
     backend = partial(manual.layer, clean=clean) if name == "manual" else BACKENDS[name]
-    return in_dtype_of(x_TBI, carry, layer, lengths_B, backend)
+    return in_dtype_of(x_TBI, carry, layer, lengths_B, backend, marks)
 
 
 def wave_of(
@@ -159,11 +160,11 @@ def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     return name if library is None else f"{name} ({library})"
 
 
-def _fastest(x_TBI: Tensor, layer: Layer) -> str:
+def _fastest(x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
     """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
     if x_TBI.is_cuda and x_TBI.dtype in HALVES:
         return "persistent"
-    return "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
+    return "aten" if marks is None and aten.prefers_onednn(x_TBI, layer) else "manual"
 
 
 def _is_broken(why: str) -> bool:
