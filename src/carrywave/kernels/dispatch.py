@@ -4,7 +4,8 @@ Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: 
 CPU) and `persistent` (our own kernels, for Hopper GPUs). `auto` takes the fastest that supports the layer. Whatever a backend cannot run
 falls back to `aten`; if `persistent` was requested by name or is broken, the process warns once for each reason. Cases that every
 backend but the definition gets wrong or rejects go to `reference`: batches without lanes, torch.func and forward mode, norms inside the
-cell, and noise unless `persistent` takes it.
+cell, noise unless `persistent` takes it, and resets that a tracer or a CUDA graph would have to read (see `torch_kernels`). Layers with
+resets run on `manual` on the CPU whatever their length: torch's kernels are called anew at every reset.
 
 Shapes: T time, B lane, I input, O outputs of all directions.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
+from carrywave.kernels import torch_kernels
 from carrywave.kernels.backends import Backend, Backends, has_heads, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.cuda import nvrtc
@@ -73,12 +75,13 @@ class Dispatch(Backends):
         forced = name != "auto"
         if layer[0].extra is not None:  # norms
             return "reference"
-        plain = marks is None and not has_heads(self.of, layer)
-        torchs = "aten" if plain and self.aten is not None else "reference"
+        whole = not has_heads(self.of, layer)
+        torchs = "aten" if whole and self.aten is not None and torch_kernels.serves(x_TBI, marks) else "reference"
         if only := without_choice(name, x_TBI):
             return torchs if only == "aten" else only
-        name = name if forced else self._fastest(x_TBI, layer)
-        if name == "manual" and plain and self.manual is not None and self.manual.serves(x_TBI, layer):
+        name = name if forced else self._fastest(x_TBI, layer, marks)
+        manual = whole and self.manual is not None and (marks is None or marks.noise is None)
+        if name == "manual" and manual and self.manual is not None and self.manual.serves(x_TBI, layer):
             return "manual"
         if name != "persistent":
             return torchs
@@ -87,7 +90,7 @@ class Dispatch(Backends):
         if why and why not in _told and (forced or _is_broken(why)):
             _tell(why)
         # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
-        return "persistent" if not why and (forced or persistent.pays(x_TBI, layer) or torchs == "reference") else torchs
+        return "persistent" if not why and (forced or marks is not None or persistent.pays(x_TBI, layer)) else torchs
 
     def run(
         self,
@@ -171,11 +174,11 @@ class Dispatch(Backends):
         """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
         return with_library(self.choose(asked, x_TBI, layer), x_TBI, onednn=self._prefers_onednn(x_TBI, layer))
 
-    def _fastest(self, x_TBI: Tensor, layer: Layer) -> str:
+    def _fastest(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> str:
         """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
         if x_TBI.is_cuda and x_TBI.dtype in HALVES:
             return "persistent"
-        return "aten" if self._prefers_onednn(x_TBI, layer) else "manual"
+        return "aten" if marks is None and self._prefers_onednn(x_TBI, layer) else "manual"
 
     def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
         return self.aten is not None and self.aten.prefers_onednn(x_TBI, layer)

@@ -122,7 +122,7 @@ def layer(
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
         start = _one_way(carry, direction)
-        of_way = None if marks is None else (_marks_one_way(marks, direction, lengths_B),)
+        of_way = None if marks is None else (marks.one_way(direction, lengths_B),)
         y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, _alone(x_TBI, weights, cell), marks=of_way, clean=clean)
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         ends.append(end)
@@ -131,14 +131,6 @@ def layer(
 
 def _one_way(carry: AnyCarry, direction: int) -> AnyCarry:
     return changed(carry, lambda part: part[direction : direction + 1])
-
-
-def _marks_one_way(marks: StepMarks, direction: int, lengths_B: Tensor | None) -> StepMarks:
-    """The marks of one direction, in the order in which it reads the steps."""
-    resets_TB = marks.resets_of(direction)
-    if resets_TB is not None and direction == 1:
-        resets_TB = reversed_steps(resets_TB[..., None], lengths_B)[..., 0]
-    return StepMarks(resets_TB, None if marks.initial is None else _one_way(marks.initial, direction))
 
 
 def _alone(x_TBI: Tensor, weights: Layer, cell: str) -> Wave:

@@ -51,7 +51,8 @@ def run(
     check(x_TBI, carries, layers, wave.shape.cell)
     flat: list[Tensor | None] = []
     for number, (carry, weights, mask) in enumerate(zip(carries, layers, masks, strict=True)):
-        initial = None if marks is None or (of_layer := marks[number]) is None else of_layer.initial
+        of_layer = None if marks is None else marks[number]
+        initial = None if of_layer is None or of_layer.resets is None else of_layer.initial
         begin = [None, None] if initial is None else [initial[0][0, 0], initial[-1][0, 0]]
         flat += [carry[0][0], memory_of(carry), *weights[:4], mask, *begin]
     apply: Any = _Stack.apply
@@ -187,8 +188,8 @@ class _Stack(torch.autograd.Function):
 def refuse_more(*grads: Tensor | None) -> None:
     """Raise, in a backward that received these gradients, if more than numbers is requested."""
     # What plain operations would need from every layer is not saved: no training step would use that memory.
-    remedy = "build the LSTM with kernel='reference' to differentiate gradients again or to compute many at once"
-    derivatives.only_numbers("the persistent LSTM kernel", remedy, *grads)
+    remedy = "build the layers with kernel='reference' to differentiate gradients again or to compute many at once"
+    derivatives.only_numbers("the persistent recurrent kernel", remedy, *grads)
 
 
 def rows_of(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:

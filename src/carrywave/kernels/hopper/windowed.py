@@ -135,7 +135,6 @@ class StackWindow:
             ]
         self.parts: list[list[Activations]] = []  # by chunk
         self.rows: list[Tensor] = []  # inputs of the first layer, by chunk
-        self.shapes: list[torch.Size] = []  # of x, by chunk
         self.marks: list[list[LayerMarks]] = []  # of the layers, by chunk
         self.grads: list[Gradients] = []  # made by the first backward
         self.started = len(window.spans)  # the earliest chunk whose backward has run
@@ -212,7 +211,6 @@ class StackWindow:
         self.marks.append(marked)
         self.parts.append(layers)
         self.rows.append(rows_NJ)
-        self.shapes.append(x_TBI.shape)
         outputs = [layers[-1].hs_SBP[1:, :, : self.hidden]]
         if index < len(self.spans) - 1:
             return [*outputs, self._token()]
@@ -223,6 +221,8 @@ class StackWindow:
     def _marked(self, index: int, x_TBI: Tensor, marks: Marks) -> list[LayerMarks]:
         """The marks of a chunk; the bits of its resets join those of the chunks before it."""
         resets_TB = None if marks is None or marks[0] is None else marks[0].resets
+        if index and (resets_TB is None) != (self.bits_BW is None):
+            raise ValueError("resets in some chunks of a window and none in others; pass them with every chunk or with none")
         if resets_TB is not None and self.bits_BW is None:
             self.bits_BW = marking.empty_bits(self.steps, self.lanes, x_TBI)
         resets = marking.resets_of(resets_TB, self.chunks[index][0], self.bits_BW)
@@ -242,8 +242,9 @@ class StackWindow:
         """The gradient of a chunk's inputs, and those of each layer's h and memory at its start."""
         if not self.grads:
             self.grads = stack.gradients(self.layers, self.how.back, self.pieces[-1].stop)
-        layers, pieces = self.parts[index], self.pieces[index]
-        grads = [each.part(self.chunks[index], self.lanes, pieces) for each in self.grads]
+        layers, pieces, (first, end) = self.parts[index], self.pieces[index], self.chunks[index]
+        x_shape = torch.Size((end - first, self.lanes, self.inputs))
+        grads = [each.part((first, end), self.lanes, pieces) for each in self.grads]
         ends: list[Ends]
         if index == len(self.spans) - 1:
             ends = wave.padded_ends(grad_ends, self.how)
@@ -252,10 +253,10 @@ class StackWindow:
         else:  # no gradient came from later chunks
             ends = [(None, None)] * len(layers)
         following = self.started == index + 1 < len(self.spans) and self.how.back.continues
-        next_rows = slice(self.chunks[index][1] * self.lanes, (self.chunks[index][1] + 1) * self.lanes)
+        next_rows = slice(end * self.lanes, (end + 1) * self.lanes)
         after = [each.gates_NQ[next_rows] for each in self.grads] if following else None
         dx_NJ = torch.empty_like(self.rows[index]) if wants_dx else None
-        grad_y = wave.grad_outputs(grad_y_TBH, self.shapes[index], self.how, self.like)
+        grad_y = wave.grad_outputs(grad_y_TBH, x_shape, self.how, self.like)
         turned = [(pack.w_ih_QJ, pack.turned_PQ) for pack in self.packs if pack.turned_PQ is not None]
         stack.backward(
             self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ, self.marks[index],
@@ -265,7 +266,7 @@ class StackWindow:
         self._put_off(index)
         if index == 0:
             self._release()
-        return wave.input_gradient(dx_NJ, self.shapes[index]), [(each.starts[0][0], each.starts[1][0]) for each in grads]
+        return wave.input_gradient(dx_NJ, x_shape), [(each.starts[0][0], each.starts[1][0]) for each in grads]
 
     def _put_off(self, index: int) -> None:
         """Defer this chunk's part of the weight gradients."""
