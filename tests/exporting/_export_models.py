@@ -73,6 +73,15 @@ MODELS: dict[str, Callable[[], Model]] = {
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
     "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),
 }
+# Of these, ONNX has no form, nor torch a module.
+OWN: dict[str, Callable[[], Model]] = {
+    "tagging, norms inside the cell, zoneout": lambda: Model(
+        _tokens(), cw.LSTM(6, 8, num_layers=2, cell_norm=True, zoneout=(0.1, 0.3), recurrent_dropout=0.5), Softmax(8, 5)
+    ),
+    "classification, heads, both ways": lambda: Model(
+        Numbers(4), cw.SLSTM(4, 8, num_heads=2, bidirectional=True, learned_carry=True), PooledSoftmax(16, 3)
+    ),
+}
 WHOLE = ("both ways", "front")  # what reads whole sequences has no carry to pass on
 FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and any(word in name for word in WHOLE))]
 
@@ -80,7 +89,7 @@ FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if no
 def made(name: str) -> Model:
     """A model by its name, in evaluation mode."""
     draw = torch.Generator().manual_seed(1)
-    model = MODELS[name]()
+    model = (MODELS | OWN)[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5, generator=draw)
