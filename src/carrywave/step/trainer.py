@@ -38,6 +38,7 @@ from carrywave.step.checks.arguments import (
     check_surroundings,
     in_model_dtype,
     train_spec,
+    why_no_carry,
 )
 from carrywave.step.checks.audit import audited
 from carrywave.step.checks.finite import look
@@ -105,7 +106,7 @@ class Trainer:
         self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError("a bidirectional model, a front, or a head that reads whole sequences has no state to keep; remove keep_state")
+            raise UserError(f"keep_state=True keeps the carry from batch to batch, but {why_no_carry(self.model)}remove keep_state")
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, user_optimizer=optimizer is not None)

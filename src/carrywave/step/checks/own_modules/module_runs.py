@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ def encoder(module: nn.Module, path: str) -> Run:
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
         for first, end, low, high in pieces:
-            with random.scope(sample.key, sample.lanes[low:high], first):
+            with random.scope(sample.key, sample.lanes[low:high], first, whole=len(pieces) == 1):
                 out = module(sample.x[first:end, low:high])
             if not isinstance(out, Tensor):
                 return ran  # the step itself refuses it, in words of its own
@@ -55,9 +56,12 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
     shows = type(module).forward is not nn.Module.forward
     accumulates = pooled and not whole
 
-    def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran) -> None:
+    def scope(sample: ProbeSample, at: Piece, *, alone: bool, pooled: bool = False) -> AbstractContextManager[object]:
+        return random.scope(sample.key, sample.lanes[at.low : at.high], at.first, pooled=pooled, whole=alone, part="head")
+
+    def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran, *, alone: bool) -> None:
         lengths = [sample.lengths[at.low : at.high]] if whole else []
-        with random.scope(sample.key, sample.lanes[at.low : at.high], 0 if accumulates else at.first, pooled=accumulates):
+        with scope(sample, at, alone=alone, pooled=accumulates):
             if shows and (sample.shows or sample.targets is None):
                 out = module(tree_map(torch.clone, read), *lengths)  # both may change what they read in place
                 ran.outputs.append([leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
@@ -66,27 +70,27 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
             own = sample.targets[at.low : at.high] if pooled else sample.targets[at.first : at.end, at.low : at.high]
             ran.sums.append(checked_score(module.loss(read, own, *lengths), f"loss of the head {type(module).__name__}"))
 
-    def encode(sample: ProbeSample, at: Piece) -> None:
+    def encode(sample: ProbeSample, at: Piece, *, alone: bool) -> None:
         if before is not None:
-            with random.scope(sample.key, sample.lanes[at.low : at.high], at.first):
+            with random.scope(sample.key, sample.lanes[at.low : at.high], at.first, whole=alone):
                 before(sample.x[at.first : at.end, at.low : at.high])
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
-        ran = Ran()
+        ran, alone = Ran(), len(pieces) == 1
         y = sample.y.detach().requires_grad_(torch.is_grad_enabled())
         if not accumulates:
             for at in pieces:
-                encode(sample, at)
-                score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran)
+                encode(sample, at, alone=alone)
+                score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran, alone=alone)
         else:
             for low, high in dict.fromkeys((at.low, at.high) for at in pieces):
                 acc = module.start(high - low, y.dtype, y.device)
                 for at in [each for each in pieces if (each.low, each.high) == (low, high)]:
-                    encode(sample, at)
+                    encode(sample, at, alone=alone)
                     lengths = (sample.lengths[low:high] - at.first).clamp(0, at.end - at.first)
-                    with random.scope(sample.key, sample.lanes[low:high], at.first):
+                    with scope(sample, at, alone=alone):
                         acc = module.pool(y[at.first : at.end, low:high].clone(), lengths, acc)
-                score(sample, acc, Piece(0, y.shape[0], low, high), ran)
+                score(sample, acc, Piece(0, y.shape[0], low, high), ran, alone=alone)
         if ran.sums and torch.is_grad_enabled():
             _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))
         return ran
@@ -128,7 +132,7 @@ def piecewise(module: Any, path: str) -> Run:
         ran = Ran()
         for at in pieces:
             own = slice(at.low, at.high)
-            chunk = Chunk(sample.lengths[own], None, sample.lanes[own], 0, sample.key)
+            chunk = Chunk(sample.lengths[own], None, sample.lanes[own], 0, sample.key, whole=len(pieces) == 1)
             out, _, state = module(sample.x[:, own], State(()), chunk)
             if sample.targets is None:
                 ran.outputs.append([leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
