@@ -149,7 +149,7 @@ class Trainer:
             self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
         )
         self.agreement = Agreement(self.within, self.held.replicated, self.model)
-        self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
+        self.hooks = Hooks(self.held.parameters, self.model, self.within.plan, in_pieces=self.pieces is not None)
         self.engine = self.new_engine()
         self.own_gradients = OwnGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
