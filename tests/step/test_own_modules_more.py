@@ -138,3 +138,41 @@ def test_a_result_kept_in_a_module_that_the_head_has_too_is_found() -> None:
     shared = shared_objects(encoder, Reads(encoder))
     assert changed_by(lambda: encoder(torch.randn(2, 2, 3)), shared) == "Keeps"
     assert changed_by(lambda: encoder.weight.data.zero_(), shared) is None
+
+
+class HiddenPool(nn.Module):
+    """Pools in an attribute, which is begun anew with every batch, instead of in the accumulator."""
+
+    pooled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.total = nn.Linear(4, 2), torch.zeros(())
+
+    def start(self, lanes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        self.total = torch.zeros(lanes, 4, dtype=dtype, device=device)
+        return (self.total,)
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.total = self.total + y.sum(0)
+        return (acc[0] + y.sum(0),)
+
+    def loss(self, acc: tuple[Tensor, ...], target: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(self.out(self.total), target, reduction="sum"), torch.tensor(target.numel())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+def test_what_a_head_pools_beside_its_accumulator_is_missed_in_chunks(recompute: bool) -> None:
+    batch = Batch.of(torch.randn(6, 8, 3), torch.randint(2, (8,)), pooled=True)
+    Trainer(Model(Numbers(3), cw.LSTM(3, 4), HiddenPool())).step(batch)
+    trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), HiddenPool()), plan={"chunk_steps": 2, "recompute": recompute})
+    with pytest.raises(PlanError, match=r"head \(HiddenPool\) .*when split by time; .*pass all that it pools through the accumulator"):
+        trainer.step(batch)
+
+
+def test_dropout_put_into_a_finished_model_is_told_to_come_earlier() -> None:
+    model = Model(nn.Sequential(nn.Linear(3, 3), Mean(2)), cw.LSTM(3, 4), Softmax(4, 2))
+    model.encoder[1] = nn.Dropout(0.5)  # type: ignore[operator]
+    with pytest.raises(PlanError, match=r"encoder\.1 \(Dropout\) draws .*its nn.Dropout before the model is made of it"):
+        Trainer(model, plan={"micro_batches": 2}).step(Batch.of(torch.randn(6, 8, 3), torch.randint(2, (6, 8))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ class Ran:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+INPUT = "its input"  # the name of its gradient
 Run = Callable[[ProbeSample, Sequence[Piece]], Ran]
 
 
@@ -77,23 +78,53 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran, alone = Ran(), len(pieces) == 1
-        y = sample.y.detach().requires_grad_(torch.is_grad_enabled())
-        if not accumulates:
-            for at in pieces:
-                encode(sample, at, alone=alone)
-                score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran, alone=alone)
-        else:
+        if accumulates:
             for low, high in dict.fromkeys((at.low, at.high) for at in pieces):
-                acc = module.start(high - low, y.dtype, y.device)
-                for at in [each for each in pieces if (each.low, each.high) == (low, high)]:
-                    encode(sample, at, alone=alone)
-                    lengths = (sample.lengths[low:high] - at.first).clamp(0, at.end - at.first)
-                    with scope(sample, at, alone=alone):
-                        acc = module.pool(y[at.first : at.end, low:high].clone(), lengths, acc)
-                score(sample, acc, Piece(0, y.shape[0], low, high), ran, alone=alone)
+                pooled_lanes(sample, [at for at in pieces if (at.low, at.high) == (low, high)], ran, alone=alone)
+            return ran
+        y = sample.y.detach().requires_grad_(torch.is_grad_enabled())
+        for at in pieces:
+            encode(sample, at, alone=alone)
+            score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran, alone=alone)
         if ran.sums and torch.is_grad_enabled():
-            _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))
+            total = torch.stack([total for total, _ in ran.sums]).sum() * sample.scale
+            _add(ran, _gradients(total, module, path, {INPUT: y}))
         return ran
+
+    def pooled_lanes(sample: ProbeSample, chunks: Sequence[Piece], ran: Ran, *, alone: bool) -> None:
+        """Chunk after chunk forward, and backward from the last to the first, each from the accumulator that it began with: what a chunk
+        leaves to others in another way is missed, as it is in a step.
+        """
+
+        def pool(at: Piece, y: Tensor, acc: Any) -> Any:
+            encode(sample, at, alone=alone)
+            with scope(sample, at, alone=alone):
+                return module.pool(y.clone(), (sample.lengths[at.low : at.high] - at.first).clamp(0, at.end - at.first), acc)
+
+        low, high, steps, grad = chunks[0].low, chunks[0].high, sample.y.shape[0], torch.is_grad_enabled()
+        entered = [module.start(high - low, sample.y.dtype, sample.y.device)]
+        for at in chunks[:-1]:
+            entered.append(tree_map(torch.detach, pool(at, sample.y[at.first : at.end, low:high], entered[-1])))
+        passed: list[Tensor | None] = []  # the gradients of what a chunk has pooled
+        for at, acc in reversed([*zip(chunks, entered, strict=True)]):
+            begun = tree_map(lambda part: part.detach().requires_grad_(grad and part.is_floating_point()), acc)
+            y = sample.y[at.first : at.end, low:high].detach().requires_grad_(grad)
+            pooled = pool(at, y, begun)
+            if at is chunks[-1]:
+                score(sample, pooled, Piece(0, steps, low, high), ran, alone=alone)
+                roots = [ran.sums[-1][0] * sample.scale] if ran.sums else []
+            else:
+                roots = [(part * grown).sum() for part, grown in zip(pooled, passed, strict=False) if grown is not None]
+            if not grad or not roots:
+                return
+            parts = {f"pooled {number}": part for number, part in enumerate(begun) if part.requires_grad}
+            found = _gradients(torch.stack(roots).sum(), module, path, {INPUT: y, **parts})
+            passed = [found.pop(f"pooled {number}", None) for number in range(len(begun))]
+            if (of_input := found.pop(INPUT, None)) is not None:
+                of_all = torch.zeros_like(sample.y)
+                of_all[at.first : at.end, low:high] = of_input
+                found[INPUT] = of_all
+            _add(ran, found)
 
     return run
 
@@ -154,16 +185,14 @@ def _weights(out: Tensor, first: int, low: int) -> Tensor:
     return torch.cos(angle).to(out.dtype)
 
 
-def _gradients(total: Tensor, root: nn.Module, path: str, y: Tensor | None = None) -> dict[str, Tensor | None]:
-    if not total.requires_grad:
-        return {}
-    trained = {f"{path}.{name}": p for name, p in root.named_parameters() if p.requires_grad}
-    wanted = [*trained.values(), *([] if y is None else [y])]
-    if not wanted:
+def _gradients(total: Tensor, root: nn.Module, path: str, inputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor | None]:
+    """Those of the parameters that are trained, and of these inputs, by name."""
+    wanted = {f"{path}.{name}": p for name, p in root.named_parameters() if p.requires_grad} | dict(inputs or {})
+    if not total.requires_grad or not wanted:
         return {}
     with random.without_draws():  # as in a step, which has words of its own for what is computed again in backward
-        found = torch.autograd.grad(total, wanted, allow_unused=True)
-    return dict(zip([*trained, "its input"], found, strict=False))
+        found = torch.autograd.grad(total, [*wanted.values()], allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
 
 
 def _add(ran: Ran, gradients: dict[str, Tensor | None]) -> None:

@@ -318,6 +318,8 @@ def say(found: Finding, part: Part, uncut: str = "") -> str:
     remedy = f"{_EACH_ALONE[found.axis]}{uncut}"
     if found.path != part.path and found.fault == "output":
         what = f"{part.path} ({type(part.root).__name__}), through {what},"
+    pools = part.path == "head" and found.axis != "lanes" and getattr(part.root, "pooled", False)
+    hidden = ", and pass all that it pools through the accumulator" if pools else ""
     if part.path == "head" and found.axis == "time" and not uncut:
         remedy += ", or set reads_whole = True in the head, so that no plan cuts the time that it reads"
     if found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in part.root.modules()):
@@ -325,10 +327,12 @@ def say(found: Finding, part: Part, uncut: str = "") -> str:
             f"{what} gives different results for a lane depending on the other lanes in its input, which is [time, lane, …], and a layer "
             "of the model has batch_first=True; build it without, or transpose what it reads"
         )
+    functional = "use nn.Dropout, which is made keyed, instead of functional dropout or noise"
+    added = "give the encoder or the head its nn.Dropout before the model is made of it, so that it is made keyed"
     words: dict[str, Callable[[], str]] = {
         "draws": lambda: (
             f"{what} draws from a random generator that is not keyed, so its numbers depend on how the work is split and on where a run "
-            "was stopped; use nn.Dropout, which is made keyed, instead of functional dropout or noise"
+            f"was stopped; {added if found.kind == 'Dropout' else functional}"
         ),
         "state": lambda: (
             f"{what} changes its {found.detail} {'when it is called' if found.path == 'loss' else 'in forward'}, so its result depends on "
@@ -344,7 +348,7 @@ def say(found: Finding, part: Part, uncut: str = "") -> str:
         ),
         "gradient": lambda: (
             f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts {when}; "
-            "remove anything in it that scales, clips or detaches gradients"
+            f"remove anything in it that scales, clips or detaches gradients{hidden}"
         ),
         "recompute": lambda: (
             f"{what} gives different results while gradients are switched off, as they are when plan.recompute runs it first; do not let "
