@@ -28,7 +28,7 @@ class Model(nn.Module):
     `loss(y, target) -> (sum, count)`; one with `pooled = True` also has `start(lanes, dtype, device) -> acc` and
     `pool(y, lengths, acc) -> acc`, and its loss reads the accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs
     whole sequences at once, as a CRF or CTC does: it has `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a
-    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them is replaced with a keyed one.
+    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them becomes a keyed one.
 
     >>> import torch
     >>> from torch import nn

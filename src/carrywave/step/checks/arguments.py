@@ -164,7 +164,7 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
         if batch.pooled is not None and batch.pooled != model.pooled:
             raise _other_targets(model)
         if batch.goes_on and not keep_state:
-            raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
+            raise UserError(f"fresh=False continues the carry of the previous step, but {why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
@@ -231,13 +231,16 @@ def _other_targets(model: Model | OpaqueModel) -> UserError:
     return UserError(f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}")
 
 
-def _why_no_carry(model: Model | OpaqueModel) -> str:
-    """Why, and what to do instead of removing `fresh`."""
+def why_no_carry(model: Model | OpaqueModel) -> str:
+    """Why lanes cannot go on from the previous batch, and what to do instead of giving that up."""
     if isinstance(model, OpaqueModel):
-        name = type(model.module).__name__
-        return f"the trainer does not know the carry of a module such as {name}; wrap its parts as cw.Model(encoder, lstm, head), or "
-    if model.pooled or model.whole_head:
-        return f"the head {type(model.head).__name__} reads whole sequences; "
+        module = type(model.module).__name__
+        return f"the trainer does not know the carry of a module such as {module}; wrap its parts as cw.Model(encoder, lstm, head), or "
+    name = type(model.head).__name__
+    if model.whole_head:
+        return f"the head {name} reads whole sequences; "
+    if model.pooled:
+        return f"the head {name} pools (pooled = True): what it has pooled ends with the batch; pass whole sequences, and "
     if model.has_front:
         return "the front reads whole sequences; "
     return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "

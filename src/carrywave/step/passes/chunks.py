@@ -58,6 +58,7 @@ class Chunks:
             full,
             None if window is None else WindowChunk(window, chunk),
             None if self.most is None else self.most[micro_batch],
+            self.counts[micro_batch] == 1 and batch.steps * batch.lanes.shape[0] == batch.cells[1],
             self._history(micro_batch, chunk),
         )
 
