@@ -91,6 +91,7 @@ def _models(draw: st.DrawFn, task: str, layers: int) -> dict[str, Any]:
         "dropout_in": draw(share),
         "dropout_out": draw(share),
         "class_weights": task in ("tagging", "classification") and draw(chance),
+        "multi_label": task in ("tagging", "classification") and draw(chance),
         "pool": draw(st.sampled_from(POOLS)),
         "label_smoothing": draw(st.sampled_from((0.0, 0.1))),
         "front": front,

@@ -175,6 +175,12 @@ def test_every_mistake_is_tried() -> None:
     assert {mistake for mistake, _ in WRONG} == set(MISTAKES)
 
 
+@pytest.mark.parametrize("task", ["tagging", "classification"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew: Crew) -> None:
+    check(sequences(task=task, model__multi_label=True, model__class_weights=True, plan=PLANS[plan]), crew)
+
+
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
@@ -184,8 +190,9 @@ def test_every_mistake_is_tried() -> None:
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
+        sequences(task="tagging", model__multi_label=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways"],
+    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways", "several labels"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}

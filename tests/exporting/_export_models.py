@@ -9,7 +9,7 @@ import torch
 import carrywave as cw
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.spec.step_inputs import StepInputs
 
@@ -55,6 +55,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "tagging, both ways, projection": lambda: Model(
         _tokens(), cw.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4, learned_carry=True), Softmax(8, 5)
     ),
+    "tagging, several labels": lambda: Model(Numbers(4), cw.LSTM(4, 8), Sigmoid(8, 5)),
+    "classification, several labels": lambda: Model(Numbers(4), cw.LSTM(4, 8), PooledSigmoid(8, 3, "mean")),
     "tagging, another cell": lambda: Model(_tokens(), cw.RNN(6, 8, num_layers=2), Softmax(8, 5)),
     "classification, another cell, both ways": lambda: Model(
         Numbers(4), cw.RNN(4, [8, 6], bidirectional=True, learned_carry=True), PooledSoftmax(12, 3)

@@ -97,6 +97,7 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging"),
+    "data.multi_label": _tasks(*LABELS),
     "data.share": _share,
     "data.split": lambda spec: (
         None
@@ -129,6 +130,7 @@ ACTS: Mapping[str, Rule] = {
     "train.every": _schedules("step"),
     "train.min_lr": _min_lr,
     **dict.fromkeys(("train.class_weights", "train.label_smoothing"), _tasks(*LABELS)),
+    "train.threshold": lambda spec: None if spec.data.multi_label else "is for data.multi_label; remove it",
     "train.loss": _loss,
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads import PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
@@ -279,6 +279,13 @@ def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
     if targets is None:
         raise _no_targets()
     if not isinstance(head, Softmax | PooledSoftmax):
+        return
+    if isinstance(head, Sigmoid | PooledSigmoid):
+        if not targets.is_floating_point() or targets.shape[-1] != head.classes:
+            raise UserError(
+                f"the targets are {_form(targets)}, but the head {type(head).__name__} learns {head.classes} labels of which any number "
+                f"holds; pass a float vector of {head.classes} for each, 0 or 1, NaN where it is not known"
+            )
         return
     if targets.is_floating_point():
         raise UserError(f"the targets are {_form(targets)}, but the head {type(head).__name__} learns classes; pass whole numbers")
