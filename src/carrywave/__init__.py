@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from carrywave.data.batch import Batch
     from carrywave.exporting.run_export import export_run as export
     from carrywave.kernels.carry import Carry
-    from carrywave.model.lstm import LSTM
+    from carrywave.model.lstm import GRU, LSTM
     from carrywave.model.model import Model
     from carrywave.model.over_time.front import Front
     from carrywave.model.recurrent import Recurrent
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GRU",
     "LSTM",
     "Batch",
     "Callback",
@@ -59,6 +60,7 @@ _HOMES = {
     "Cell": ("carrywave.cells.cell", "Cell"),
     "Forecaster": ("carrywave.train.forecaster", "Forecaster"),
     "Front": ("carrywave.model.over_time.front", "Front"),
+    "GRU": ("carrywave.model.lstm", "GRU"),
     "LSTM": ("carrywave.model.lstm", "LSTM"),
     "Model": ("carrywave.model.model", "Model"),
     "Moment": ("carrywave.train.callbacks", "Moment"),

@@ -97,8 +97,12 @@ def model_of(case: Case) -> Model:
         proj_size=asked["projection"],
         locked=asked["locked"],
         weight_drop=asked["weight_drop"],
+        recurrent_dropout=asked.get("recurrent_dropout", 0.0),
+        zoneout=asked.get("zoneout", 0.0),
         layer_norm=asked["layer_norm"],
+        cell_norm=asked.get("cell_norm", False),
         learned_carry=asked["learned_carry"],
+        num_heads=asked.get("heads", 1),
     )
     width = lstm.output_size
     weights = torch.tensor([0.5, 2.0, 1.0, 3.0]) if asked["class_weights"] else None

@@ -59,6 +59,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "classification, another cell, both ways": lambda: Model(
         Numbers(4), cw.RNN(4, [8, 6], bidirectional=True, learned_carry=True), PooledSoftmax(12, 3)
     ),
+    "language, gru": lambda: Model(_tokens(), cw.GRU(6, [8, 12], layer_norm=True, learned_carry=True), Softmax(12, 23)),
+    "classification, gru": lambda: Model(Numbers(4), cw.GRU(4, 8, num_layers=2), PooledSoftmax(8, 3, "mean")),
+    "tagging, gru, both ways": lambda: Model(_tokens(), cw.GRU(6, 8, num_layers=2, bidirectional=True, bias=False), Softmax(16, 5)),
     "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
     "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
     "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),

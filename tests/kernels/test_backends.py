@@ -1,8 +1,12 @@
-"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, and both directions."""
+"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, and both directions; of each cell
+that has backends of its own.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.kernels import reference
+from carrywave.cells.cell import by_name
+from carrywave.kernels import reference, torch_kernels
 from carrywave.kernels.backends import Backend
-from carrywave.kernels.carry import Carry
+from carrywave.kernels.carry import AnyCarry
+from carrywave.kernels.gru import aten as gru_aten
+from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.weights import Layer, LayerWeights
 
-OTHERS = {"aten": aten.layer, "manual": manual.layer}
-BACKENDS = {"reference": reference.layer, **OTHERS}  # of the CPU
+BACKENDS: dict[tuple[str, str], Backend] = {  # of the CPU
+    **{(name, "reference"): partial(reference.layer, cell=by_name(name)) for name in ("lstm", "gru")},
+    ("lstm", "aten"): aten.layer,
+    ("lstm", "manual"): manual.layer,
+    ("gru", "aten"): gru_aten.layer,
+    ("gru", "manual"): gru_manual.layer,
+}
+each_cell = pytest.mark.parametrize("cell", ["lstm", "gru"])
+each_backend = pytest.mark.parametrize(("cell", "name"), BACKENDS)
+each_other = pytest.mark.parametrize(("cell", "name"), [both for both in BACKENDS if both[1] != "reference"])
 
 
 @dataclass(frozen=True)
@@ -31,10 +46,11 @@ class Case:
     bias: bool = True
     lengths: tuple[int, ...] | None = None
     seed: int = 0
+    cell: str = "lstm"
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, cell: str) -> Case:
     steps, lanes = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     lengths = draw(st.none() | st.tuples(*[st.integers(0, steps)] * lanes))
     hidden = draw(st.integers(2, 6))
@@ -44,10 +60,11 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 9)),
         hidden,
         draw(st.integers(1, 2)),
-        draw(st.sampled_from([0, 0, 1])),
+        draw(st.sampled_from([0, 0, 1] if by_name(cell).projects else [0])),
         draw(st.booleans()),
         lengths,
         draw(st.integers(0, 1000)),
+        cell,
     )
 
 
@@ -60,140 +77,143 @@ class Problem:
         def make(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
-        width = case.projection or case.hidden
+        width, cell = case.projection or case.hidden, by_name(case.cell)
+        rows = cell.gates * case.hidden
+        self.cell = case.cell
         self.x = make(case.steps, case.lanes, case.inputs)
-        self.carry = Carry(make(case.directions, case.lanes, width), make(case.directions, case.lanes, case.hidden))
+        self.carry: Any = cell.carry(*(make(case.directions, case.lanes, each) for each in cell.widths(case.hidden, case.projection)))
         self.layer: Layer = tuple(
             LayerWeights(
-                make(4 * case.hidden, case.inputs),
-                make(4 * case.hidden, width),
-                make(4 * case.hidden) if case.bias else None,
-                make(4 * case.hidden) if case.bias else None,
+                make(rows, case.inputs),
+                make(rows, width),
+                make(rows) if case.bias else None,
+                make(rows) if case.bias else None,
                 make(width, case.hidden) if case.projection else None,
             )
             for _ in range(case.directions)
         )
         self.lengths = None if case.lengths is None else torch.tensor(case.lengths)
-        self.weigh = [make(case.steps, case.lanes, width * case.directions), make(*self.carry.h.shape), make(*self.carry.c.shape)]
+        self.weigh = [make(case.steps, case.lanes, width * case.directions), *(make(*part.shape) for part in self.carry)]
 
     @property
     def leaves(self) -> list[Tensor]:
         return [self.x, *self.carry, *(tensor for weights in self.layer for tensor in weights if tensor is not None)]
 
-    def solve(self, backend: Backend, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        y, end = backend(self.x if x is None else x, self.carry, self.layer, self.lengths)
+    def solve(self, backend: Backend | str, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        run = BACKENDS[self.cell, backend] if isinstance(backend, str) else backend
+        y, end = run(self.x if x is None else x, self.carry, self.layer, self.lengths)
         outputs = [y, *end]
         total = sum(((out * weigh.detach()).sum() for out, weigh in zip(outputs, self.weigh, strict=True)), torch.zeros(()))
         return [out.detach() for out in outputs], list(torch.autograd.grad(total, self.leaves, materialize_grads=True))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@given(case=cases())
+@each_other
+@given(data=st.data())
 @settings(max_examples=60)
-def test_backend_is_the_reference(name: str, case: Case) -> None:
+def test_backend_is_the_reference(cell: str, name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(cell))
     problem = Problem(case)
-    backend = OTHERS[name]
     if name == "manual" and case.projection:
         assert not manual.serves(problem.x, problem.layer)
         return
     # Both compute in float64; rounding grows over at most 7 steps of sums of at most 9 terms.
-    torch.testing.assert_close(problem.solve(backend), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(problem.solve(name), problem.solve("reference"), rtol=1e-10, atol=1e-11)
 
 
-@given(case=cases(), most_steps=st.integers(1, 7))
+@each_cell
+@given(data=st.data(), most_steps=st.integers(1, 7))
 @settings(max_examples=60)
-def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(case: Case, most_steps: int) -> None:
-    problem = Problem(replace(case, lengths=None))
+def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(cell: str, data: st.DataObject, most_steps: int) -> None:
+    problem = Problem(replace(data.draw(cases(cell)), lengths=None))
 
-    def in_pieces(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
-        return aten._in_pieces(x, carry, layer, most_steps)
+    def in_pieces(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, AnyCarry]:
+        return torch_kernels.in_pieces(getattr(torch, cell), x, carry, layer, most_steps)
 
     # As above; the sums over steps are added up piece by piece besides.
-    torch.testing.assert_close(problem.solve(in_pieces), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(problem.solve(in_pieces), problem.solve("reference"), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("directions", [1, 2])
-def test_padding_of_nan_changes_nothing(name: str, directions: int) -> None:
-    problem = Problem(Case(5, 4, 3, 4, directions, lengths=(5, 2, 0, 3)))
+def test_padding_of_nan_changes_nothing(cell: str, name: str, directions: int) -> None:
+    problem = Problem(Case(5, 4, 3, 4, directions, lengths=(5, 2, 0, 3), cell=cell))
     assert problem.lengths is not None
     padding = torch.arange(5)[:, None] >= problem.lengths
     dirty = torch.where(padding[..., None], torch.nan, problem.x)
-    outputs, gradients = problem.solve(BACKENDS[name])
-    same_outputs, same_gradients = problem.solve(BACKENDS[name], dirty)
+    outputs, gradients = problem.solve(name)
+    same_outputs, same_gradients = problem.solve(name, dirty)
     assert all(torch.equal(a, b) for a, b in zip(outputs + gradients, same_outputs + same_gradients, strict=True))
     assert not outputs[0][padding].any()
     assert not gradients[0][padding].any()
     # A lane without a real step hands its carry through, and its gradient.
-    assert torch.equal(outputs[1][:, 2], problem.carry.h[:, 2])
-    assert torch.equal(gradients[2][:, 2], problem.weigh[2][:, 2])
+    for number, part in enumerate(problem.carry, start=1):
+        assert torch.equal(outputs[number][:, 2], part[:, 2])
+        assert torch.equal(gradients[number][:, 2], problem.weigh[number][:, 2])
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each_other
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("onednn", [True, False])
-def test_carry_passes_padded_steps_to_the_bit(name: str, dtype: torch.dtype, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lanes one by one, without padding, end with the same bits of c as all of them padded."""
+def test_carry_passes_padded_steps_to_the_bit(
+    cell: str, name: str, dtype: torch.dtype, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lanes one by one, without padding, end with the same bits of their carry as all of them padded."""
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", onednn)
-    problem = Problem(Case(9, 4, 7, 16, lengths=(9, 4, 1, 0)), dtype)
+    problem = Problem(Case(9, 4, 7, 16, lengths=(9, 4, 1, 0), cell=cell), dtype)
     assert problem.lengths is not None
-    _, end = OTHERS[name](problem.x, problem.carry, problem.layer, problem.lengths)
-    # From the end of each lane on, more padding must not move c or h: append ten steps of it.
+    _, end = BACKENDS[cell, name](problem.x, problem.carry, problem.layer, problem.lengths)
+    # From the end of each lane on, more padding must not move the carry: append ten steps of it.
     longer = torch.cat((problem.x, torch.full((10, 4, 7), torch.nan, dtype=dtype)))
-    y, later = OTHERS[name](longer, problem.carry, problem.layer, problem.lengths)
-    assert torch.equal(end.c, later.c)
-    assert torch.equal(end.h, later.h)
-    assert torch.equal(later.c[:, 3], problem.carry.c[:, 3])
+    y, later = BACKENDS[cell, name](longer, problem.carry, problem.layer, problem.lengths)
+    for before, after, given_part in zip(end, later, problem.carry, strict=True):
+        assert torch.equal(before, after)
+        assert torch.equal(after[:, 3], given_part[:, 3])
     assert not y[9:].any()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("directions", [1, 2])
-def test_lengths_are_packed_sequences(name: str, directions: int) -> None:
-    problem = Problem(Case(6, 4, 3, 5, directions, lengths=(6, 1, 4, 3)))
+def test_lengths_are_packed_sequences(cell: str, name: str, directions: int) -> None:
+    problem = Problem(Case(6, 4, 3, 5, directions, lengths=(6, 1, 4, 3), cell=cell))
     assert problem.lengths is not None
     packed = nn.utils.rnn.pack_padded_sequence(problem.x, problem.lengths, enforce_sorted=False)
     flat = [tensor for weights in problem.layer for tensor in weights if tensor is not None]
-    data, h, c = torch.lstm(
-        packed.data,
-        packed.batch_sizes,
-        tuple(part[:, packed.sorted_indices] for part in problem.carry),
-        flat,
-        True,
-        1,
-        0.0,
-        True,
-        directions == 2,
-    )
+    parts = tuple(part[:, packed.sorted_indices] for part in problem.carry)
+    given_carry = parts if len(parts) > 1 else parts[0]
+    kernel: Any = getattr(torch, cell)
+    data, *ends = kernel(packed.data, packed.batch_sizes, given_carry, flat, True, 1, 0.0, True, directions == 2)
     expected, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data))
-    y, end = BACKENDS[name](problem.x, problem.carry, problem.layer, problem.lengths)
+    y, end = BACKENDS[cell, name](problem.x, problem.carry, problem.layer, problem.lengths)
     # Different order of summation in float64.
     torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(end, Carry(h[:, packed.unsorted_indices], c[:, packed.unsorted_indices]), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(tuple(end), tuple(part[:, packed.unsorted_indices] for part in ends), rtol=1e-11, atol=1e-12)
 
 
+@each_cell
 @pytest.mark.parametrize("lengths", [None, (5, 3)])
-def test_manual_gradient_is_the_slope(lengths: tuple[int, ...] | None) -> None:
+def test_manual_gradient_is_the_slope(cell: str, lengths: tuple[int, ...] | None) -> None:
     """Against finite differences, so that an error shared by all backends would be seen."""
-    problem = Problem(Case(5, 2, 3, 3, lengths=lengths))
-    weights = problem.layer[0]
+    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, cell=cell))
+    parts = len(problem.carry)
 
-    def run(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> tuple[Tensor, ...]:
-        y, end = manual.layer(x, Carry(h, c), (LayerWeights(w_ih, w_hh, b_ih, b_hh),), problem.lengths)
+    def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        carry = by_name(cell).carry(*given[:parts])
+        y, end = BACKENDS[cell, "manual"](x, carry, (LayerWeights(*given[parts:]),), problem.lengths)
         return y, *end
 
-    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *weights[:4]))
+    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *problem.layer[0][:4]))
 
 
-def test_manual_handles_every_subset_of_gradients() -> None:
+@each_cell
+def test_manual_handles_every_subset_of_gradients(cell: str) -> None:
     """Whatever output is used, and whatever input wants a gradient."""
     for lengths in (None, (4, 0, 2)):
-        case = Case(4, 3, 2, 3, lengths=lengths)
-        for used in range(3):
+        case = Case(4, 3, 2, 3, lengths=lengths, cell=cell)
+        for used in range(1 + len(by_name(cell).parts)):
             problem, twin = Problem(case), Problem(case)
-            for each, backend in ((problem, manual.layer), (twin, reference.layer)):
+            for each, name in ((problem, "manual"), (twin, "reference")):
                 each.x.requires_grad_(False)
-                y, end = backend(each.x, each.carry, each.layer, each.lengths)
+                y, end = BACKENDS[cell, name](each.x, each.carry, each.layer, each.lengths)
                 (y, *end)[used].sum().backward()
             for mine, theirs in zip(problem.leaves[1:], twin.leaves[1:], strict=True):
                 expected = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
@@ -202,33 +222,36 @@ def test_manual_handles_every_subset_of_gradients() -> None:
             assert problem.x.grad is None
 
 
+@each_cell
 @pytest.mark.parametrize("lengths", [None, (3, 1, 0)])
-def test_manual_outputs_may_be_changed_in_place(lengths: tuple[int, ...] | None) -> None:
+def test_manual_outputs_may_be_changed_in_place(cell: str, lengths: tuple[int, ...] | None) -> None:
     """Backward must not read what the user has changed."""
-    problem, twin = Problem(Case(3, 3, 2, 3, lengths=lengths)), Problem(Case(3, 3, 2, 3, lengths=lengths))
-    for each, backend in ((problem, manual.layer), (twin, reference.layer)):
-        y, end = backend(each.x, each.carry, each.layer, each.lengths)
-        y = y if backend is manual.layer else y.clone()
-        (y.mul_(2).square().sum() + end.h.sum()).backward()
+    problem, twin = (Problem(Case(3, 3, 2, 3, lengths=lengths, cell=cell)) for _ in range(2))
+    for each, name in ((problem, "manual"), (twin, "reference")):
+        y, end = BACKENDS[cell, name](each.x, each.carry, each.layer, each.lengths)
+        y = y if name == "manual" else y.clone()
+        (y.mul_(2).square().sum() + end[0].sum()).backward()
     for mine, theirs in zip(problem.leaves, twin.leaves, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-12)  # float64, another order of summation
 
 
 @pytest.mark.parametrize("onednn", [True, False])
-@pytest.mark.parametrize("case", [Case(9, 4, 7, 16, d, lengths=lengths) for d in (1, 2) for lengths in (None, (9, 4, 1, 0))])
+@pytest.mark.parametrize(
+    "case", [Case(9, 4, 7, 16, d, lengths=each, cell=cell) for cell in ("lstm", "gru") for d in (1, 2) for each in (None, (9, 4, 1, 0))]
+)
 def test_float32_is_the_reference(case: Case, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through oneDNN too, which only float32 takes."""
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", onednn)
-    outputs, gradients = Problem(case, torch.float32).solve(aten.layer)
-    expected, slopes = Problem(case).solve(reference.layer)
+    outputs, gradients = Problem(case, torch.float32).solve("aten")
+    expected, slopes = Problem(case).solve("reference")
     # float32 has 24 bits; gradients are sums over 36 steps and lanes of terms up to about 10.
     torch.testing.assert_close([out.double() for out in outputs], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close([gradient.double() for gradient in gradients], slopes, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_onednn_flag_is_left_as_it_was(name: str) -> None:
-    problem = Problem(Case(3, 2, 2, 3))
+@each_other
+def test_onednn_flag_is_left_as_it_was(cell: str, name: str) -> None:
+    problem = Problem(Case(3, 2, 2, 3, cell=cell))
     before = torch.backends.mkldnn.enabled
-    problem.solve(OTHERS[name])
+    problem.solve(name)
     assert torch.backends.mkldnn.enabled == before

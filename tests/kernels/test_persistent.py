@@ -27,6 +27,7 @@ from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone
+from carrywave.kernels.hopper.marks import NOTHING
 from carrywave.kernels.hopper.recurrence import Dealt
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lengths import last_real
@@ -108,18 +109,31 @@ def emulated(given: Problem, shape: LayerShape, back: LayerShape | None = None) 
     dealt = Dealt(None, None)
     if given.lengths is not None:
         dealt = Dealt(torch.argsort(given.lengths, descending=True, stable=True), given.lengths)
-    _emulated.forward(shape, packed, hs, gates, cells, first_c, last_c, dealt)
+    _emulated.forward(shape, packed, hs, gates, cells, first_c, last_c, dealt, NOTHING)
     shape = back or shape
     grads, ring = _emulated.gradients(gates, shape, 1)
     bias = torch.full((shape.groups, 4 * padded), torch.nan, dtype=torch.float64)
     ends = (wide(given.weigh[1][0]), wide(given.weigh[2][0]))
     assert packed.turned_PQ is not None
     _emulated.backward(
-        shape, packed.turned_PQ, gates, cells, first_c, wide(given.weigh[0]), ends, grads, (grad_h, grad_c), bias, ring, dealt
+        shape,
+        packed.turned_PQ,
+        gates,
+        cells,
+        first_c,
+        wide(given.weigh[0]),
+        ends,
+        grads,
+        (grad_h, grad_c),
+        bias,
+        ring,
+        dealt,
+        NOTHING,
+        None,
     )
     assert not grads.view(steps, lanes, padded, 4)[:, :, hidden:].any()  # padded units stay out of everything
     products = grads.t() @ x_NI, grads.t() @ hs[:-1].reshape(steps * lanes, padded)
-    dw_ih, dw_hh, db = _emulated.unpack(*products, bias, x_NI, hidden, inputs, torch.float64)
+    dw_ih, dw_hh, db = _emulated.unpack(shape, *products, bias, x_NI, hidden, inputs, torch.float64)
     assert dw_ih is not None
     assert dw_hh is not None
     dx = (grads @ packed.w_ih_QJ).view(steps, lanes, inputs)
@@ -161,7 +175,7 @@ def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int) -> 
 @pytest.fixture
 def _no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
-    for name in ("pack", "states", "gradients", "deal", "real_rows", "last_state", "prepare_backward", "forward", "backward", "unpack"):
+    for name in (*_emulated.AROUND, "forward", "backward"):
         monkeypatch.setattr(recurrence, name, getattr(_emulated, name))
     monkeypatch.setattr(persistent, "_chip", lambda x: H200)
 
@@ -183,10 +197,10 @@ def test_layers_at_the_same_time_are_layers_one_after_the_other(locked: bool, mo
     options: dict[str, Any] = {"dropout": 0.4, "locked": locked, "key": random.key(1), "sites": [random.site(name) for name in "abc"]}
     layers = [(layer,) for layer in case.layers]
     expected, ends = run_layers(case.x, case.carries, layers, case.lengths, backend="reference", **options)
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
+    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
     asked = []
 
-    def wave_of(x: Tensor, layers: object) -> Wave:
+    def wave_of(x: Tensor, layers: object, cell: str) -> Wave:
         asked.append(x.shape)
         return Wave(LayerShape(128, 2, 8, 1), 1, 3)
 

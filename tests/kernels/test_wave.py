@@ -135,7 +135,7 @@ def test_where_gradients_are_off_nothing_is_kept_for_weights_that_want_them(monk
 
 
 @pytest.mark.parametrize(
-    ("x", "lanes", "message"), [((4, 3, 19), 3, "inputs are 19 wide"), ((4, 3, 20), 2, "expected .1, 3, 20. for both")]
+    ("x", "lanes", "message"), [((4, 3, 19), 3, "inputs are 19 wide"), ((4, 3, 20), 2, "expected .1, 3, 20. for each part")]
 )
 def test_what_does_not_fit_together_is_refused(x: tuple[int, ...], lanes: int, message: str) -> None:
     layers = [LayerWeights(make(80, 20), make(80, 20))]

@@ -423,7 +423,7 @@ def test_chunks_out_of_order_are_refused() -> None:
         held = windowed.held_by(chunk, given_stack.layers)
         assert held is not None
         with pytest.raises(ValueError, match="this chunk has steps 4 to 8 of a window"):
-            held.run(chunk, given_stack.x[:3], given_stack.carries, [None], None, clean=False)
+            held.run(chunk, given_stack.x[:3], given_stack.carries, [None], None, None, clean=False)
         with pytest.raises(RuntimeError, match="run them in order"):
             held.forward(0, given_stack.x[:4], None, [None])
     assert stack.spans_of(5, 2) == [(0, 2), (2, 4), (4, 5)]

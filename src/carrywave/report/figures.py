@@ -307,7 +307,7 @@ def about(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "devices", "not recorded: the run has no history.jsonl"
     kernels = list(dict.fromkeys(map(str, plan.get("backends") or ())))
     if kernels:
-        yield "LSTM kernels", ", ".join(kernels)
+        yield "layer kernels", ", ".join(kernels)
     if plan.get("transport"):
         yield "transport", str(plan["transport"])
     yield "state", state(record)
@@ -346,7 +346,7 @@ def _data(facts: Mapping[str, Any]) -> str:
 def _model(model: Mapping[str, Any]) -> str:
     hidden, layers = model.get("hidden"), model.get("layers")
     widths = " → ".join(map(str, hidden)) if isinstance(hidden, list) else f"{layers} × {hidden}"
-    extras = [name.replace("_", " ") for name in ("bidirectional", "tie", "layer_norm", "locked") if model.get(name)]
+    extras = [name.replace("_", " ") for name in ("bidirectional", "tie", "layer_norm", "cell_norm", "locked") if model.get(name)]
     front = model.get("front", "none")
     extras += [f"front {front}" if isinstance(front, str) else f"front of {counted(len(front), 'convolution')}"] if front != "none" else []
     dropped = [f"dropout {model['dropout']:g}"] if is_number(model.get("dropout")) and model.get("dropout") else []

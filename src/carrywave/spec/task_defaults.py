@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from carrywave.cells.cell import by_name
+from carrywave.cells import lstm
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
 
@@ -37,7 +37,8 @@ def with_task_defaults(spec: Spec) -> Spec:
 
 
 def _language(spec: Spec) -> Sections:
-    model: dict[str, Any] = {} if by_name(spec.model.cell).forget_gate is None else {"forget_bias": 1.0}
+    # Not for a GRU: its update gate also shuts out what is new, and the loss was 0.01 to 0.02 higher.
+    model: dict[str, Any] = {"forget_bias": 1.0} if spec.model.cell == lstm.CELL.name else {}
     return {"model": model, "train": {"lr": WIDTH_RATE[spec.data.tokens] / max(128, *spec.model.widths)}}
 
 

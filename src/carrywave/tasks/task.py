@@ -154,8 +154,12 @@ class Task:
             proj_size=spec.projection,
             locked=spec.locked,
             weight_drop=spec.weight_drop,
+            recurrent_dropout=spec.recurrent_dropout,
+            zoneout=spec.zoneout,
             layer_norm=spec.layer_norm,
+            cell_norm=spec.cell_norm,
             learned_carry=spec.learned_carry,
+            num_heads=spec.heads,
             kernel=self.spec.plan_spec.kernel,
             device=empty,
         )

@@ -13,6 +13,7 @@ MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # per block
 SHARED_BYTES = 227 << 10  # per block
+CELLS = {"lstm": 0, "gru": 1}  # as `cell.cuh` numbers them
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class LayerShape:
     passes: int
     units: int = 16  # hidden units per block
     cluster: int = 0  # blocks per cluster, which communicate without global memory: the 4 of a quad in backward, or a whole group; 0: none
+    cell: str = "lstm"
 
     @property
     def blocks(self) -> int:
@@ -99,8 +101,8 @@ class LayerShape:
         swapped += operand + 16 * owners + 16 if self.near else 0
         return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
 
-    def constants(self, *, fp16: bool) -> tuple[tuple[str, int], ...]:
-        """The source's compile-time constants."""
+    def constants(self, *, fp16: bool, resets: int = 0, noise: int = 0) -> tuple[tuple[str, int], ...]:
+        """The source's compile-time constants. `resets`: 1 to zeros, 2 to a learned carry."""
         return (
             ("FP16", int(fp16)),
             ("KBLOCKS", self.hidden // 64),
@@ -110,6 +112,9 @@ class LayerShape:
             ("PASSES", self.passes),
             ("SUM_BUFFERS", self.sum_buffers),
             ("CLUSTER", self.cluster),
+            ("CELL", CELLS[self.cell]),
+            ("RESETS", resets),
+            ("NOISE", noise),
         )
 
 
@@ -171,6 +176,10 @@ class Wave:
     @property
     def back(self) -> LayerShape:
         return self.apart or self.shape
+
+    def of_cell(self, cell: str) -> Wave:
+        """The same for layers of another cell: all cells have four rows for each unit."""
+        return replace(self, shape=replace(self.shape, cell=cell), apart=None if self.apart is None else replace(self.apart, cell=cell))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A stack of LSTM layers over some steps, forward and backward: launches and matrix products on buffers that the caller holds.
+"""A stack of recurrent layers over some steps, forward and backward: launches and matrix products on buffers that the caller holds.
 
 The steps are cut into pieces, and layers that run concurrently are a piece apart, each on its own stream. The buffers may be those of a
 whole window, or the part of them that belongs to one chunk: h, c and their gradients at its first and last step are where the chunks before
@@ -20,6 +20,7 @@ from torch import Tensor
 from carrywave.kernels import pass_cache
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.hopper.layout import LayerShape, Wave
+from carrywave.kernels.hopper.marks import NOTHING, LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Span
@@ -58,16 +59,18 @@ class Gradients(NamedTuple):
     ring: Tensor  # for sums exchanged via memory, one for each piece
     starts_2CBP: Tensor  # gradients of h and c at the start of each piece
     bias_CEQ: Tensor
+    resets_CEP2: Tensor | None  # of what resets put into the memory and into h, if that is learned
 
     def part(self, span: Span, lanes: int, pieces: slice) -> Gradients:
         """Some steps of the same, which are these pieces."""
         rows = slice(span[0] * lanes, span[1] * lanes)
-        return Gradients(self.gates_NQ[rows], self.ring[pieces], self.starts_2CBP[:, pieces], self.bias_CEQ[pieces])
+        resets = None if self.resets_CEP2 is None else self.resets_CEP2[pieces]
+        return Gradients(self.gates_NQ[rows], self.ring[pieces], self.starts_2CBP[:, pieces], self.bias_CEQ[pieces], resets)
 
 
 def packed(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     """The weights in the kernel's order and dtype, packed once a pass."""
-    how = shape.hidden, pitch, like.dtype, like.device, transposed
+    how = shape.hidden, shape.cell, pitch, like.dtype, like.device, transposed
     return pass_cache.cached(weights[:4], how, lambda: recurrence.pack(weights, shape, pitch, like, transposed=transposed))
 
 
@@ -97,18 +100,26 @@ def activations(
     return made
 
 
-def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int) -> list[Gradients]:
+def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, learned: bool = False) -> list[Gradients]:
     """Buffers for the backward of these layers."""
     made = []
     for layer in layers:
         lanes = layer.hs_SBP.shape[1]
         starts = layer.hs_SBP.new_empty(2, pieces, lanes, shape.hidden, dtype=torch.float32)
         bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.hidden, dtype=torch.float32)
-        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), starts, bias))
+        of_resets = bias.new_empty(pieces, shape.groups, shape.hidden, 2) if learned else None
+        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), starts, bias, of_resets))
     return made
 
 
-def forward(wave: Wave, packs: Sequence[Packed], layers: Sequence[Activations], spans: Sequence[Span], dealt: Sequence[Dealt]) -> None:
+def forward(
+    wave: Wave,
+    packs: Sequence[Packed],
+    layers: Sequence[Activations],
+    spans: Sequence[Span],
+    dealt: Sequence[Dealt],
+    marks: Sequence[LayerMarks],
+) -> None:
     """Run the layers over these pieces."""
     lanes, shape = layers[0].hs_SBP.shape[1], wave.shape
     with _Streams(wave.streams, layers[0].hs_SBP.device) as streams:
@@ -124,8 +135,19 @@ def forward(wave: Wave, packs: Sequence[Packed], layers: Sequence[Activations], 
                 gates = layer.gates_NQ[rows]
                 torch.addmm(pack.bias_Q, layer.inputs_NJ[rows], pack.w_ih_QJ.t(), out=gates)
                 cells = None if layer.cells_TBP is None else layer.cells_TBP[first:end]
+                marked = marks[number].part(first, end)
+                if marked.resets is not None and marked.h_P is not None:
+                    gates.addcmul_(marked.resets.rows_TB.view(-1, 1).to(gates.dtype), (pack.w_hh_QP @ marked.h_P)[None])
                 recurrence.forward(
-                    shape, pack, layer.hs_SBP[first : end + 1], gates, cells, layer.cs_CBP[piece], layer.cs_CBP[piece + 1], dealt[piece]
+                    shape,
+                    pack,
+                    layer.hs_SBP[first : end + 1],
+                    gates,
+                    cells,
+                    layer.cs_CBP[piece],
+                    layer.cs_CBP[piece + 1],
+                    dealt[piece],
+                    marked,
                 )
 
 
@@ -139,6 +161,7 @@ def backward(
     spans: Sequence[Span],
     dealt: Sequence[Dealt],
     dx_NJ: Tensor | None,
+    marks: Sequence[LayerMarks],
     finish: Callable[[int], None] | None = None,
     *,
     after: Sequence[Tensor] | None = None,
@@ -165,6 +188,7 @@ def backward(
                     shape, turned_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
                     ends[number] if piece == len(spans) - 1 else (starts[0, piece + 1], starts[1, piece + 1]), own.gates_NQ[rows],
                     (starts[0, piece], starts[1, piece]), own.bias_CEQ[piece], own.ring[piece], dealt[piece],
+                    marks[number].part(first, end), None if own.resets_CEP2 is None else own.resets_CEP2[piece],
                     follows, before=shape.continues and (before or piece > 0),
                 )  # fmt: skip
                 if number:
@@ -179,17 +203,28 @@ def backward(
                     finish(number)
 
 
-def weight_products(grads_NQ: Tensor, inputs_NJ: Tensor, hs_SBP: Tensor, into: tuple[Tensor | None, Tensor | None]) -> None:
+def weight_products(
+    grads_NQ: Tensor, inputs_NJ: Tensor, hs_SBP: Tensor, into: tuple[Tensor | None, Tensor | None], marks: LayerMarks = NOTHING
+) -> None:
     """Both weight gradients of a layer, in the kernel's order, each as one product over all steps; None: not wanted."""
     into_ih, into_hh = into
     if into_ih is not None:
         torch.mm(grads_NQ.t(), inputs_NJ, out=into_ih)
     if into_hh is not None:
-        torch.mm(grads_NQ.t(), hs_SBP[:-1].view(-1, hs_SBP.shape[-1]), out=into_hh)
+        torch.mm(grads_NQ.t(), recurrence.begun_rows(hs_SBP[:-1], marks), out=into_hh)
+
+
+def initial_gradients(layer: Gradients, turned_PQ: Tensor, marks: LayerMarks) -> tuple[Tensor, Tensor]:
+    """The gradients [P] of what resets put into h and into the memory."""
+    assert marks.resets is not None
+    assert layer.resets_CEP2 is not None
+    memory_P, h_P = layer.resets_CEP2.sum((0, 1)).unbind(-1)
+    gates_Q = marks.resets.rows_TB.view(1, -1).to(layer.gates_NQ.dtype) @ layer.gates_NQ
+    return h_P + (turned_PQ @ gates_Q[0]).to(h_P.dtype), memory_P
 
 
 def last_carry(layer: Activations, lengths_B: Tensor | None, hidden: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
-    """Copies of h and c [B, H] at each lane's last real step."""
+    """Copies of h and memory [B, H] at each lane's last real step."""
     if lengths_B is None:
         h = layer.hs_SBP[-1, :, :hidden].to(dtypes[0], copy=True)
     else:

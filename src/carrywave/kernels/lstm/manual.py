@@ -11,41 +11,38 @@ Shapes: T time, B lane, I input, H hidden, G = 4H.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from carrywave.kernels import derivatives, reference
+from carrywave.kernels.backends import in_dtype
 from carrywave.kernels.blas import without_onednn
-from carrywave.kernels.carry import Carry
+from carrywave.kernels.carry import AnyCarry, Carry
 from carrywave.kernels.deferred_gradients import deferred_for
-from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
+from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
 from carrywave.kernels.weights import Layer, LayerWeights
 
 _SATURATED = 1.0e4  # as in `aten`
 
 
-def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, Carry]:
+def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, AnyCarry]:
     """One layer without projection: outputs [T, B, H·D] and the carry at each lane's last real step. `clean`: x is 0 at padded steps."""
     wide = torch.promote_types(x_TBI.dtype, torch.float32)
     if wide != x_TBI.dtype:
         # Half precision is for storage only: most processors lack the instructions to compute in it, and took 100 times as long.
-        given, wider = Carry(carry.h.to(wide), carry.c.to(wide)), tuple(each.to(wide) for each in weights)
-        y_TBH, end = layer(x_TBI.to(wide), given, wider, lengths_B, clean=clean)
-        return y_TBH.to(x_TBI.dtype), Carry(end.h.to(x_TBI.dtype), end.c.to(x_TBI.dtype))
+        return in_dtype(wide, x_TBI, carry, weights, lengths_B, partial(layer, clean=clean))
     apply: Any = _Sequence.apply
-    ys, hs, cs = [], [], []
-    for direction, each in enumerate(weights):
+
+    def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights) -> tuple[Tensor, Sequence[Tensor]]:
         bias_G = None if each.b_ih is None or each.b_hh is None else each.b_ih + each.b_hh
-        x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
-        y_TBH, h_BH, c_BH = apply(x, carry.h[direction], carry.c[direction], each.w_ih, each.w_hh, bias_G, lengths_B, clean)
-        ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
-        hs.append(h_BH)
-        cs.append(c_BH)
-    if len(ys) == 1:
-        return ys[0], Carry(hs[0][None], cs[0][None])
-    return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
+        y_TBH, *ends = apply(x_TBI, *parts, each.w_ih, each.w_hh, bias_G, lengths_B, clean)
+        return y_TBH, ends
+
+    return both_ways(run, x_TBI, carry, weights, lengths_B)
 
 
 def serves(x_TBI: Tensor, weights: Layer) -> bool:
@@ -120,7 +117,7 @@ class _Sequence(torch.autograd.Function):
         x_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, _ = given
         steps, lanes, inputs = x_TBI.shape
         hidden = w_hh_GH.shape[1]
-        grad_y_TBH, grad_past_BH = _into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
+        grad_y_TBH, grad_past_BH = into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
         with without_onednn():
             slopes_TBG, through_TBH, y_TBH = _slopes(gates_TBG, c_BH, c_TBH, tanh_TBH)
             by_gate = slopes_TBG.view(steps, lanes, 4, hidden)
@@ -168,28 +165,6 @@ def _plain(lengths_B: Tensor | None) -> derivatives.Plain:
         return y_TBH, *(part[0] for part in end)
 
     return run
-
-
-def _into_outputs(
-    grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, lengths_B: Tensor | None, like_TBH: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the outputs, with that of the final h added at each lane's last real step; and the gradient of the final h that lanes
-    without real steps pass on to their initial h.
-    """
-    if lengths_B is None:
-        grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else grad_y_TBH
-        if grad_h_BH is not None:
-            grad = grad.clone() if grad is grad_y_TBH else grad
-            grad[-1] += grad_h_BH
-        return grad, None
-    real_TB1 = real_steps(lengths_B, like_TBH.shape[0])
-    grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else torch.where(real_TB1, grad_y_TBH, 0.0)
-    if grad_h_BH is None:
-        return grad, None
-    some_B1 = lengths_B[:, None] > 0
-    index_1BH = (lengths_B - 1).clamp(min=0)[None, :, None].expand(1, *grad_h_BH.shape)
-    grad.scatter_add_(0, index_1BH, torch.where(some_B1, grad_h_BH, 0.0)[None])
-    return grad, torch.where(some_B1, 0.0, grad_h_BH)
 
 
 def _slopes(gates_TBG: Tensor, first_c_BH: Tensor, c_TBH: Tensor, tanh_TBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-// One LSTM layer over a whole sequence in one launch, forward and backward, for Hopper (sm_90a).
+// One recurrent layer over a whole sequence in one launch, forward and backward, for Hopper (sm_90a).
 //
 // A recurrent step is bound by latency, so the weights never move: each block keeps its rows of the recurrent matrix in
 // registers (and, for wide layers, in shared memory) for the whole sequence, and only h (backward: the gate gradients) travels
@@ -16,11 +16,13 @@
 // operand in shared memory (128-byte swizzle); partial sums go through shared memory, to one thread for each unit and lane.
 //
 // Layouts: gates are interleaved, (unit, gate) with the gate fastest; H is padded to a multiple of 64 with zero weights. The step is
-// the slowest dimension: h[T + 1, B, H] with the initial one first, gates[T, B, H, 4], cells[T, B, H] in float32.
+// the slowest dimension: h[T + 1, B, H] with the initial one first, gates[T, B, H, 4], and the cell's memory[T, B, H] in float32.
 //
 // Compile-time constants, set by the host: FP16, KBLOCKS (H / 64), KREG (64-wide blocks of K per warpgroup that stay in
 // registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (a group has LANES * PASSES lanes),
-// SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR).
+// SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR), CELL (see cell.cuh), RESETS (1: lanes start
+// again at some steps, from zeros; 2: from a memory that is given, with what h adds to the gates already among their inputs), NOISE (1: see
+// cell.cuh).
 
 #include "half.cuh"
 
@@ -67,20 +69,7 @@
 #include "product.cuh"
 #include "gather.cuh"
 #include "cluster.cuh"
-
-__device__ __forceinline__ float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// Both saturate correctly: 2^x becomes infinite or 0. Their absolute error of 1e-7 is far below that of h.
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-1.442695041f * x)); }
-__device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciprocal(1.0f + power_of_2(2.885390082f * x)); }
+#include "cell.cuh"
 
 #define SETUP                                                                                                                       \
     extern __shared__ __align__(1024) unsigned char memory[];                                                                       \
@@ -125,15 +114,20 @@ __device__ __forceinline__ float total(const float* partial, int row, int place)
 #else
 #define CLUSTERED_FORWARD
 #endif
-extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_forward(
+extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forward(
     const u16* __restrict__ weights,  // [4H interleaved, H]
     u16* hs,                          // [T + 1, B, H]: the initial h is given, the others hold WORD_EMPTY
-    u16* gates,                       // [T, B, H, 4]: the input product; replaced by the activated gates if `keep`
-    float* cells,                     // [T, B, H]
-    const float* first_c,             // [B, H]
-    float* last_c,                    // [B, H]
-    const int* order, const int* lengths, int count, int groups, int steps, int keep) {
+    u16* gates,                       // [T, B, H, 4]: the input product; replaced by what backward needs if `keep`
+    float* memories,                  // [T, B, H]
+    const float* first_memory,        // [B, H]
+    float* last_memory,               // [B, H]
+    const int* order, const int* lengths, int count, int groups, int steps, int keep,
+    const u32* reset_bits, int reset_words, int reset_first,
+    const float* reset_memory,        // [H] or null: 0
+    const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
+    Resets resets = {reset_bits, reset_words, reset_first};
+    Noise noise = {noise_bytes, noise_scale, old_h, old_memory};
     {
         // A tile has 16 units, and each warp handles one of their gates.
         const u16* row0 = weights + (u64)((member * UNITS + (lane >> 2)) * 4 + warp) * HIDDEN;
@@ -143,12 +137,15 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_
     __syncthreads();
     if (NEAR) cluster_barrier();
 
-    float c[PASSES];
+    float c[PASSES], h_before[PASSES];
+    u32 reset_word[PASSES], noise_byte[PASSES];
+    float begin = RESETS == 2 && owner ? reset_memory[column] : 0.0f;
     int active[PASSES];
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
         Slot to = {slot.address + pass * OWNERS * 16};
         if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * HIDDEN + column) * 4);
+        if (NOISE && owner && table.length[at] > step) noise_byte[pass] = noise.fetch(step * step_h + (u64)table.lane[at] * HIDDEN + column);
         to.close();
     };
 #pragma unroll
@@ -156,7 +153,9 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_
         int at = pass * LANES + place;
         bool there = owner && group + at * lanes.groups < lanes.count;
         u64 cell = (u64)table.lane[at] * HIDDEN + column;
-        c[pass] = there ? first_c[cell] : 0.0f;
+        c[pass] = there ? first_memory[cell] : 0.0f;
+        if (NOISE) h_before[pass] = there ? half_at(hs, cell) : 0.0f;
+        if (RESETS) reset_word[pass] = there ? resets.word(table.lane[at], 0) : 0;
         active[pass] = table.active(pass, 0);
         fetch(0, pass);
     }
@@ -176,35 +175,40 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_
             if (NEAR && step > 0) near.receive(step - 1);
             else gather.run(hs + step * step_h, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
             uint4 input = Slot{slot.address + pass * OWNERS * 16}.read(owner);
+            u32 noisy = NOISE ? noise_byte[pass] : 0;
             fetch(step + 1, pass);
+            if (RESETS && real && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step);
             own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
-            float a_i = 0.0f, a_f = 0.0f, a_g = 0.0f, a_o = 0.0f;
+            float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            bool again = RESETS && real && resets.in(reset_word[pass], step);
             if (owner) {
-                unpack(input.x, a_i, a_f);
-                unpack(input.y, a_g, a_o);
+                unpack(input.x, a[0], a[1]);
+                unpack(input.y, a[2], a[3]);
                 int row = unit / 16 * 64 + unit % 16;
-                a_i += total(SUMS, row, place), a_f += total(SUMS, row + 16, place);
-                a_g += total(SUMS, row + 32, place), a_o += total(SUMS, row + 48, place);
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    float sum = total(SUMS, row + 16 * n, place);
+                    a[n] += again ? 0.0f : sum;
+                }
             }
             done();
             parity ^= 1;
             if (owner) {
-                float i = sigmoid(a_i), f = sigmoid(a_f), g = tanh_(a_g), o = sigmoid(a_o), h = 0.0f;
-                if (real) {
-                    c[pass] = f * c[pass] + i * g;
-                    h = o * tanh_(c[pass]);
-                }
+                float h = 0.0f;
+                if (again) c[pass] = begin, h_before[pass] = 0.0f;
+                if (real) h = cell_forward(a, c[pass], NOISE ? h_before[pass] : 0.0f, noise.of(noisy));
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
+                if (NOISE) h_before[pass] = half_of(both, unit & 1);  // as all blocks see it
                 if (real) {
                     if (!(unit & 1)) {
                         if (NEAR) *(u32*)__cvta_shared_to_generic(near.place_of(step, unit, place)) = both;
                         store_word(hs + cell + step_h, both);
                     }
                     if (keep) {
-                        *(uint2*)(gates + cell * 4) = make_uint2(pack(i, f), pack(g, o));
-                        cells[cell] = c[pass];
+                        *(uint2*)(gates + cell * 4) = make_uint2(pack(a[0], a[1]), pack(a[2], a[3]));
+                        memories[cell] = c[pass];
                     }
                 }
             }
@@ -217,7 +221,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_
         int at = pass * LANES + place;
         if (owner && group + at * lanes.groups < lanes.count) {
             u64 cell = (u64)table.lane[at] * HIDDEN + column;
-            last_c[cell] = c[pass];
+            last_memory[cell] = c[pass];
             // No block waits for these: a lane that has ended is no longer gathered.
             for (int step = table.length[at]; step < lanes.steps; step++) hs[(u64)(step + 1) * step_h + cell] = 0;
         }
@@ -225,23 +229,28 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_
     if (NEAR) cluster_barrier();  // no block may exit while others may still send to it
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward(
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     const u16* __restrict__ weights,  // [H, 4H interleaved]: the recurrent matrix, transposed
     const u16* gates,                 // [T, B, H, 4]
-    const float* cells,               // [T, B, H]
-    const float* first_c,             // [B, H]
+    const float* memories,            // [T, B, H]
+    const float* first_memory,        // [B, H]
     const u16* grad_y,                // [T, B, H]
     const float* grad_last_h,         // [B, H] or null
-    const float* grad_last_c,         // [B, H] or null
+    const float* grad_last_memory,    // [B, H] or null
     u16* grads,                       // [T, B, H, 4], holding WORD_EMPTY: the pre-activation gradients
     float* grad_first_h,              // [B, H]
-    float* grad_first_c,              // [B, H]
+    float* grad_first_memory,         // [B, H]
     float* grad_bias,                 // [groups, H, 4]
     u32* ring,                        // [RING, blocks, 4, OWNERS], zeroed; unused in clusters
     const int* order, const int* lengths, int count, int groups, int steps,
     int after,                        // `grads` continues behind this launch's steps, with a later launch's gradients: the recurrence goes on from there
-    int before) {                     // an earlier launch goes on from here: the gradient of the initial h is left to it (not if NEAR)
+    int before,                       // an earlier launch goes on from here: the gradient of the initial h is left to it (not if NEAR)
+    const u32* reset_bits, int reset_words, int reset_first, const float* reset_memory,
+    float* grad_reset,                // [groups, H, 2] if RESETS is 2: the gradients of what resets put into memory and h, but for the product
+    const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
+    Resets resets = {reset_bits, reset_words, reset_first};
+    Noise noise = {noise_bytes, noise_scale, old_h, old_memory};
     int quad = member >> 2, part = member & 3;
     {
         const u16* row0 = weights + (u64)(quad * 4 * UNITS + warp * 16 + (lane >> 2)) * 4 * HIDDEN + part * HIDDEN;
@@ -253,7 +262,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
     __syncthreads();
     cluster_barrier();
 
-    float dc[PASSES], c_now[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float dc[PASSES], c_now[PASSES], past[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
+    u32 reset_word[PASSES], noise_byte[PASSES];
+    bool cut[PASSES];  // the next step starts again
+    float begin = RESETS == 2 && owner ? reset_memory[column] : 0.0f;
     int active[PASSES];  // lanes that reach step + 1
     int longest = table.length[0], swaps = 0;
     auto fetch = [&](int step, int pass) {
@@ -262,7 +274,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         if (owner && step >= 0 && table.length[at] > step) {
             u64 lane_cell = (u64)table.lane[at] * HIDDEN + column, cell = step * step_h + lane_cell;
             to.fetch_8(0, gates + cell * 4);
-            to.fetch_4(8, step > 0 ? cells + (cell - step_h) : first_c + lane_cell);
+            to.fetch_4(8, step > 0 ? memories + (cell - step_h) : first_memory + lane_cell);
+            if (NOISE) noise_byte[pass] = noise.fetch(cell);
             to.fetch_4(12, grad_y + (cell & ~1ull));  // together with its neighbour's
         }
         to.close();
@@ -272,8 +285,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         int at = pass * LANES + place;
         bool there = owner && group + at * lanes.groups < lanes.count;
         u64 cell = (u64)table.lane[at] * HIDDEN + column;
-        dc[pass] = there && grad_last_c ? grad_last_c[cell] : 0.0f;
-        c_now[pass] = there && table.length[at] > 0 ? cells[(u64)(table.length[at] - 1) * step_h + cell] : 0.0f;
+        dc[pass] = there && grad_last_memory ? grad_last_memory[cell] : 0.0f;
+        c_now[pass] = CELL == LSTM && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : 0.0f;
+        past[pass] = 0.0f;
+        if (RESETS) {
+            reset_word[pass] = there ? resets.word(table.lane[at], longest - 1) : 0;
+            // The step that follows this launch may start again; so may none that follows a lane's last one.
+            cut[pass] = there && after && resets.in(resets.word(table.lane[at], longest), longest);
+        }
         active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
@@ -286,7 +305,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         for (int pass = 0; pass < PASSES; pass++) {
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
             u64 cell = (u64)table.lane[at] * HIDDEN + column;
-            float recurrent = 0.0f;
+            float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             if (active[pass] > 0) {
                 if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * HIDDEN, tiles, warpgroup, thread & 127);
                 int turn = longest - 2 - step;
@@ -294,7 +313,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
                 else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
                 own.multiply(near.tiles_of(turn), SUMS, warpgroup, warp, lane);
                 __syncthreads();
-                float quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                 if (owner) {
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
@@ -305,30 +323,42 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
                 }
                 done();
                 parity ^= 1;
-                recurrent = swap.sum(swaps, quarter, owner);
-                swaps++;
             }
+            // While the others' sums travel: everything that does not need them.
             uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read(owner);
+            NoiseOf noisy = noise.of(NOISE ? noise_byte[pass] : 0);
+            float a[4], c_before = __uint_as_float(kept.z);
+            unpack(kept.x, a[0], a[1]);
+            unpack(kept.y, a[2], a[3]);
+            bool again = RESETS && step >= 0 && resets.in(reset_word[pass], step);
+            Slopes slopes(a, again ? begin : c_before, c_now[pass], noisy);
+            if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
-            float dh = length > step + 1 || (length > step && step + 1 == lanes.steps && after) ? recurrent : 0.0f;
+            bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
+            float dh = follows && !(RESETS && cut[pass]) ? recurrent : 0.0f;
+            if (NOISE && CELL == LSTM) dh += past[pass];
+            if (RESETS) {
+                cut[pass] = again && length > step;
+                // The word of the next step to come, if it is another one.
+                if (owner && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step - 1);
+            }
             if (step >= 0 && length > step) {
-                float low, high, i, f, g, o, c_before = __uint_as_float(kept.z);
+                float low, high, d[4];
                 unpack(kept.w, low, high);
-                unpack(kept.x, i, f);
-                unpack(kept.y, g, o);
                 dh += (column & 1) ? high : low;
                 if (step == length - 1 && grad_last_h) dh += grad_last_h[cell];
-                float slope = tanh_(c_now[pass]);
-                float d_o = dh * slope * o * (1.0f - o);
-                float d_c = dc[pass] + dh * o * (1.0f - slope * slope);
-                float d_i = d_c * g * i * (1.0f - i), d_f = d_c * c_before * f * (1.0f - f), d_g = d_c * i * (1.0f - g * g);
-                u32 first = pack(d_i, d_f), second = pack(d_g, d_o);
+                slopes.apply(dh, d, dc[pass], past[pass]);
+                u32 first = pack(d[0], d[1]), second = pack(d[2], d[3]);
                 if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
                 store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
-                dc[pass] = d_c * f;
-                c_now[pass] = c_before;
-                bias[0] += d_i, bias[1] += d_f, bias[2] += d_g, bias[3] += d_o;
+                if (CELL == LSTM) c_now[pass] = c_before;
+#pragma unroll
+                for (int n = 0; n < 4; n++) bias[n] += d[n];
+                if (RESETS && cut[pass]) {
+                    if (RESETS == 2) of_reset[0] += dc[pass], of_reset[1] += past[pass];
+                    dc[pass] = past[pass] = 0.0f;
+                }
             }
             // To the block of each quad that handles this quarter of K.
             if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
@@ -341,9 +371,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         int at = pass * LANES + place;
         u64 cell = (u64)table.lane[at] * HIDDEN + column;
         if (owner && group + at * lanes.groups < lanes.count) {
-            grad_first_c[cell] = dc[pass];
+            grad_first_memory[cell] = dc[pass];
             if (table.length[at] == 0) grad_first_h[cell] = grad_last_h ? grad_last_h[cell] : 0.0f;
-            else if (before) grad_first_h[cell] = 0.0f;
+            else if (before) grad_first_h[cell] = NOISE ? past[pass] : 0.0f;
         }
     }
     __syncthreads();
@@ -354,5 +384,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         for (int n = 0; n < LANES; n++) sum += partial[((thread >> 2) * LANES + n) * 4 + (thread & 3)];
         grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
     }
+#if RESETS == 2
+    __syncthreads();
+    if (owner) *(float2*)(partial + (unit * LANES + place) * 2) = make_float2(of_reset[0], of_reset[1]);
+    __syncthreads();
+    if (thread < UNITS * 2) {
+        float sum = 0.0f;
+        for (int n = 0; n < LANES; n++) sum += partial[((thread >> 1) * LANES + n) * 2 + (thread & 1)];
+        grad_reset[((u64)group * HIDDEN + member * UNITS) * 2 + thread] = sum;
+    }
+#endif
     if (NEAR) cluster_barrier();
 }
