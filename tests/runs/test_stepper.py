@@ -38,7 +38,18 @@ def tags(result: Result, count: int) -> Tensor:
     return whole(result, STEPS[:count]).softmax(-1)
 
 
-@pytest.mark.parametrize("more", [{}, {"learned_carry": True, "layer_norm": True}, {"projection": 4}, {"cell": "rnn"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"learned_carry": True, "layer_norm": True, "dropout": 0.5},
+        {"projection": 4},
+        {"cell": "gru", "cell_norm": True, "recurrent_dropout": 0.2},
+        {"zoneout": 0.3, "weight_drop": 0.2},
+        {"cell": "slstm", "heads": 2},
+        {"cell": "rnn"},
+    ],
+)
 def test_tags_are_those_of_whole_sequences(more: dict[str, Any], tmp_path: Path) -> None:
     result = learn("tagging", (STEPS, (STEPS.sum(2) > 6).astype(int)), tmp_path, {**ONE_WAY, **more})
     stepper, wanted_TBV = result.stepper(), tags(result, 3)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from carrywave.errors import UserError
+from carrywave.kernels.reference import Rest, step
 from carrywave.model.model import Model
 
 
@@ -40,16 +40,17 @@ class StepFunction:
         with torch.no_grad():
             # Its hooks compute the weights, if they are pruned or normalised.
             lstm(torch.zeros(1, 1, lstm.input_size, dtype=lstm.dtype, device=next(lstm.parameters()).device))
-            self.cell = lstm.cell
-            self.weights = [lstm.weights(layer)[0] for layer in range(lstm.num_layers)]
+            self.cell, shares = lstm.cell, lstm.zoneout if any(lstm.zoneout) else ()
+            weights = [lstm.weights(layer)[0].by_heads(lstm.outputs(layer)) for layer in range(lstm.num_layers)]
+            self.layers = [Rest(lstm.cell, each, shares=shares) for each in weights]
             self.norms = [getattr(lstm, f"norm_l{layer}") if lstm.layer_norm else None for layer in range(lstm.num_layers)]
-            self.dtype, self.device = lstm.dtype, self.weights[0].w_ih.device
+            self.dtype, self.device = lstm.dtype, weights[0].w_ih.device
             acc = model.head.start(1, self.dtype, self.device) if self.pooled else ()  # type: ignore[operator]
             self.initial: list[Tensor] = [*(part[0] for carry in lstm.initial(1) for part in carry), *acc]
 
     def names(self) -> list[str]:
         """What each tensor of the state is."""
-        carries = [f"l{layer}.{part}" for layer in range(len(self.weights)) for part in self.cell.parts]
+        carries = [f"l{layer}.{part}" for layer in range(len(self.layers)) for part in self.cell.parts]
         return carries + [f"pooled.{place}" for place in range(len(self.initial) - len(carries))]
 
     @torch.inference_mode()
@@ -57,11 +58,10 @@ class StepFunction:
         """The head's output [B, …] for inputs [B, …], and the state after them."""
         parts, after = len(self.cell.parts), list[Tensor]()
         y_BW: Tensor = self.encoder(x[None])[0]
-        for layer, (weights, norm) in enumerate(zip(self.weights, self.norms, strict=True)):
-            carry = self.cell.carry(*state[layer * parts : (layer + 1) * parts])
-            carry = self.cell.step(linear(y_BW, weights.w_ih, weights.b_ih), carry, weights)
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            carry, y_BW = step({"gates": layer.weights.inputs(y_BW)}, layer, state[number * parts : (number + 1) * parts])
             after.extend(carry)
-            y_BW = carry[0] if norm is None else norm(carry[0])
+            y_BW = y_BW if norm is None else norm(y_BW)
         if not self.pooled:
             out: Tensor = self.head(y_BW[None])[0]
             return out, after
