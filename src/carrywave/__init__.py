@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
     from carrywave.runs.prediction import predict
+    from carrywave.runs.streaming.stepper import stepper
     from carrywave.runs.trained_run import evaluate_run as evaluate
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
@@ -48,6 +49,7 @@ __all__ = [
     "fit",
     "load_spec",
     "predict",
+    "stepper",
     "tune",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
     "predict": ("carrywave.runs.prediction", "predict"),
+    "stepper": ("carrywave.runs.streaming.stepper", "stepper"),
     "tune": ("carrywave.tuning.tune", "tune"),
 }
 

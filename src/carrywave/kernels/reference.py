@@ -25,7 +25,7 @@ from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
 
-class _Rest(NamedTuple):
+class Rest(NamedTuple):
     """What one direction of a layer does besides its steps' own tensors."""
 
     cell: Cell
@@ -54,7 +54,7 @@ def layer(
     ys, ends = [], []
     run = _exported if torch.compiler.is_exporting() else _direction
     for direction, of_direction in enumerate(weights):
-        steps, rest = {"gates": of_direction.inputs(x_TBI)}, _Rest(cell, of_direction.by_heads(carry[0].shape[-1]))
+        steps, rest = {"gates": of_direction.inputs(x_TBI)}, Rest(cell, of_direction.by_heads(carry[0].shape[-1]))
         if real_TB1 is not None:
             steps["real"] = real_TB1
         if marks is not None:
@@ -69,7 +69,7 @@ def layer(
     return torch.cat(ys, dim=-1), stacked
 
 
-def _marked(steps: Steps, rest: _Rest, marks: StepMarks, carry: AnyCarry, direction: int) -> tuple[Steps, _Rest]:
+def _marked(steps: Steps, rest: Rest, marks: StepMarks, carry: AnyCarry, direction: int) -> tuple[Steps, Rest]:
     """The steps with what happens at them besides what the cell computes."""
     resets_TB, noise = marks.resets_of(direction), marks.noise
     if resets_TB is not None:
@@ -88,16 +88,16 @@ def _marked(steps: Steps, rest: _Rest, marks: StepMarks, carry: AnyCarry, direct
     return steps, rest._replace(shares=tuple(shares))
 
 
-def _direction(steps: Steps, rest: _Rest, carry: Sequence[Tensor], backwards: bool) -> tuple[Tensor, Sequence[Tensor]]:
+def _direction(steps: Steps, rest: Rest, carry: Sequence[Tensor], backwards: bool) -> tuple[Tensor, Sequence[Tensor]]:
     apart = {name: each.unbind() for name, each in steps.items()}  # at once: the gradient of a step by its index is as large as all of them
     times = range(len(apart["gates"]))
     outputs: list[Tensor] = [carry[0]] * len(times)
     for t in reversed(times) if backwards else times:
-        carry, outputs[t] = _step({name: each[t] for name, each in apart.items()}, rest, carry)
+        carry, outputs[t] = step({name: each[t] for name, each in apart.items()}, rest, carry)
     return torch.stack(outputs), carry
 
 
-def _step(given: Steps, rest: _Rest, carry: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+def step(given: Steps, rest: Rest, carry: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
     """The carry after a step and the output."""
     cell, weights = rest.cell, rest.weights
     if "resets" in given and rest.initial is not None:
@@ -122,12 +122,12 @@ def _zoned(kept: Tensor | None, share: float, new: Tensor, old: Tensor) -> Tenso
     return share * old + (1.0 - share) * new if share else new
 
 
-def _exported(steps: Steps, rest: _Rest, carry: Sequence[Tensor], backwards: bool) -> tuple[Tensor, Sequence[Tensor]]:
+def _exported(steps: Steps, rest: Rest, carry: Sequence[Tensor], backwards: bool) -> tuple[Tensor, Sequence[Tensor]]:
     """The same as one operation, whose number of steps stays free where a loop would bind it."""
     from torch._higher_order_ops.scan import scan
 
     def combine(carry: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        after, y_BP = _step(dict(zip(steps, given, strict=True)), rest, carry)
+        after, y_BP = step(dict(zip(steps, given, strict=True)), rest, carry)
         return [part.clone() for part in after], y_BP.clone()  # of which none may be the memory of another
 
     ends, y_TBP = scan(combine, [part.contiguous() for part in carry], list(steps.values()), dim=0, reverse=backwards)
