@@ -174,8 +174,10 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = 1 if odd else 0
     past = model.get("past", 0)
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
+    share = case.get("resets")  # of the steps at which a lane starts again
+    resets = None if share is None else torch.rand((steps, lanes), generator=generator) < share
     fresh, pooled, epoch = torch.tensor(asked["fresh"]), task in POOLED, case.get("epoch", 0)
-    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history)
+    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets)
 
 
 def train(case: Case, mesh: Mesh) -> Run:

@@ -1,4 +1,4 @@
-"""A `Batch` holds the data of one training step: tensors [time, lane, …], the length of each lane, and which lanes start a new sequence.
+"""A `Batch` holds the data of one training step: tensors [time, lane, …], the length of each lane, and where lanes start a new sequence.
 
 Padding is marked in the targets: -100 for integer targets, NaN for float targets. The mask can therefore be derived from the
 targets, and a loss needs no other argument.
@@ -40,13 +40,14 @@ class Batch:
     epoch: int = 0
     step: int = 0  # position in the epoch; (epoch, step) is the cursor and keys the randomness; -1: the trainer counts steps
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
-    begun: int | None = None  # lanes of the full batch that have a real step; None: all
+    begun: int | None = None  # real steps of the full batch that come first in their lane or at a reset; None: one in every lane
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
     pooled: bool | None = None  # whether the targets are one per lane; None: the model knows
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
     numbers: tuple[int, ...] | None = None  # `lanes` of the full batch as the user gave them, on the host; None: 0, 1, …
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values that a head reads: N up to each step; rows before the first repeat it
+    resets: Tensor | None = None  # [T, B] bool, True where a lane starts a new sequence at a step; None: no lane does inside the window
 
     @staticmethod
     def of(
@@ -60,6 +61,7 @@ class Batch:
         lanes: Tensor | Sequence[int] | None = None,
         pooled: bool | None = None,
         history: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> Batch:
         """Make a batch from time-first tensors: inputs [T, B] of tokens or [T, B, F] of numbers.
 
@@ -68,7 +70,8 @@ class Batch:
         `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step) and by the numbers in `lanes`, by
         default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
         A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed. `history` [N - 1 + T, B, C]
-        holds past values for a head that reads the last N at every step.
+        holds past values for a head that reads the last N at every step. `resets` [T, B], true or false: a new sequence starts in the lane
+        with this step, from the initial carry.
         """
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
@@ -93,6 +96,10 @@ class Batch:
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
                 raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
+        begun = None if lengths is None else int((lengths_B > 0).sum())
+        if resets is not None:
+            resets, inside = _resets(resets, lengths_B, steps, count)
+            begun = (count if begun is None else begun) + inside
         known = pooled
         if targets is not None:
             targets = torch.as_tensor(targets, device=device)
@@ -112,11 +119,12 @@ class Batch:
             epoch=epoch,
             step=-1 if step is None else step,
             real=real,
-            begun=None if lengths is None else int((lengths_B > 0).sum()),
+            begun=begun,
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
             numbers=None if lanes is None else tuple(lanes_B.tolist()),
             pooled=known,
             history=history,
+            resets=resets,
             unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
         )
 
@@ -138,7 +146,7 @@ class Batch:
 
     @property
     def changes(self) -> int:
-        """Number of real steps of the full batch that follow another one of their lane."""
+        """Number of real steps of the full batch that follow another one of their sequence."""
         real, cells = self.cells
         return real - (cells // self.steps if self.begun is None else self.begun)
 
@@ -174,6 +182,7 @@ class Batch:
             sequence=self.sequence[low:high],
             offset=self.offset[low:high],
             history=None if self.history is None else self.history[:, low:high],
+            resets=None if self.resets is None else self.resets[:, low:high],
             # The number of real steps in a subset of lanes is not known on the host.
             real=self.steps * (high - low) if full else -1,
             part_of=self.part_of or (self.real, total),
@@ -200,6 +209,7 @@ class Batch:
             real=0,
             part_of=one.part_of or (self.real, self.lanes.shape[0]),
             history=None if one.history is None else torch.zeros_like(one.history),
+            resets=None if one.resets is None else torch.zeros_like(one.resets),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -207,7 +217,7 @@ class Batch:
         to_device = device.type != "cpu"  # a non-blocking copy from GPU to CPU would return before the data has arrived
         moved = {
             name: getattr(self, name).to(device, non_blocking=to_device)
-            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history")
+            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history", "resets")
             if getattr(self, name) is not None
         }
         return replace(self, **moved)
@@ -236,6 +246,18 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
         kind = "true or false" if dtype == torch.bool else "a whole number"
         raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; pass {kind} for each of the {count} lanes")
     return value_B.to(device, dtype)
+
+
+def _resets(resets: Any, lengths_B: Tensor, steps: int, count: int) -> tuple[Tensor, int]:
+    """Resets at real steps, on the device of the lengths, and how many of them come after a lane's first step."""
+    resets_TB = torch.as_tensor(resets)
+    if resets_TB.shape != (steps, count) or resets_TB.dtype != torch.bool:
+        raise UserError(
+            f"resets has shape {list(resets_TB.shape)} and dtype {resets_TB.dtype}; pass true or false for each of the {steps} steps of "
+            f"each of the {count} lanes, [{steps}, {count}]"
+        )
+    resets_TB = resets_TB.to(lengths_B.device) & (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)
+    return resets_TB, int(resets_TB[1:].sum())
 
 
 def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:

@@ -215,7 +215,10 @@ class Recurrent(nn.Module):
         if steps == 0:
             raise UserError(f"{type(self).__name__} got x of shape {list(x.shape)}; x must have at least one step")
         lengths_B = None if lengths is None else arguments.checked_lengths(lengths, steps, count, x.device)
-        resets_TB = None if resets is None else arguments.checked_resets(self, resets, x, lanes_first)
+        resets_TB = None
+        if resets is not None:
+            resets_TB = arguments.checked_resets(self, resets, x.shape[:-1], x.device)
+            resets_TB = resets_TB[:, None] if not batched else resets_TB.transpose(0, 1) if lanes_first else resets_TB
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)

@@ -101,6 +101,8 @@ class Stage(nn.Module):
             raise PlanError(f"the front needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if self.whole_head and chunk.start:
             raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
+        if chunk.resets is not None:
+            check_resets(self)
         with random.scope(chunk.key, chunk.lanes, chunk.start), sharing(chunk.most):
             raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x), *([chunk.lengths] if self.has_front else []))
             raw = raw if self.dropout_in is None else self.dropout_in(raw)
@@ -113,6 +115,7 @@ class Stage(nn.Module):
                     carries,
                     lengths=None if chunk.lengths is None else shorter(chunk.lengths, self.stride),
                     fresh=chunk.fresh,
+                    resets=chunk.resets,
                     lanes=chunk.lanes,
                     start=chunk.start,
                     key=chunk.key,
@@ -211,6 +214,17 @@ class Stage(nn.Module):
         return x.to(self.dtype) if x.is_floating_point() else x
 
 
+def check_resets(model: ModelParts | Stage) -> None:
+    """Refuse resets where something reads over the sequences of a lane without knowing where they begin."""
+    if model.has_front:
+        raise UserError("resets start new sequences inside a lane, but the front reads over their edges; use a model without a front")
+    if model.whole_head or model.pooled:
+        raise UserError(
+            f"resets start new sequences inside a lane, but the head {type(model.head).__name__} makes one result of each lane; use a lane "
+            "for each sequence"
+        )
+
+
 def _scores_as_it_learns(head: nn.Module) -> bool:
     """True for a head of ours, of which no method was replaced; a subclass may have another loss."""
     return type(head).__module__.startswith("carrywave.") and not vars(head).keys() & {"loss", "score", "forward"}
@@ -261,11 +275,13 @@ def regularize(
     beta: float,
     lengths_B: Tensor | None,
     per_change: Tensor | None = None,
+    resets_TB: Tensor | None = None,
 ) -> Tensor:
     """Activation penalty, summed over real steps, to be divided by the number of real targets together with the loss.
 
     alpha scales the mean square of each step's outputs after dropout, beta that of their change from the previous step, without
-    dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it).
+    dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it, nor across a
+    reset).
     `per_change`: real steps for each change in all batches of the step. There are fewer changes than steps, and their mean is over them.
     """
     y_raw_TBW, y_dropped_TBW = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (y_raw_TBW, y_dropped_TBW))
@@ -280,6 +296,9 @@ def regularize(
         result = result + alpha * total(y_dropped_TBW, 0)
     if beta:
         joined = y_raw_TBW if previous_BW is None else torch.cat((previous_BW.to(y_raw_TBW.dtype)[None], y_raw_TBW))
-        changed = beta * total(joined[1:] - joined[:-1], 1 if previous_BW is None else 0)
+        skipped = 1 if previous_BW is None else 0
+        changes_TBW = joined[1:] - joined[:-1]
+        changes_TBW = changes_TBW if resets_TB is None else torch.where(resets_TB[skipped:, :, None], 0.0, changes_TBW)
+        changed = beta * total(changes_TBW, skipped)
         result = result + (changed if per_change is None else per_change.to(changed.dtype) * changed)
     return result

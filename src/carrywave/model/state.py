@@ -52,3 +52,4 @@ class Chunk:
     window: WindowChunk | None = None  # if kernels may keep buffers and carries from chunk to chunk
     most: int | None = None  # lanes of the replica that has the most, if replicas share a vocabulary
     history: Tensor | None = None  # [N - 1 + T, B, C] past values for a head that reads N up to each step
+    resets: Tensor | None = None  # [T, B] bool, steps with which a lane starts a new sequence; None: none of this chunk's

@@ -16,6 +16,7 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
+from carrywave.model.stage import check_resets
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -165,6 +166,11 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             raise _other_targets(model)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
+        if batch.resets is not None:
+            if isinstance(model, OpaqueModel):
+                name = type(model.module).__name__
+                raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
+            check_resets(model)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "

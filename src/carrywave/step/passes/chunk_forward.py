@@ -65,7 +65,7 @@ class ChunkForward:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
             lengths = None if chunk.lengths is None else shorter(chunk.lengths, self.stage.stride)
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths, job.per_change)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths, job.per_change, chunk.resets)
             left = self.with_tail(job, raw, left)
             penalty = extra.detach()
             root = extra if root is None else root + extra
