@@ -63,6 +63,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     if share.inputs:
         change = None if augmentation is None else partial(augmentation.inputs, sequence=sequence, epoch=cursor.epoch)
         inputs = _inputs(view, rows_TB, padded_TB, change)
+    resets = None if view.resets_at is None else view.resets_at(rows_TB) & ~padded_TB
     targets = None
     history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, view.starts[known])
     if not share.targets:
@@ -84,11 +85,20 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         epoch=cursor.epoch,
         step=cursor.step,
         real=int(length.sum()),
-        begun=int((window.length > 0).sum()),
+        begun=int((window.length > 0).sum()) + (0 if view.resets_at is None else _restarts(view, window)),
         # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
         part_of=(int(window.length.sum()), total) if given else None,
         history=None if history is None else torch.from_numpy(history),
+        resets=None if resets is None else torch.from_numpy(resets),
     )
+
+
+def _restarts(view: View, window: Window) -> int:
+    """How often lanes start anew inside a window, over all of them."""
+    assert view.resets_at is not None
+    time_T1 = np.arange(1, window.steps)[:, None]
+    rows_TB = view.starts[np.maximum(window.sequence, 0)] + window.offset + np.minimum(time_T1, np.maximum(window.length - 1, 0))
+    return int((view.resets_at(rows_TB) & (time_T1 < window.length)).sum())
 
 
 def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Callable[[NDArray[Any]], NDArray[Any]] | None) -> NDArray[Any]:

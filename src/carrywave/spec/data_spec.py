@@ -49,6 +49,11 @@ class DataSpec(Section):
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
     min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    reset: str | None = Field(
+        None,
+        description="language: what ends a document in a stream: a token, 'blank line', or 'row' (each row of a JSON, CSV or Parquet "
+        "file); the next token starts from the initial state",
+    )
     share: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.1,
         description="fraction of train held out when there is no valid file; 0 for none. The vocabulary and the labels come from the whole "

@@ -79,6 +79,12 @@ def _augment(spec: Spec) -> str | None:
     return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
 
 
+def _reset(spec: Spec) -> str | None:
+    if (why := _tasks("language")(spec)) is not None:
+        return why
+    return None if spec.streams else "is for streams: separate sequences start anew in any case; remove it"
+
+
 def _dropout(spec: Spec) -> str | None:
     model = spec.model
     own = (model.dropout_input, model.dropout_hidden, model.dropout_output)
@@ -97,6 +103,7 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging"),
+    "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (
         None
