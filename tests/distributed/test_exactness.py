@@ -59,6 +59,13 @@ def test_resets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
     check(sequences(task="tagging", plan={**PLANS[plan], "chunk_steps": None}, model__bidirectional=True, resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pool", ["last", "mean_max", "attention"])
+def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool: str, plan: str, crew: Crew) -> None:
+    check(sequences(plan=PLANS[plan], model__pool=pool, resets=0.3), crew)
+    check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
+
+
 STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
 
 

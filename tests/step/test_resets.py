@@ -12,10 +12,12 @@ import carrywave as cw
 from carrywave.data.batch import IGNORED
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads import Accumulator, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
+from carrywave.model.over_time import segments
 from carrywave.model.over_time.front import Front
+from carrywave.model.over_time.pooling import POOLS
 
 TOKENS, CLASSES = 7, 3
 LANES = ((3, 4), (1, 5, 1), (7,), (2, 2))  # the lengths of the sequences in each lane of 7 steps; the last lane is padded
@@ -75,6 +77,46 @@ def test_sequences_in_one_lane_train_as_in_lanes_of_their_own(bidirectional: boo
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)  # float64, another order of summation
 
 
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(("bidirectional", "chunk_steps"), [(False, None), (False, 2), (True, None)])
+def test_sequences_in_one_lane_are_pooled_each_by_itself(pool: str, bidirectional: bool, chunk_steps: int | None) -> None:
+    def made() -> Model:
+        head = PooledSoftmax(10 if bidirectional else 5, CLASSES, pool)
+        model = model_of(bidirectional=bidirectional, head=head)
+        if head.query is not None:
+            torch.nn.init.uniform_(head.query, -2.0, 2.0, generator=torch.Generator().manual_seed(1))
+        return model
+
+    padded, packed = both_ways(labels=True)
+    other = trained(made(), packed, {"chunk_steps": chunk_steps, "micro_batches": 2}, alpha=0.5, beta=0.7)
+    torch.testing.assert_close(other, trained(made(), padded, alpha=0.5, beta=0.7), rtol=1e-10, atol=1e-12)  # as above
+
+
+def test_of_equal_outputs_the_first_has_the_gradient() -> None:
+    """In half precision outputs are often equal; however time is cut, and whatever lies beside a sequence, the gradient is the same."""
+    y = torch.tensor([1.0, 3.0, 3.0, 2.0, 2.0, 5.0])[:, None, None].requires_grad_()
+    resets = torch.tensor([False, False, False, True, False, False])[:, None]
+    at = segments.places_of(resets, torch.tensor([5]), 2)
+    rows = segments.add("max", y, at, torch.zeros(1, 1), torch.tensor([0]), two_ways=False, query_W=None)
+    assert rows.flatten().tolist() == [3.0, 2.0]
+    rows.sum().backward()
+    assert y.grad is not None
+    assert y.grad.flatten().tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_pooled_target_before_the_end_of_its_sequence_is_refused() -> None:
+    _, packed = both_ways(labels=True)
+    assert packed.targets is not None
+    early = packed.targets.clone()
+    early[1, 0] = 1
+    with pytest.raises(UserError, match="one target for each sequence, at its last step, but there is one at step 1 of lane 0"):
+        cw.Batch.of(packed.inputs, early, packed.lengths, resets=packed.resets, pooled=True)
+    with pytest.raises(UserError, match="there is one at step 1 of lane 0"):
+        cw.Trainer(model_of(head=PooledSoftmax(5, CLASSES)), {"precision": "fp64"}).step(
+            cw.Batch.of(packed.inputs, early, packed.lengths, resets=packed.resets)
+        )
+
+
 def test_the_model_reads_resets() -> None:
     padded, packed = both_ways()
     model = model_of()
@@ -115,6 +157,13 @@ def test_what_reads_over_the_edges_of_sequences_is_refused() -> None:
     front = Model(Front(Embedding(TOKENS, 4), [{"channels": 4, "kernel": 3, "stride": 1}]), cw.LSTM(4, 5), Softmax(5, CLASSES))
     with pytest.raises(UserError, match="the front reads over their edges"):
         cw.Trainer(front, {}).step(packed)
+
+    class Greatest(PooledSoftmax):
+        def pool(self, y_TBW: Tensor, lengths_B: Tensor, acc: Accumulator) -> Accumulator:
+            return super().pool(y_TBW, lengths_B, acc)
+
+    with pytest.raises(UserError, match="the head Greatest makes one result of each lane"):
+        cw.Trainer(model_of(head=Greatest(5, CLASSES)), {"precision": "fp64"}).step(both_ways(labels=True)[1])
 
     class Own(nn.Module):
         def __init__(self) -> None:

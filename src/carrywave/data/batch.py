@@ -31,7 +31,7 @@ class Batch:
     """
 
     inputs: Tensor  # [T, B] int64 tokens, or [T, B, F] float32
-    targets: Tensor | None  # per step [T, B, …]; pooled [B, …]; None without targets (prediction)
+    targets: Tensor | None  # per step [T, B, …]; pooled [B, …], with resets at the last step of each sequence; None in prediction
     lengths: Tensor  # [B] int64, real steps of each lane in this window; 0 for an idle lane
     fresh: Tensor  # [B] bool, True if the lane starts a new sequence in this window
     lanes: Tensor  # [B] int64, global lane number
@@ -48,6 +48,7 @@ class Batch:
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values that a head reads: N up to each step; rows before the first repeat it
     resets: Tensor | None = None  # [T, B] bool, True where a lane starts a new sequence at a step; None: no lane does inside the window
+    sequences: int | None = None  # with resets: the most sequences of a lane, or a bound of it; None: unknown
 
     @staticmethod
     def of(
@@ -71,7 +72,7 @@ class Batch:
         default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
         A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed. `history` [N - 1 + T, B, C]
         holds past values for a head that reads the last N at every step. `resets` [T, B], true or false: a new sequence starts in the lane
-        with this step, from the initial carry.
+        with this step, from the initial carry; targets of a head that pools then are [T, B, …], one at the last step of each sequence.
         """
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
@@ -97,15 +98,19 @@ class Batch:
             if low < 0 or high > steps:
                 raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
         begun = None if lengths is None else int((lengths_B > 0).sum())
+        sequences = None
         if resets is not None:
             resets, inside = _resets(resets, lengths_B, steps, count)
-            begun = (count if begun is None else begun) + inside
+            begun, sequences = (count if begun is None else begun) + inside, int(resets.sum(0).max()) + 1
         known = pooled
         if targets is not None:
             targets = torch.as_tensor(targets, device=device)
             each_step, each_lane = _readings(targets, steps, count)
-            known = each_lane if pooled is None and each_step != each_lane else pooled
-            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, pooled)
+            known = each_lane if pooled is None and each_step != each_lane and resets is None else pooled
+            by_lane = pooled if resets is None else False
+            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, by_lane)
+            if pooled and resets is not None:
+                check_ends(targets, resets, lengths_B)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
         return Batch(
@@ -125,7 +130,12 @@ class Batch:
             pooled=known,
             history=history,
             resets=resets,
-            unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
+            sequences=sequences,
+            unsure=pooled is None
+            and resets is None
+            and lengths is not None
+            and targets is not None
+            and targets.shape[:2] == (steps, count) == (count, count),
         )
 
     @property
@@ -170,7 +180,7 @@ class Batch:
             return self
         targets = self.targets
         if targets is not None:
-            targets = targets[low:high] if pooled else targets[:, low:high]
+            targets = targets[low:high] if pooled and self.resets is None else targets[:, low:high]
         full = self.real == self.steps * total
         return replace(
             self,
@@ -258,6 +268,20 @@ def _resets(resets: Any, lengths_B: Tensor, steps: int, count: int) -> tuple[Ten
         )
     resets_TB = resets_TB.to(lengths_B.device) & (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)
     return resets_TB, int(resets_TB[1:].sum())
+
+
+def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
+    """Refuse targets of sequences, of which several lie in a lane, that are not at their last steps."""
+    present_TB = targets.isfinite() if targets.is_floating_point() else targets != IGNORED
+    present_TB = present_TB.flatten(2).any(2) if present_TB.dim() > 2 else present_TB
+    ends_TB = torch.arange(len(targets), device=targets.device)[:, None] == lengths_B - 1
+    ends_TB[:-1] |= resets_TB[1:]
+    if bool((present_TB & ~ends_TB).any()):
+        step, lane = (int(each) for each in (present_TB & ~ends_TB).nonzero()[0])
+        raise UserError(
+            f"a head that pools has one target for each sequence, at its last step, but there is one at step {step} of lane {lane}, before "
+            f"its end; set those of other steps to {'NaN' if targets.is_floating_point() else IGNORED}"
+        )
 
 
 def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:

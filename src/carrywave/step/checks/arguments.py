@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.data.batch import IGNORED, Batch
+from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
@@ -171,6 +171,8 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
                 name = type(model.module).__name__
                 raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
             check_resets(model)
+            if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
+                check_ends(batch.targets, batch.resets, batch.lengths)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "

@@ -50,7 +50,7 @@ class ChunkForward:
             return ChunkOutcome(y.to(self.dtype), left)
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
-        pooled = self.stage.pooled
+        pooled = self.stage.pooled and batch.resets is None  # with resets, sequences end in any chunk, at any step
         if (last or not pooled) and not self.share_head:
             first, end = span
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]

@@ -61,6 +61,7 @@ class Chunks:
             None if self.most is None else self.most[micro_batch],
             None if batch.history is None else batch.history[first : end + batch.history.shape[0] - batch.steps],
             None if batch.resets is None else batch.resets[first:end],
+            batch.sequences,
         )
 
     def lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:

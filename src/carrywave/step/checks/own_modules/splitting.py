@@ -243,7 +243,7 @@ class SplitCheck:
         """The full batch, put together from the replicas' parts of it if workers have only their own. Collective: every rank calls it."""
         if batch.part_of is None or self.mesh.plan.replicas == 1:
             return batch
-        pooled = self.stage.pooled
+        pooled = self.stage.pooled and batch.resets is None
         tensors = {"inputs": (batch.inputs, 1), "lengths": (batch.lengths, 0), "lanes": (batch.lanes, 0)}
         if batch.targets is not None:
             tensors["targets"] = batch.targets, 0 if pooled else 1
@@ -251,7 +251,9 @@ class SplitCheck:
             tensors["resets"] = batch.resets.to(torch.uint8), 1  # flags cannot be summed
         joined = self.mesh.join_lanes(tensors, batch.cells[1] // batch.steps)
         resets = None if batch.resets is None else joined["resets"].bool()
-        return Batch.of(joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=pooled, resets=resets)
+        return Batch.of(
+            joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=self.stage.pooled, resets=resets
+        )
 
     def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None) -> str | None:
         """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report."""
