@@ -154,13 +154,11 @@ def _of_norms(
     hats_TBG = (products_TBG.float() - moments_TB4[..., 0:1]) * moments_TB4[..., 1:2]
     if resets_TB is not None:
         hats_TBG = torch.where(resets_TB[..., None], 0.0, hats_TBG)
-    own_TBG = grads_TBG.float()
+    own_TBG = grads_TBG.to(torch.float32, copy=True)
     if cell == "gru":  # the reset gate is between the candidate and its recurrent part
         hidden = own_TBG.shape[-1] // 3
         own_TBG[..., 2 * hidden :] *= gates_TBG[..., :hidden].float()
-    # Beyond a lane's length, gradients are 0, and what they are multiplied with may be anything.
-    product_TBG = torch.where(own_TBG == 0.0, 0.0, own_TBG * hats_TBG)
-    return product_TBG.sum((0, 1)), own_TBG.sum((0, 1)) if biased else None
+    return (own_TBG * hats_TBG).sum((0, 1)), own_TBG.sum((0, 1)) if biased else None
 
 
 def _kernel(name: str, cell: str, hidden: int, like: Tensor) -> nvrtc.Kernel:

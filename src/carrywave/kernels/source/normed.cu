@@ -76,7 +76,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) normed_forward(
     const unsigned char* resets, const long long* lengths, int step) {
     LANE
     if (!real) {
-        UNITS if (THERE) after[row + UNIT] = before[row + UNIT], h[row + UNIT] = h_before[row + UNIT];
+        UNITS if (THERE) {
+            after[row + UNIT] = before[row + UNIT], h[row + UNIT] = h_before[row + UNIT];
+            for (int gate = 0; gate < GATES && gates; gate++) gates[rows + gate * HIDDEN + UNIT] = narrow(0.0f);
+        }
+        if (gates && threadIdx.x == 0) *(float4*)(moments_of + lane * 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         return;
     }
     float a[GATES * EACH];
