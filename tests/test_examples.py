@@ -187,6 +187,18 @@ def test_the_python_on_a_page_runs(page: str) -> None:
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "page"})
 
 
+def test_a_cell_of_ones_own_on_two_stages_has_the_loss_of_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program of docs/python.md as it stands, and without its devices."""
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    [text] = [block for block in blocks if "# own_cell.py" in block]
+    assert len([line for line in text.splitlines() if line.strip()]) <= 30
+    (tmp_path / "own_cell.py").write_text(text)
+    together = losses(start(f"python {tmp_path / 'own_cell.py'}", ""))
+    exec(compile(re.sub(r", devices=2, plan=.*?}", "", text), "own_cell.py", "exec"), {"__name__": "own_cell"})
+    assert together == losses(capsys.readouterr().out)
+    assert together[0][0] < 0.6  # of 0.69 for two classes that are equally frequent
+
+
 def test_the_messages_in_the_troubleshooting_table_are_those_of_the_code() -> None:
     """The longest run of words of each, between values and what is left out, is in a text of the sources."""
     texts = "\n".join(

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from carrywave.data.batch import Batch
     from carrywave.exporting.run_export import export_run as export
     from carrywave.kernels.carry import Carry
-    from carrywave.model.lstm import LSTM
+    from carrywave.model.lstm import GRU, LSTM
     from carrywave.model.model import Model
     from carrywave.model.over_time.front import Front
     from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
     from carrywave.runs.prediction import predict
+    from carrywave.runs.streaming.stepper import stepper
     from carrywave.runs.trained_run import evaluate_run as evaluate
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GRU",
     "LSTM",
     "Batch",
     "Callback",
@@ -47,6 +49,7 @@ __all__ = [
     "fit",
     "load_spec",
     "predict",
+    "stepper",
     "tune",
 ]
 
@@ -57,6 +60,7 @@ _HOMES = {
     "Cell": ("carrywave.cells.cell", "Cell"),
     "Forecaster": ("carrywave.train.forecaster", "Forecaster"),
     "Front": ("carrywave.model.over_time.front", "Front"),
+    "GRU": ("carrywave.model.lstm", "GRU"),
     "LSTM": ("carrywave.model.lstm", "LSTM"),
     "Model": ("carrywave.model.model", "Model"),
     "Moment": ("carrywave.train.callbacks", "Moment"),
@@ -69,6 +73,7 @@ _HOMES = {
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
     "predict": ("carrywave.runs.prediction", "predict"),
+    "stepper": ("carrywave.runs.streaming.stepper", "stepper"),
     "tune": ("carrywave.tuning.tune", "tune"),
 }
 

@@ -20,7 +20,7 @@ from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
 from carrywave.kernels.hopper.layout import H200
-from carrywave.kernels.lstm import dispatch
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.measure.timing import Call
 
 COLUMNS = (
@@ -200,12 +200,12 @@ def test_a_backend_that_refuses_is_not_timed(host: None) -> None:
     assert found.ms == {"cudnn_eager": 2.0, "cudnn_graph": 2.0, "reference": 7.0}
     assert found.notes == ["ours: x is not on a GPU"]
     assert found.errors.keys() == {"cudnn"}
-    assert found.auto == dispatch.choose("auto", torch.zeros(1, 1, 1), Stack(SMALL, CPU).layers[0])
+    assert found.auto == BACKENDS.choose("auto", torch.zeros(1, 1, 1), Stack(SMALL, CPU).layers[0])
 
 
 def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
-    monkeypatch.setattr(dispatch, "choose", lambda asked, x, layer, marks=None: "aten")
+    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
+    monkeypatch.setattr(BACKENDS, "choose", lambda asked, x, layer, marks=None: "aten")
     found = kernels.measure(replace(SMALL, lengths=True), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "reference"}
     assert found.notes == ["ours: the kernel failed (see the warning)"]
@@ -213,9 +213,9 @@ def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monk
 
 def test_ours_is_timed_where_it_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
-    monkeypatch.setattr(dispatch, "choose", lambda asked, *_: "reference" if asked == "reference" else "persistent")
-    plain = dispatch.BACKENDS["reference"]
+    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
+    monkeypatch.setattr(BACKENDS, "choose", lambda asked, x, layer, marks=None: "reference" if asked == "reference" else "persistent")
+    plain = BACKENDS.backends["reference"]
     monkeypatch.setattr(persistent, "layer", lambda x, carry, layer, lengths, *chunk, **clean: plain(x, carry, layer, lengths))
     found = kernels.measure(replace(SMALL, dropout=0.5), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "ours_eager", "ours_graph"}  # no reference with dropout

@@ -22,9 +22,9 @@ class Carry(NamedTuple):
 def step(gates: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> tuple[Tensor, ...]:
     out, slow, moved = carry
     new, gate = (gates + weights.recurrent(out)).chunk(2, dim=-1)
-    moved = 0.5 * moved + weights.named("gain") * new.tanh()
+    moved = 0.5 * moved + weights.named("gain") * weights.candidate(new.tanh())
     slow = slow + gate.sigmoid() * (moved - slow) * weights.named("pace").sigmoid()
-    return weights.projected(slow.tanh()), slow, moved
+    return weights.projected(weights.normed(slow).tanh()), slow, moved
 
 
 def extra(hidden: int) -> dict[str, Extra]:
@@ -32,7 +32,7 @@ def extra(hidden: int) -> dict[str, Extra]:
 
 
 class Odd(Recurrent):
-    cell = Cell("odd", gates=2, carry=Carry, step=step, extra=extra, projects=True, forget_gate=1)
+    cell = Cell("odd", gates=2, carry=Carry, step=step, extra=extra, projects=True, memory=True, forget_gate=1)
 
 
 CELLS: dict[str, type[Recurrent]] = {**{name: class_of(name) for name in names()}, "odd": Odd}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_parts_and_parameters_are_where_the_cell_says(kind: Any, options: dict[s
             for name, extra in cell.extra(hidden).items():
                 assert shapes.pop(f"{name}_l{layer}{way}") == extra.shape
                 assert (getattr(layers, f"{name}_l{layer}{way}") == extra.value).all()
-        for part in cell.parts if options.get("learned_carry") else ():
+        for part in cell.free_parts if options.get("learned_carry") else ():
             assert shapes.pop(f"carry_{part}_l{layer}") == (len(ways), hidden)
     assert {name for name in shapes if not name.startswith("norm")} == set()
     _, ends = layers(numbers(5, 2, 3))
@@ -202,30 +202,6 @@ def test_a_cell_without_an_onnx_form_is_refused() -> None:
         graph(portable)
 
 
-def test_a_gru_is_a_cell_too() -> None:
-    """It needs what comes from the input and from the step before apart, as `step` has them."""
-
-    class Carry(NamedTuple):
-        h: Tensor
-
-    def step(gates: Tensor, carry: Carry, weights: Any) -> tuple[Tensor, ...]:
-        (reset, update, new), (reset_h, update_h, new_h) = (each.chunk(3, dim=-1) for each in (gates, weights.recurrent(carry.h)))
-        new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
-        return (new + (update + update_h).sigmoid() * (carry.h - new),)
-
-    kind: Any = type("Gru", (cw.Recurrent,), {"cell": Cell("gru", gates=3, carry=Carry, step=step)})
-    ours, theirs = (stack(each, 3, 4, 2, bidirectional=True) for each in (kind, torch.nn.GRU))
-    assert ours.load_state_dict(theirs.state_dict())
-    x, h = numbers(6, 2, 3), numbers(4, 2, 4, seed=2)
-    found = []
-    for module in (ours, theirs):
-        y, end = module(x, h)
-        (y.square().sum() + end.sum()).backward()
-        found.append([y, end, *(parameter.grad for parameter in module.parameters())])
-    for mine, right in zip(*found, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-13)
-
-
 def test_what_a_step_returns_is_checked() -> None:
     def broken(step: Any) -> Any:
         return type("Broken", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="broken", backends=None, step=step)})(3, 4)
@@ -266,5 +242,5 @@ def test_mistakes_are_named_by_the_class(kind: Any) -> None:
     ):
         with pytest.raises(UserError, match=message):
             given()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'zoneout'"):
-        kind(3, 4, zoneout=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'peephole'"):
+        kind(3, 4, peephole=True)

@@ -12,7 +12,7 @@ from carrywave.cli.options import plain_warnings
 
 
 def test_ours_is_one_line_and_others_keep_their_form(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = str(Path(carrywave.__file__).parent / "kernels/lstm/dispatch.py")
+    ours = str(Path(carrywave.__file__).parent / "kernels/dispatch.py")
     others: list[str] = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: others.append(str(message)))
     plain_warnings()

@@ -25,7 +25,7 @@ from carrywave.data.batch import Batch
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
@@ -97,8 +97,12 @@ def model_of(case: Case) -> Model:
         proj_size=asked["projection"],
         locked=asked["locked"],
         weight_drop=asked["weight_drop"],
+        recurrent_dropout=asked.get("recurrent_dropout", 0.0),
+        zoneout=asked.get("zoneout", 0.0),
         layer_norm=asked["layer_norm"],
+        cell_norm=asked.get("cell_norm", False),
         learned_carry=asked["learned_carry"],
+        num_heads=asked.get("heads", 1),
     )
     width = lstm.output_size
     weights = torch.tensor([0.5, 2.0, 1.0, 3.0]) if asked["class_weights"] else None
@@ -110,9 +114,11 @@ def model_of(case: Case) -> Model:
                 head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
             smoothing = asked.get("label_smoothing", 0.0)
-            head = Chain(width, CLASSES) if asked.get("chain") else Softmax(width, CLASSES, weights=weights, label_smoothing=smoothing)
+            kind = Sigmoid if asked.get("multi_label") else Softmax
+            head = Chain(width, CLASSES) if asked.get("chain") else kind(width, CLASSES, weights=weights, label_smoothing=smoothing)
         case "classification":
-            head = PooledSoftmax(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
+            pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
+            head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
@@ -176,6 +182,10 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
+    elif model.get("multi_label"):
+        drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
+        targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing
+        targets[unused] = math.nan if odd else 1.0
     else:
         targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
         targets[unused] = 1 if odd else 0

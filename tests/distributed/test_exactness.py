@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _broken import MISTAKES
-from _cases import Case, changed
+from _cases import CELLS, Case, changed
 from _check import check, check_drawn, run
 from _crew import Crew
 from _fixed import LONG, PLANS, SHARED, a_case, a_plan, sequences, windows_of_64
@@ -192,6 +192,12 @@ def test_every_mistake_is_tried() -> None:
     assert {mistake for mistake, _ in WRONG} == set(MISTAKES)
 
 
+@pytest.mark.parametrize("task", ["tagging", "classification"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew: Crew) -> None:
+    check(sequences(task=task, model__multi_label=True, model__class_weights=True, plan=PLANS[plan]), crew)
+
+
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
@@ -201,8 +207,9 @@ def test_every_mistake_is_tried() -> None:
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
+        sequences(task="tagging", model__multi_label=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways"],
+    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways", "several labels"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}
@@ -221,6 +228,16 @@ def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, cre
 )
 def test_a_split_vocabulary_gives_the_answer_of_one_device(case: Case, crew: Crew) -> None:
     check(changed(case, plan__split_vocabulary=True), crew)
+
+
+# Cells that run on their definition on some plans, one that has a backward of its own on all of them.
+CELL_PLANS = [(cell, plan) for cell in CELLS if cell != "lstm" for plan in (PLANS | SHARED | LONG if cell == "gru" else PLANS)]
+
+
+@pytest.mark.parametrize(("cell", "plan"), CELL_PLANS)
+def test_every_cell_gives_the_answer_of_one_device(cell: str, plan: str, crew: Crew) -> None:
+    """Streams with lengths, fresh lanes, dropout everywhere and a learned carry, in chunks that are computed twice."""
+    check(a_case(plan={**(PLANS | SHARED | LONG)[plan], "recompute": "twice"}, model__cell=cell), crew)
 
 
 @pytest.mark.parametrize(
@@ -277,10 +294,11 @@ def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, 
         sequences(),
         sequences(task="regression", model__pool="mean"),
         sequences(task="tagging", model__bidirectional=True),
+        sequences(task="tagging", model__bidirectional=True, model__cell="gru"),
         sequences(model__front=FRONT, model__pool="attention", train__beta=0.0),
         a_case(),
     ],
-    ids=["forecasting", "last", "mean", "both ways", "front", "words"],
+    ids=["forecasting", "last", "mean", "both ways", "gru both ways", "front", "words"],
 )
 def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew) -> None:
     """NaN among numbers, another word among words; targets too."""

@@ -90,6 +90,7 @@ CASES = {
     "fp16": words(train__precision="fp16"),
     "numbers": words(task="forecasting", model__numbers=True, model__own_encoder=True, model__tie=False, train__optimizer="sgd"),
     "another cell": words(model__cell="rnn"),
+    "gru": words(model__cell="gru", plan=a_plan(chunk_steps=2)),
     "sequences": labelled(),
     "both ways": labelled(task="tagging", model__bidirectional=True, model__learned_carry=False, model__class_weights=True),
 }

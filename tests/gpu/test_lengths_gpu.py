@@ -11,6 +11,7 @@ from carrywave.kernels.carry import Carry
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.lengths import last_real, real_steps
 from carrywave.kernels.lstm import aten
+from carrywave.kernels.torch_kernels import CUDNN_STEPS
 from carrywave.kernels.weights import LayerWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -63,7 +64,7 @@ def test_the_last_real_state(lanes: int, steps: int, hidden: int, seed: int, dty
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("padded", [False, True])
 def test_sequences_longer_than_cudnn_takes(directions: int, padded: bool) -> None:
-    steps = aten.CUDNN_STEPS + 5
+    steps = CUDNN_STEPS + 5
     torch.manual_seed(1)
     layer = tuple(LayerWeights(*(torch.randn(*shape).cuda() / 3 for shape in ((16, 3), (16, 4), (16,), (16,)))) for _ in range(directions))
     x, carry = torch.randn(steps, 2, 3, device="cuda"), Carry(*(torch.randn(directions, 2, 4, device="cuda") for _ in range(2)))

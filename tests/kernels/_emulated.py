@@ -1,72 +1,60 @@
 """The launches of `persistent.cu` on the CPU, block by block, with the same arguments as `recurrence` has.
 
 It walks as the kernel does: blocks that own units, lanes dealt to groups, passes, warpgroups that share K, quads that swap partial
-sums, gates interleaved and padded, buffers that hold NaN until a word is written, once. The formulas of a step are read out of the
-source itself. The GPU adds rounding, and who waits for whom; `tests/gpu` has these.
+sums, four rows for each unit, interleaved and padded, buffers that hold NaN until a word is written, once, resets that are bits, and noise
+that is bytes. The formulas of a step are read out of the source itself (`_formulas`). The GPU adds rounding, and who waits for whom;
+`tests/gpu` has these.
 
-Shapes: T time, B lane, I input (J padded), H hidden (P padded), G = 4H, Q = 4P interleaved, S = T + 1, N lanes of a pass or rows.
+Shapes: T time, B lane, I input (J padded), H hidden (P padded), G = gates · H, Q = 4P interleaved, S = T + 1, N lanes of a pass or rows,
+W words of a lane's resets, E groups.
 """
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from importlib.resources import files
-from types import CodeType
-from typing import Any
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
+import _formulas
+
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.recurrence import SOURCE, Dealt, Packed
+from carrywave.kernels.hopper.marks import LayerMarks
+from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 
 WARPGROUPS = 4
 Table = list[tuple[int, int]]  # (lane, length) at each place of a group
 
-# What a step computes, and with which name its expression begins in the source.
-FORWARD = {"i": "sigmoid", "f": "sigmoid", "g": "tanh_", "o": "sigmoid", "c": "f", "h": "o"}
-BACKWARD = {"slope": "tanh_", "d_o": "dh", "d_c": "dc", "d_i": "d_c", "d_f": "d_c", "d_g": "d_c", "dc": "d_c"}
+# The launches beside the recurrence itself.
+AROUND = ("pack", "states", "gradients", "unpack", "deal", "real_rows", "last_state", "set_reset_bits", "begun_rows", "prepare_backward")
+# The rows of a unit for each gate of the cell, in the products with the inputs and with h.
+ROWS = {"lstm": ((0, 1, 2, 3), (0, 1, 2, 3)), "gru": ((0, 1, 2), (0, 1, 3))}
 
 
-@cache
-def formulas() -> dict[str, CodeType]:
-    """The kernel's own expressions, by the name of what they give."""
-    text = files("carrywave.kernels").joinpath("source", SOURCE).read_text("utf-8").replace("[pass]", "")
-    found = {}
-    for name, first in (FORWARD | BACKWARD).items():
-        match = re.search(rf"\b{name} = ({first}\b[^,;]*)[,;]", text)
-        assert match is not None, f"{SOURCE} does not say how it computes {name}"
-        found[name] = compile(match[1].replace("1.0f", "1.0"), SOURCE, "eval")
-    return found
-
-
-def computed(wanted: dict[str, str], **values: Tensor) -> dict[str, Tensor]:
-    known: dict[str, Any] = {"sigmoid": torch.sigmoid, "tanh_": torch.tanh, **values}
-    for name in wanted:
-        known[name] = eval(formulas()[name], {"__builtins__": {}}, known)
-    return known
-
-
-def interleaved(weight_GI: Tensor, padded: int, width: int) -> Tensor:
-    """[Q, width]: rows by (unit, gate), zeros beyond."""
-    hidden, inputs = weight_GI.shape[0] // 4, weight_GI.shape[1]
+def interleaved(weight_GI: Tensor, rows: tuple[int, ...], padded: int, width: int) -> Tensor:
+    """[Q, width]: four rows for each unit, zeros where there is no weight."""
+    hidden, inputs = weight_GI.shape[0] // len(rows), weight_GI.shape[1]
     out = weight_GI.new_zeros(padded, 4, width)
-    out[:hidden, :, :inputs] = weight_GI.view(4, hidden, inputs).transpose(0, 1)
+    out[:hidden, rows, :inputs] = weight_GI.view(len(rows), hidden, inputs).transpose(0, 1)
     return out.view(4 * padded, width)
 
 
-def plain(grad_QI: Tensor, hidden: int, inputs: int) -> Tensor:
+def plain(grad_QI: Tensor, rows: tuple[int, ...], hidden: int, inputs: int) -> Tensor:
     """Back in torch's order of gates."""
-    return grad_QI.view(-1, 4, grad_QI.shape[1])[:hidden, :, :inputs].transpose(0, 1).reshape(4 * hidden, inputs)
+    return grad_QI.view(-1, 4, grad_QI.shape[1])[:hidden, rows, :inputs].transpose(0, 1).reshape(len(rows) * hidden, inputs)
 
 
 def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
-    w_hh_QP = interleaved(weights.w_hh.detach(), shape.hidden, shape.hidden).to(like.dtype)
-    bias_G = torch.zeros(len(weights.w_ih)) if weights.b_ih is None or weights.b_hh is None else weights.b_ih + weights.b_hh
-    bias_Q = interleaved(bias_G.detach()[:, None].to(like.dtype), shape.hidden, 1)[:, 0]
-    w_ih_QJ = interleaved(weights.w_ih.detach(), shape.hidden, pitch).to(like.dtype)
+    of_input, of_h = ROWS[shape.cell]
+    w_hh_QP = interleaved(weights.w_hh.detach(), of_h, shape.hidden, shape.hidden).to(like.dtype)
+    bias_Q = like.new_zeros(4 * shape.hidden)
+    for bias_G, rows in ((weights.b_ih, of_input), (weights.b_hh, of_h)):
+        if bias_G is not None:
+            bias_Q += interleaved(bias_G.detach()[:, None].to(like.dtype), rows, shape.hidden, 1)[:, 0]
+    w_ih_QJ = interleaved(weights.w_ih.detach(), of_input, shape.hidden, pitch).to(like.dtype)
     return Packed(w_ih_QJ, w_hh_QP, w_hh_QP.t().contiguous() if transposed else None, bias_Q)
 
 
@@ -82,11 +70,20 @@ def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tenso
 
 
 def unpack(
-    grad_ih_QJ: Tensor | None, grad_hh_QP: Tensor | None, bias_EQ: Tensor, like: Tensor, hidden: int, inputs: int, dtype: torch.dtype
+    shape: LayerShape,
+    grad_ih_QJ: Tensor | None,
+    grad_hh_QP: Tensor | None,
+    bias_EQ: Tensor,
+    like: Tensor,
+    hidden: int,
+    inputs: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    dw_ih = None if grad_ih_QJ is None else plain(grad_ih_QJ, hidden, inputs).to(dtype)
-    dw_hh = None if grad_hh_QP is None else plain(grad_hh_QP, hidden, hidden).to(dtype)
-    return dw_ih, dw_hh, plain(bias_EQ.sum(0)[:, None], hidden, 1)[:, 0].to(dtype).repeat(2, 1)
+    of_input, of_h = ROWS[shape.cell]
+    dw_ih = None if grad_ih_QJ is None else plain(grad_ih_QJ, of_input, hidden, inputs).to(dtype)
+    dw_hh = None if grad_hh_QP is None else plain(grad_hh_QP, of_h, hidden, hidden).to(dtype)
+    sums_Q1 = bias_EQ.sum(0)[:, None]
+    return dw_ih, dw_hh, torch.stack([plain(sums_Q1, rows, hidden, 1)[:, 0].to(dtype) for rows in (of_input, of_h)])
 
 
 def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
@@ -110,8 +107,43 @@ def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtyp
     return hs_SBP[lengths_B, torch.arange(len(lengths_B)), :hidden].to(dtype)
 
 
-def prepare_backward(shape: LayerShape, like: Tensor) -> None:
+def prepare_backward(shape: LayerShape, like: Tensor, kinds: tuple[bool, bool]) -> None:
     pass
+
+
+def set_reset_bits(resets_TB: Tensor, first: int, bits_BW: Tensor) -> None:
+    words = bits_BW.to(torch.int64) & 0xFFFFFFFF
+    for step, lane in resets_TB.nonzero().tolist():
+        words[lane, (first + step) // 32] |= 1 << (first + step) % 32
+    bits_BW.copy_(torch.where(words < 1 << 31, words, words - (1 << 32)))
+
+
+def begun_rows(hs_TBP: Tensor, marks: LayerMarks) -> Tensor:
+    if marks.resets is None:
+        return hs_TBP.reshape(-1, hs_TBP.shape[-1])
+    begin_P = torch.zeros_like(hs_TBP[0, 0]) if marks.h_P is None else marks.h_P
+    return torch.where(marks.resets.rows_TB[..., None], begin_P, hs_TBP).reshape(-1, hs_TBP.shape[-1])
+
+
+def starts_again(marks: LayerMarks, lanes: list[int], step: int) -> Tensor:
+    """[N, 1] bool: where lanes start again at a step of the launch, by the bits of the window."""
+    if marks.resets is None:
+        return torch.zeros(len(lanes), 1, dtype=torch.bool)
+    number = marks.resets.first + step
+    return (marks.resets.bits_BW[lanes, number // 32] >> number % 32 & 1).bool()[:, None]
+
+
+def memory_begin(marks: LayerMarks, like_BP: Tensor) -> Tensor:
+    """[P]: the memory of a lane that starts again."""
+    return torch.zeros_like(like_BP[0]) if marks.memory_P is None else marks.memory_P
+
+
+def noise_at(marks: LayerMarks, step: int, lanes: list[int], units: slice = slice(None)) -> _formulas.NoiseOf | None:
+    """The noise of some units of some lanes at a step."""
+    if marks.noise is None:
+        return None
+    bytes_TBP = marks.noise.bytes_TBP
+    return _formulas.noise_of(marks.noise, None if bytes_TBP is None else bytes_TBP[step, lanes, units])
 
 
 def forward(
@@ -123,28 +155,32 @@ def forward(
     first_c_BP: Tensor,
     last_c_BP: Tensor,
     dealt: Dealt,
+    marks: LayerMarks,
 ) -> None:
     steps, lanes, units = hs_SBP.shape[0] - 1, hs_SBP.shape[1], shape.units
     gates = gates_NQ.view(steps, lanes, shape.hidden, 4)
     lengths = _lengths(dealt, lanes, steps)
-    c = first_c_BP.clone()
+    c, h_before, begin = first_c_BP.clone(), hs_SBP[0].clone(), memory_begin(marks, first_c_BP)
     for group in range(shape.groups):
         table = _table(shape, group, dealt, lengths)
         for step, turn in ((step, turn) for step in range(table[0][1]) for turn in range(shape.passes)):
             if not (at := _active(table, shape, turn, step)):
                 continue
+            again = starts_again(marks, at, step)
             for member in range(shape.hidden // units):
                 own = slice(member * units, (member + 1) * units)
                 # Tiles of 16 units, in each the rows of one gate after those of another.
                 rows = [(member * units + tile * 16 + row % 16) * 4 + row // 16 for tile in range(units // 16) for row in range(64)]
                 sums = _multiply(packed.w_hh_QP[rows], hs_SBP[step, at], shape)
                 recurrent = sums.view(len(at), units // 16, 4, 16).transpose(2, 3).reshape(len(at), units, 4)
-                a_i, a_f, a_g, a_o = (gates[step, at, own] + recurrent).unbind(-1)
-                now = computed(FORWARD, a_i=a_i, a_f=a_f, a_g=a_g, a_o=a_o, c=c[at, own])
-                c[at, own] = now["c"].to(c.dtype)
-                _write_once(hs_SBP, now["h"], step + 1, at, own)
+                a = gates[step, at, own] + torch.where(again[..., None], 0.0, recurrent)
+                memory = torch.where(again, begin[own], c[at, own])
+                past = torch.where(again, 0.0, h_before[at, own])
+                h, kept, memory = _formulas.forward(shape.cell, noise_at(marks, step, at, own), a.unbind(-1), memory, past)
+                c[at, own], h_before[at, own] = memory.to(c.dtype), h.to(h_before.dtype)
+                _write_once(hs_SBP, h, step + 1, at, own)
                 if cells_TBP is not None:
-                    gates[step, at, own] = torch.stack([now[gate] for gate in "ifgo"], dim=-1)
+                    gates[step, at, own] = kept.to(gates.dtype)
                     cells_TBP[step, at, own] = c[at, own]
     last_c_BP.copy_(c)
     for lane, length in enumerate(lengths):
@@ -164,6 +200,8 @@ def backward(
     bias_EQ: Tensor,
     ring: Tensor,
     dealt: Dealt,
+    marks: LayerMarks,
+    of_resets_EP2: Tensor | None,
     after_BQ: Tensor | None = None,
     *,
     before: bool = False,
@@ -172,8 +210,11 @@ def backward(
     gates, grads = gates_NQ.view(steps, lanes, padded, 4), grads_NQ.view(steps, lanes, padded, 4)
     lengths = _lengths(dealt, lanes, steps)
     grad_h, dc = (torch.zeros_like(first_c_BP) if grad is None else grad.clone() for grad in grad_last)
+    past, begin = torch.zeros_like(dc), memory_begin(marks, first_c_BP)
     first_h = grad_h.clone()  # of lanes without a real step
     bias_EQ.zero_()
+    if of_resets_EP2 is not None:
+        of_resets_EP2.zero_()
     for lane, length in enumerate(lengths):
         grads[length:, lane] = 0.0
     for group in range(shape.groups):
@@ -190,22 +231,31 @@ def backward(
                 quad, part = divmod(member, 4)
                 of_quad, of_K = slice(quad * 4 * units, (quad + 1) * 4 * units), slice(part * padded, (part + 1) * padded)
                 behind = after_BQ if follows else grads.view(steps, lanes, 4 * padded)[step + 1]
-                gathered = behind[after, of_K]
-                recurrent[after, of_quad] += _multiply(turned_PQ[of_quad, of_K], gathered, shape)
+                assert behind is not None
+                recurrent[after, of_quad] += _multiply(turned_PQ[of_quad, of_K], behind[after, of_K], shape)
+            if after:
+                # What the next step multiplied was not h if it started again.
+                recurrent[after] = torch.where(starts_again(marks, after, step + 1), 0.0, recurrent[after])
+            dh = recurrent[at] + past[at]
             if step < 0:
-                first_h[at] = recurrent[at].to(first_h.dtype)
+                first_h[at] = dh.to(first_h.dtype)
                 continue
             ends = torch.tensor([[lengths[lane] == step + 1] for lane in at])
-            dh = recurrent[at] + grad_y_TBP[step, at] + torch.where(ends, grad_h[at], 0.0)
-            i, f, g, o = gates[step, at].unbind(-1)
-            c_before = cells_TBP[step - 1, at] if step else first_c_BP[at]
-            now = computed(BACKWARD, i=i, f=f, g=g, o=o, dh=dh, dc=dc[at], c_now=cells_TBP[step, at], c_before=c_before)
-            dc[at] = now["dc"].to(dc.dtype)
-            each = torch.stack([now[f"d_{gate}"] for gate in "ifgo"], dim=-1)
+            dh = dh + grad_y_TBP[step, at] + torch.where(ends, grad_h[at], 0.0)
+            again = starts_again(marks, at, step)
+            c_before = torch.where(again, begin, cells_TBP[step - 1, at] if step else first_c_BP[at])
+            c_now = cells_TBP[step, at] if shape.cell == "lstm" else torch.full_like(c_before, torch.nan)
+            each, memory, left = _formulas.backward(
+                shape.cell, noise_at(marks, step, at), gates[step, at].unbind(-1), c_before, c_now, dh, dc[at]
+            )
             _write_once(grads, each, step, at)
             bias_EQ[group] += each.sum(0).view(-1)
+            if of_resets_EP2 is not None:
+                of_resets_EP2[group] += torch.stack([torch.where(again, part, 0.0).sum(0) for part in (memory, left)], dim=-1)
+            dc[at], past[at] = (torch.where(again, 0.0, part).to(dc.dtype) for part in (memory, left))
     if before:
-        first_h[[lane for lane, length in enumerate(lengths) if length]] = 0.0
+        some = [lane for lane, length in enumerate(lengths) if length]
+        first_h[some] = past[some]
     grad_first[0].copy_(first_h)
     grad_first[1].copy_(dc)
 

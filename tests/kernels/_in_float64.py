@@ -16,38 +16,16 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _emulated import deal, last_state, real_rows
+import _emulated
+import _formulas
+from _emulated import memory_begin, noise_at, starts_again
 
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.hopper.layout import LayerShape
+from carrywave.kernels.hopper.marks import LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
-from carrywave.kernels.weights import LayerWeights
 
 NAN = float("nan")
-
-
-def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
-    hidden = weights.w_hh.shape[1]
-
-    def packed(weight_GI: Tensor, width: int) -> Tensor:
-        out = like.new_zeros(shape.hidden, 4, width)
-        out[:hidden, :, : weight_GI.shape[1]] = weight_GI.view(4, hidden, -1).transpose(0, 1)
-        return out.view(4 * shape.hidden, width)
-
-    w_hh, bias = packed(weights.w_hh, shape.hidden), like.new_zeros(shape.hidden, 4)
-    if weights.b_ih is not None and weights.b_hh is not None:
-        bias[:hidden] = (weights.b_ih + weights.b_hh).view(4, hidden).t()
-    return Packed(packed(weights.w_ih, pitch), w_hh, w_hh.t().contiguous() if transposed else None, bias.view(-1))
-
-
-def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
-    hs = like.new_full((steps + 1, h_BH.shape[0], shape.hidden), NAN)
-    hs[0] = torch.nn.functional.pad(h_BH, (0, shape.hidden - h_BH.shape[1]))
-    return hs
-
-
-def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
-    return torch.full_like(gates_NQ, NAN), torch.zeros(launches, 1)
 
 
 def forward(
@@ -59,19 +37,22 @@ def forward(
     first_c: Tensor,
     last_c: Tensor,
     dealt: Dealt,
+    marks: LayerMarks,
 ) -> None:
     hs = hs.data  # as a kernel, it writes without torch's noticing
     steps, lanes = hs.shape[0] - 1, hs.shape[1]
     by_step, c = gates.view(steps, lanes, -1, 4), first_c.clone()
-    lengths = torch.full((lanes,), steps) if dealt.lengths_B is None else dealt.lengths_B
     for step in range(steps):
-        at = lengths > step
-        i, f, g, o = (by_step[step, at] + (hs[step, at] @ packed.w_hh_QP.t()).view(-1, shape.hidden, 4)).unbind(-1)
-        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        c[at] = f * c[at] + i * g
+        at = _active(dealt, lanes, steps, step)
+        again = starts_again(marks, at, step)
+        recurrent = (hs[step, at] @ packed.w_hh_QP.t()).view(-1, shape.hidden, 4)
+        a = by_step[step, at] + torch.where(again[..., None], 0.0, recurrent)
+        memory = torch.where(again, memory_begin(marks, c), c[at])
+        past = torch.where(again, 0.0, hs[step, at])
+        h, kept, c[at] = _formulas.forward(shape.cell, noise_at(marks, step, at), a.unbind(-1), memory, past)
         hs[step + 1] = 0.0
-        hs[step + 1, at] = o * c[at].tanh()
-        by_step[step, at] = torch.stack((i, f, g, o), dim=-1)
+        hs[step + 1, at] = h
+        by_step[step, at] = kept
         if cells is not None:
             cells[step, at] = c[at]
     last_c.copy_(c)
@@ -90,48 +71,54 @@ def backward(
     bias: Tensor,
     ring: Tensor,
     dealt: Dealt,
+    marks: LayerMarks,
+    of_resets: Tensor | None,
     after: Tensor | None = None,
     *,
     before: bool = False,
 ) -> None:
     steps, lanes = cells.shape[:2]
-    lengths = torch.full((lanes,), steps) if dealt.lengths_B is None else dealt.lengths_B
     dh, dc = (torch.zeros_like(first_c) if each is None else each.clone() for each in grad_last)
-    by_step = grads.view(steps, lanes, -1, 4)
+    by_step, past = grads.view(steps, lanes, -1, 4), torch.zeros_like(dh)
     if after is not None:
-        dh[lengths == steps] += after[lengths == steps] @ turned.t()
+        going_on = _active(dealt, lanes, steps, steps - 1)
+        dh[going_on] += torch.where(starts_again(marks, going_on, steps), 0.0, after[going_on] @ turned.t())
     bias.zero_()
+    if of_resets is not None:
+        of_resets.zero_()
     for step in reversed(range(steps)):
-        at = lengths > step
+        at = _active(dealt, lanes, steps, step)
         by_step[step] = 0.0
-        i, f, g, o = gates.view(steps, lanes, -1, 4)[step, at].unbind(-1)
-        c_before = cells[step - 1, at] if step else first_c[at]
-        slope = cells[step, at].tanh()
+        again = starts_again(marks, at, step)
+        c_before = torch.where(again, memory_begin(marks, first_c), cells[step - 1, at] if step else first_c[at])
+        a = gates.view(steps, lanes, -1, 4)[step, at].unbind(-1)
         own = dh[at] + grad_y[step, at]
-        through = dc[at] + own * o * (1 - slope * slope)
-        four = through * g * i * (1 - i), through * c_before * f * (1 - f), through * i * (1 - g * g), own * slope * o * (1 - o)
-        by_step[step, at] = torch.stack(four, dim=-1)
-        dh[at] = by_step[step, at].flatten(1) @ turned.t()
-        dc[at] = through * f
+        by_step[step, at], memory, left = _formulas.backward(
+            shape.cell, noise_at(marks, step, at), a, c_before, cells[step, at], own, dc[at]
+        )
+        recurrent = by_step[step, at].flatten(1) @ turned.t()
+        if of_resets is not None:
+            of_resets[0] += torch.stack([torch.where(again, part, 0.0).sum(0) for part in (memory, left)], dim=-1)
+        dh[at], dc[at], past[at] = (torch.where(again, 0.0, part) for part in (recurrent + left, memory, left))
         bias[0] += by_step[step].sum(0).flatten()
-    if before:
-        dh[lengths > 0] = 0.0  # a launch for earlier steps computes it from the gate gradients
+    if before:  # the rest of it is computed from the gate gradients, by a launch for earlier steps
+        some = _active(dealt, lanes, steps, 0)
+        dh[some] = past[some]
     for to, value in zip(grad_first, (dh, dc), strict=True):
         to.copy_(value)
 
 
-def unpack(
-    grad_ih: Tensor | None, grad_hh: Tensor | None, bias: Tensor, like: Tensor, hidden: int, inputs: int, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    def plain(grad: Tensor | None, width: int) -> Tensor | None:
-        return None if grad is None else grad.view(-1, 4, grad.shape[1])[:hidden, :, :width].transpose(0, 1).reshape(4 * hidden, width)
-
-    return plain(grad_ih, inputs), plain(grad_hh, hidden), bias.sum(0).view(-1, 4)[:hidden].t().reshape(-1).expand(2, -1).clone()
+def _active(dealt: Dealt, lanes: int, steps: int, step: int) -> list[int]:
+    """The lanes that reach a step."""
+    lengths = [steps] * lanes if dealt.lengths_B is None else dealt.lengths_B.tolist()
+    return [lane for lane, length in enumerate(lengths) if length > step]
 
 
-def replace_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrence, "prepare_backward", lambda shape, like: None)
-    for replaced in (pack, states, gradients, deal, real_rows, last_state, forward, backward, unpack):
+def replace_launches(monkeypatch: pytest.MonkeyPatch, *, blocks: bool = False) -> None:
+    """`blocks`: the recurrence runs block by block, as the kernel does."""
+    for name in (*_emulated.AROUND, "forward", "backward"):
+        monkeypatch.setattr(recurrence, name, getattr(_emulated, name))
+    for replaced in () if blocks else (forward, backward):
         monkeypatch.setattr(recurrence, replaced.__name__, replaced)
     padded_to, new_empty = recurrence.padded_to, Tensor.new_empty
 

@@ -1,8 +1,12 @@
-"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, resets, and both directions."""
+"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, resets, and both directions; of
+each cell that has backends of its own.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.kernels import reference
+from carrywave.cells.cell import by_name
+from carrywave.kernels import reference, torch_kernels
 from carrywave.kernels.backends import Backend
-from carrywave.kernels.carry import Carry
+from carrywave.kernels.carry import AnyCarry
+from carrywave.kernels.gru import aten as gru_aten
+from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
-OTHERS = {"aten": aten.layer, "manual": manual.layer}
-BACKENDS = {"reference": reference.layer, **OTHERS}  # of the CPU
+BACKENDS: dict[tuple[str, str], Backend] = {  # of the CPU
+    **{(name, "reference"): partial(reference.layer, cell=by_name(name)) for name in ("lstm", "gru")},
+    ("lstm", "aten"): aten.layer,
+    ("lstm", "manual"): manual.layer,
+    ("gru", "aten"): gru_aten.layer,
+    ("gru", "manual"): gru_manual.layer,
+}
+each_cell = pytest.mark.parametrize("cell", ["lstm", "gru"])
+each_backend = pytest.mark.parametrize(("cell", "name"), BACKENDS)
+each_other = pytest.mark.parametrize(("cell", "name"), [both for both in BACKENDS if both[1] != "reference"])
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,13 @@ class Case:
     bias: bool = True
     lengths: tuple[int, ...] | None = None
     seed: int = 0
+    cell: str = "lstm"
     resets: tuple[tuple[bool, ...], ...] | None = None  # of each step, for each lane
     learned: bool = False  # an initial carry that is not zero
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, cell: str) -> Case:
     steps, lanes = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     lengths = draw(st.none() | st.tuples(*[st.integers(0, steps)] * lanes))
     hidden = draw(st.integers(2, 6))
@@ -47,10 +63,11 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 9)),
         hidden,
         draw(st.integers(1, 2)),
-        draw(st.sampled_from([0, 0, 1])),
+        draw(st.sampled_from([0, 0, 1] if by_name(cell).projects else [0])),
         draw(st.booleans()),
         lengths,
         draw(st.integers(0, 1000)),
+        cell,
         draw(st.none() | st.tuples(*[st.tuples(*[st.booleans()] * lanes)] * steps)),
         draw(st.booleans()),
     )
@@ -65,197 +82,205 @@ class Problem:
         def make(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
-        width = case.projection or case.hidden
+        width, cell = case.projection or case.hidden, by_name(case.cell)
+        rows = cell.gates * case.hidden
+        self.cell = case.cell
         self.x = make(case.steps, case.lanes, case.inputs)
-        self.carry = Carry(make(case.directions, case.lanes, width), make(case.directions, case.lanes, case.hidden))
+        self.carry: Any = cell.carry(*(make(case.directions, case.lanes, each) for each in cell.widths(case.hidden, case.projection)))
         self.layer: Layer = tuple(
             LayerWeights(
-                make(4 * case.hidden, case.inputs),
-                make(4 * case.hidden, width),
-                make(4 * case.hidden) if case.bias else None,
-                make(4 * case.hidden) if case.bias else None,
+                make(rows, case.inputs),
+                make(rows, width),
+                make(rows) if case.bias else None,
+                make(rows) if case.bias else None,
                 make(width, case.hidden) if case.projection else None,
             )
             for _ in range(case.directions)
         )
         self.lengths = None if case.lengths is None else torch.tensor(case.lengths)
-        self.resets = None if case.resets is None else torch.tensor(case.resets)
-        self.initial = Carry(*(make(case.directions, 1, part.shape[2]) for part in self.carry)) if case.learned and case.resets else None
-        self.weigh = [make(case.steps, case.lanes, width * case.directions), make(*self.carry.h.shape), make(*self.carry.c.shape)]
+        self.resets, self.initial = None if case.resets is None else torch.tensor(case.resets), None
+        if case.learned and case.resets is not None:
+            self.initial = cell.carry(*(make(case.directions, 1, part.shape[2]) for part in self.carry))
+        self.weigh = [make(case.steps, case.lanes, width * case.directions), *(make(*part.shape) for part in self.carry)]
 
     @property
     def leaves(self) -> list[Tensor]:
         weights = (tensor for weights in self.layer for tensor in weights if tensor is not None)
         return [self.x, *self.carry, *weights, *(self.initial or ())]
 
-    def solve(self, backend: Backend, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    def solve(self, backend: Backend | str, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        run = BACKENDS[self.cell, backend] if isinstance(backend, str) else backend
         marks = {} if self.resets is None else {"marks": StepMarks(self.resets, self.initial)}
-        y, end = backend(self.x if x is None else x, self.carry, self.layer, self.lengths, **marks)
+        y, end = run(self.x if x is None else x, self.carry, self.layer, self.lengths, **marks)
         outputs = [y, *end]
         total = sum(((out * weigh.detach()).sum() for out, weigh in zip(outputs, self.weigh, strict=True)), torch.zeros(()))
         return [out.detach() for out in outputs], list(torch.autograd.grad(total, self.leaves, materialize_grads=True))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@given(case=cases())
+@each_other
+@given(data=st.data())
 @settings(max_examples=60)
-def test_backend_is_the_reference(name: str, case: Case) -> None:
+def test_backend_is_the_reference(cell: str, name: str, data: st.DataObject) -> None:
+    case = data.draw(cases(cell))
     problem = Problem(case)
-    backend = OTHERS[name]
     if name == "manual" and case.projection:
         assert not manual.serves(problem.x, problem.layer)
         return
     # Both compute in float64; rounding grows over at most 7 steps of sums of at most 9 terms.
-    torch.testing.assert_close(problem.solve(backend), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(problem.solve(name), problem.solve("reference"), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@given(case=cases(), data=st.data())
+@each_backend
+@given(data=st.data())
 @settings(max_examples=40)
-def test_a_reset_separates_sequences(name: str, case: Case, data: st.DataObject) -> None:
+def test_a_reset_separates_sequences(cell: str, name: str, data: st.DataObject) -> None:
     """Two sequences one after the other in every lane, the second reset, are what each is alone."""
-    first = data.draw(st.integers(0, case.steps - 1))
-    backend, problem = BACKENDS[name], Problem(replace(case, lengths=None, learned=True, projection=0))
-    initial = Carry(*(torch.randn(case.directions, 1, case.hidden, dtype=torch.float64) for _ in range(2)))
+    case = replace(data.draw(cases(cell)), lengths=None, resets=None, projection=0)
+    first, hidden = data.draw(st.integers(0, case.steps - 1)), case.hidden
+    backend, problem, of_parts = BACKENDS[cell, name], Problem(case), by_name(cell).carry
+    initial = of_parts(*(torch.randn(case.directions, 1, hidden, dtype=torch.float64) for _ in problem.carry))
     resets = torch.zeros(case.steps, case.lanes, dtype=torch.bool)
     resets[first] = True
+    close = {"rtol": 1e-11, "atol": 1e-12}  # float64, another order of sums
     with torch.no_grad():
         y, end = backend(problem.x, problem.carry, problem.layer, None, marks=StepMarks(resets, initial))
-        start = Carry(*(part.expand_as(own) for part, own in zip(initial, problem.carry, strict=True)))
-        hidden = case.hidden
+        start = of_parts(*(part.expand_as(own) for part, own in zip(initial, problem.carry, strict=True)))
         second, forward_end = backend(problem.x[first:], start, problem.layer, None)
-        torch.testing.assert_close(y[first:, :, :hidden], second[..., :hidden], rtol=1e-11, atol=1e-12)  # float64, another order of sums
-        torch.testing.assert_close(end.c[0], forward_end.c[0], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(y[first:, :, :hidden], second[..., :hidden], **close)
+        torch.testing.assert_close(end[-1][0], forward_end[-1][0], **close)
         if first:
             # The reverse direction comes from the last step, and begins again with the last step of the first sequence.
-            begin = Carry(*(torch.stack([own[0], *part[1:].expand_as(own[1:])]) for part, own in zip(initial, problem.carry, strict=True)))
+            begin = of_parts(
+                *(torch.stack([own[0], *part[1:].expand_as(own[1:])]) for part, own in zip(initial, problem.carry, strict=True))
+            )
             before, reverse_end = backend(problem.x[:first], begin, problem.layer, None)
-            torch.testing.assert_close(y[:first], before, rtol=1e-11, atol=1e-12)
-            torch.testing.assert_close(end.c[1:], reverse_end.c[1:], rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(y[:first], before, **close)
+            torch.testing.assert_close(end[-1][1:], reverse_end[-1][1:], **close)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@given(case=cases(), data=st.data())
+@each_other
+@given(data=st.data())
 @settings(max_examples=40)
-def test_resets_in_chunks_are_those_of_the_window(name: str, case: Case, data: st.DataObject) -> None:
+def test_resets_in_chunks_are_those_of_the_window(cell: str, name: str, data: st.DataObject) -> None:
     """The steps in two calls, the carry passed between them, with gradients through both."""
-    case = replace(case, directions=1, projection=0, resets=case.resets or ((True,) * case.lanes,) * case.steps)
+    case = replace(data.draw(cases(cell)), directions=1, projection=0)
+    case = replace(case, resets=case.resets or ((True,) * case.lanes,) * case.steps)
     cut, problem, twin = data.draw(st.integers(1, case.steps)), Problem(case), Problem(case)
 
-    def in_chunks(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None, *, marks: StepMarks) -> tuple[Tensor, Carry]:
+    def in_chunks(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None, *, marks: StepMarks) -> tuple[Tensor, AnyCarry]:
         ys, at = [], 0
         for steps in (cut, case.steps - cut):
             if steps and marks.resets is not None:
                 left = None if lengths is None else (lengths - at).clamp(0, steps)
                 here = StepMarks(marks.resets[at : at + steps], marks.initial)
-                y, carry = OTHERS[name](x[at : at + steps], carry, layer, left, marks=here)
+                y, carry = BACKENDS[cell, name](x[at : at + steps], carry, layer, left, marks=here)
                 ys.append(y)
                 at += steps
         return torch.cat(ys), carry
 
-    torch.testing.assert_close(problem.solve(in_chunks), twin.solve(reference.layer), rtol=1e-10, atol=1e-11)  # as above
+    torch.testing.assert_close(problem.solve(in_chunks), twin.solve("reference"), rtol=1e-10, atol=1e-11)  # as above
 
 
-@given(case=cases(), most_steps=st.integers(1, 7))
+@each_cell
+@given(data=st.data(), most_steps=st.integers(1, 7))
 @settings(max_examples=60)
-def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(case: Case, most_steps: int) -> None:
-    problem = Problem(replace(case, lengths=None, resets=None))
+def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(cell: str, data: st.DataObject, most_steps: int) -> None:
+    problem = Problem(replace(data.draw(cases(cell)), lengths=None, resets=None))
 
-    def in_pieces(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
-        return aten._in_pieces(x, carry, layer, most_steps)
+    def in_pieces(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, AnyCarry]:
+        return torch_kernels.in_pieces(getattr(torch, cell), x, carry, layer, most_steps)
 
     # As above; the sums over steps are added up piece by piece besides.
-    torch.testing.assert_close(problem.solve(in_pieces), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(problem.solve(in_pieces), problem.solve("reference"), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("directions", [1, 2])
-def test_padding_of_nan_changes_nothing(name: str, directions: int) -> None:
-    problem = Problem(Case(5, 4, 3, 4, directions, lengths=(5, 2, 0, 3)))
+def test_padding_of_nan_changes_nothing(cell: str, name: str, directions: int) -> None:
+    problem = Problem(Case(5, 4, 3, 4, directions, lengths=(5, 2, 0, 3), cell=cell))
     assert problem.lengths is not None
     padding = torch.arange(5)[:, None] >= problem.lengths
     dirty = torch.where(padding[..., None], torch.nan, problem.x)
-    outputs, gradients = problem.solve(BACKENDS[name])
-    same_outputs, same_gradients = problem.solve(BACKENDS[name], dirty)
+    outputs, gradients = problem.solve(name)
+    same_outputs, same_gradients = problem.solve(name, dirty)
     assert all(torch.equal(a, b) for a, b in zip(outputs + gradients, same_outputs + same_gradients, strict=True))
     assert not outputs[0][padding].any()
     assert not gradients[0][padding].any()
     # A lane without a real step hands its carry through, and its gradient.
-    assert torch.equal(outputs[1][:, 2], problem.carry.h[:, 2])
-    assert torch.equal(gradients[2][:, 2], problem.weigh[2][:, 2])
+    for number, part in enumerate(problem.carry, start=1):
+        assert torch.equal(outputs[number][:, 2], part[:, 2])
+        assert torch.equal(gradients[number][:, 2], problem.weigh[number][:, 2])
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each_other
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("onednn", [True, False])
-def test_carry_passes_padded_steps_to_the_bit(name: str, dtype: torch.dtype, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lanes one by one, without padding, end with the same bits of c as all of them padded."""
+def test_carry_passes_padded_steps_to_the_bit(
+    cell: str, name: str, dtype: torch.dtype, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lanes one by one, without padding, end with the same bits of their carry as all of them padded."""
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", onednn)
-    problem = Problem(Case(9, 4, 7, 16, lengths=(9, 4, 1, 0)), dtype)
+    problem = Problem(Case(9, 4, 7, 16, lengths=(9, 4, 1, 0), cell=cell), dtype)
     assert problem.lengths is not None
-    _, end = OTHERS[name](problem.x, problem.carry, problem.layer, problem.lengths)
-    # From the end of each lane on, more padding must not move c or h: append ten steps of it.
+    _, end = BACKENDS[cell, name](problem.x, problem.carry, problem.layer, problem.lengths)
+    # From the end of each lane on, more padding must not move the carry: append ten steps of it.
     longer = torch.cat((problem.x, torch.full((10, 4, 7), torch.nan, dtype=dtype)))
-    y, later = OTHERS[name](longer, problem.carry, problem.layer, problem.lengths)
-    assert torch.equal(end.c, later.c)
-    assert torch.equal(end.h, later.h)
-    assert torch.equal(later.c[:, 3], problem.carry.c[:, 3])
+    y, later = BACKENDS[cell, name](longer, problem.carry, problem.layer, problem.lengths)
+    for before, after, given_part in zip(end, later, problem.carry, strict=True):
+        assert torch.equal(before, after)
+        assert torch.equal(after[:, 3], given_part[:, 3])
     assert not y[9:].any()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("directions", [1, 2])
-def test_lengths_are_packed_sequences(name: str, directions: int) -> None:
-    problem = Problem(Case(6, 4, 3, 5, directions, lengths=(6, 1, 4, 3)))
+def test_lengths_are_packed_sequences(cell: str, name: str, directions: int) -> None:
+    problem = Problem(Case(6, 4, 3, 5, directions, lengths=(6, 1, 4, 3), cell=cell))
     assert problem.lengths is not None
     packed = nn.utils.rnn.pack_padded_sequence(problem.x, problem.lengths, enforce_sorted=False)
     flat = [tensor for weights in problem.layer for tensor in weights if tensor is not None]
-    data, h, c = torch.lstm(
-        packed.data,
-        packed.batch_sizes,
-        tuple(part[:, packed.sorted_indices] for part in problem.carry),
-        flat,
-        True,
-        1,
-        0.0,
-        True,
-        directions == 2,
-    )
+    parts = tuple(part[:, packed.sorted_indices] for part in problem.carry)
+    given_carry = parts if len(parts) > 1 else parts[0]
+    kernel: Any = getattr(torch, cell)
+    data, *ends = kernel(packed.data, packed.batch_sizes, given_carry, flat, True, 1, 0.0, True, directions == 2)
     expected, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data))
-    y, end = BACKENDS[name](problem.x, problem.carry, problem.layer, problem.lengths)
+    y, end = BACKENDS[cell, name](problem.x, problem.carry, problem.layer, problem.lengths)
     # Different order of summation in float64.
     torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(end, Carry(h[:, packed.unsorted_indices], c[:, packed.unsorted_indices]), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(tuple(end), tuple(part[:, packed.unsorted_indices] for part in ends), rtol=1e-11, atol=1e-12)
 
 
+@each_cell
 @pytest.mark.parametrize("lengths", [None, (5, 3)])
-def test_manual_gradient_is_the_slope(lengths: tuple[int, ...] | None) -> None:
+def test_manual_gradient_is_the_slope(cell: str, lengths: tuple[int, ...] | None) -> None:
     """Against finite differences, so that an error shared by all backends would be seen; of gradients too."""
     resets = ((False, True), (False, False), (True, False), (False, False), (True, True))
-    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, resets=resets, learned=True))
+    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, cell=cell, resets=resets, learned=True))
     assert problem.initial is not None
-    weights = problem.layer[0]
+    parts, of_parts = len(problem.carry), by_name(cell).carry
 
-    def run(x: Tensor, h: Tensor, c: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        w_ih, w_hh, b_ih, b_hh, *first = others
-        marks = StepMarks(problem.resets, Carry(*first)) if first else None
-        y, end = manual.layer(x, Carry(h, c), (LayerWeights(w_ih, w_hh, b_ih, b_hh),), problem.lengths, marks=marks)
+    def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        weights, first = given[parts : parts + 4], given[parts + 4 :]
+        marks = StepMarks(problem.resets, of_parts(*first)) if first else None
+        y, end = BACKENDS[cell, "manual"](x, of_parts(*given[:parts]), (LayerWeights(*weights),), problem.lengths, marks=marks)
         return y, *end
 
-    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *weights[:4]))
-    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *weights[:4], *problem.initial))
-    assert torch.autograd.gradgradcheck(run, (problem.x, *problem.carry, *weights[:4], *problem.initial), fast_mode=True)
+    given_all = (problem.x, *problem.carry, *problem.layer[0][:4])
+    assert torch.autograd.gradcheck(run, given_all)
+    assert torch.autograd.gradcheck(run, (*given_all, *problem.initial))
+    assert torch.autograd.gradgradcheck(run, (*given_all, *problem.initial), fast_mode=True)
 
 
-def test_manual_handles_every_subset_of_gradients() -> None:
+@each_cell
+def test_manual_handles_every_subset_of_gradients(cell: str) -> None:
     """Whatever output is used, and whatever input wants a gradient."""
     for lengths in (None, (4, 0, 2)):
-        case = Case(4, 3, 2, 3, lengths=lengths)
-        for used in range(3):
+        case = Case(4, 3, 2, 3, lengths=lengths, cell=cell)
+        for used in range(1 + len(by_name(cell).parts)):
             problem, twin = Problem(case), Problem(case)
-            for each, backend in ((problem, manual.layer), (twin, reference.layer)):
+            for each, name in ((problem, "manual"), (twin, "reference")):
                 each.x.requires_grad_(False)
-                y, end = backend(each.x, each.carry, each.layer, each.lengths)
+                y, end = BACKENDS[cell, name](each.x, each.carry, each.layer, each.lengths)
                 (y, *end)[used].sum().backward()
             for mine, theirs in zip(problem.leaves[1:], twin.leaves[1:], strict=True):
                 expected = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
@@ -264,33 +289,36 @@ def test_manual_handles_every_subset_of_gradients() -> None:
             assert problem.x.grad is None
 
 
+@each_cell
 @pytest.mark.parametrize("lengths", [None, (3, 1, 0)])
-def test_manual_outputs_may_be_changed_in_place(lengths: tuple[int, ...] | None) -> None:
+def test_manual_outputs_may_be_changed_in_place(cell: str, lengths: tuple[int, ...] | None) -> None:
     """Backward must not read what the user has changed."""
-    problem, twin = Problem(Case(3, 3, 2, 3, lengths=lengths)), Problem(Case(3, 3, 2, 3, lengths=lengths))
-    for each, backend in ((problem, manual.layer), (twin, reference.layer)):
-        y, end = backend(each.x, each.carry, each.layer, each.lengths)
-        y = y if backend is manual.layer else y.clone()
-        (y.mul_(2).square().sum() + end.h.sum()).backward()
+    problem, twin = (Problem(Case(3, 3, 2, 3, lengths=lengths, cell=cell)) for _ in range(2))
+    for each, name in ((problem, "manual"), (twin, "reference")):
+        y, end = BACKENDS[cell, name](each.x, each.carry, each.layer, each.lengths)
+        y = y if name == "manual" else y.clone()
+        (y.mul_(2).square().sum() + end[0].sum()).backward()
     for mine, theirs in zip(problem.leaves, twin.leaves, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-12)  # float64, another order of summation
 
 
 @pytest.mark.parametrize("onednn", [True, False])
-@pytest.mark.parametrize("case", [Case(9, 4, 7, 16, d, lengths=lengths) for d in (1, 2) for lengths in (None, (9, 4, 1, 0))])
+@pytest.mark.parametrize(
+    "case", [Case(9, 4, 7, 16, d, lengths=each, cell=cell) for cell in ("lstm", "gru") for d in (1, 2) for each in (None, (9, 4, 1, 0))]
+)
 def test_float32_is_the_reference(case: Case, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through oneDNN too, which only float32 takes."""
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", onednn)
-    outputs, gradients = Problem(case, torch.float32).solve(aten.layer)
-    expected, slopes = Problem(case).solve(reference.layer)
+    outputs, gradients = Problem(case, torch.float32).solve("aten")
+    expected, slopes = Problem(case).solve("reference")
     # float32 has 24 bits; gradients are sums over 36 steps and lanes of terms up to about 10.
     torch.testing.assert_close([out.double() for out in outputs], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close([gradient.double() for gradient in gradients], slopes, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_onednn_flag_is_left_as_it_was(name: str) -> None:
-    problem = Problem(Case(3, 2, 2, 3))
+@each_other
+def test_onednn_flag_is_left_as_it_was(cell: str, name: str) -> None:
+    problem = Problem(Case(3, 2, 2, 3, cell=cell))
     before = torch.backends.mkldnn.enabled
-    problem.solve(OTHERS[name])
+    problem.solve(name)
     assert torch.backends.mkldnn.enabled == before

@@ -11,9 +11,10 @@ from torch import Tensor
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.lstm import aten
-from carrywave.kernels.lstm.dispatch import choose
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import LayerWeights
-from carrywave.model.lstm import LSTM
+from carrywave.model.lstm import GRU, LSTM
+from carrywave.model.recurrent import Recurrent
 
 pytestmark = pytest.mark.gpu
 
@@ -30,31 +31,34 @@ def test_random_bits_are_those_of_the_cpu() -> None:
         assert torch.equal(mask.cpu(), random.keep(key, 0.3, *coords, dtype=dtype))
 
 
-def solve(lstm: LSTM, x: Tensor, carry: Any, lengths: Tensor | None, key: Tensor) -> list[Tensor]:
+def solve(layers: Recurrent, x: Tensor, carry: Any, lengths: Tensor | None, key: Tensor) -> list[Tensor]:
     leaves = [x.requires_grad_(), *(part.requires_grad_() for part in carry)]
-    y, end = lstm(x, carry, lengths, key)
-    total = y.sin().sum() + end[0].cos().sum() + end[1].square().sum()
-    found = [y, *end, *torch.autograd.grad(total, [*leaves, *lstm.parameters()])]
+    y, end = layers(x, carry if len(carry) > 1 else carry[0], lengths, key)
+    end = (end,) if isinstance(end, Tensor) else end
+    total = y.sin().sum() + end[0].cos().sum() + end[-1].square().sum()
+    found = [y, *end, *torch.autograd.grad(total, [*leaves, *layers.parameters()])]
     return [tensor.detach().cpu() for tensor in found]
 
 
 @pytest.mark.parametrize("lengths", [None, (9, 4, 1, 0)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("projection", [0, 8])
+@pytest.mark.parametrize(("kind", "projection"), [(LSTM, 0), (LSTM, 8), (GRU, 0)], ids=["lstm", "lstm projected", "gru"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_cudnn_is_the_reference(bidirectional: bool, projection: int, bias: bool, lengths: tuple[int, ...] | None) -> None:
+def test_cudnn_is_the_reference(
+    bidirectional: bool, kind: type[Recurrent], projection: int, bias: bool, lengths: tuple[int, ...] | None
+) -> None:
     """Warnings are errors: cuDNN would warn if the weights were not one chunk in its own order."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"bias": bias, "bidirectional": bidirectional, "proj_size": projection, "dropout": 0.4, "weight_drop": 0.3}
-    lstm = LSTM(7, 16, 2, **options, dtype=torch.float64, kernel="reference")
+    layers = kind(7, 16, 2, **options, dtype=torch.float64, kernel="reference")
     rows = 4 if bidirectional else 2
-    carry = Carry(torch.randn(rows, 4, projection or 16, dtype=torch.float64), torch.randn(rows, 4, 16, dtype=torch.float64))
+    carry = kind.cell.carry(*(torch.randn(rows, 4, width, dtype=torch.float64) for width in kind.cell.widths(16, projection)))
     x, key = torch.randn(9, 4, 7, dtype=torch.float64), random.key(3)
     real = None if lengths is None else torch.tensor(lengths)
-    expected = solve(lstm, x, carry, real, key)
-    lstm.kernel = "aten"
-    there = Carry(*(part.detach().cuda() for part in carry))
-    got = solve(lstm.cuda(), x.detach().cuda(), there, None if real is None else real.cuda(), key.cuda())
+    expected = solve(layers, x, carry, real, key)
+    layers.kernel = "aten"
+    there = [part.detach().cuda() for part in carry]
+    got = solve(layers.cuda(), x.detach().cuda(), there, None if real is None else real.cuda(), key.cuda())
     # float64; cuDNN sums in another order, over 9 steps of 2 layers.
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
@@ -79,7 +83,7 @@ def test_carry_passes_padded_steps_to_the_bit(dtype: torch.dtype) -> None:
 
 def test_autocast_keeps_the_carry_long() -> None:
     lstm = LSTM(16, 32, 2).cuda()
-    assert choose("auto", torch.zeros(1, 1, 16, device="cuda"), lstm.weights(0)) == "aten"
+    assert BACKENDS.choose("auto", torch.zeros(1, 1, 16, device="cuda"), lstm.weights(0)) == "aten"
     x, lengths = torch.randn(8, 4, 16, device="cuda"), torch.tensor([8, 3, 0, 5], device="cuda")
     exact, _ = lstm(x, None, lengths)
     with torch.autocast("cuda", torch.bfloat16):

@@ -6,6 +6,7 @@ Shapes: T time, B lane, I input, H hidden, V classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,17 +15,23 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional
 
+from carrywave.cells.cell import Cell, by_name
 from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy, deferred_gradients, derivatives, dropout, random, reference
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import aligned, nvrtc
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.dropout import Coordinates
+from carrywave.kernels.gru import aten as gru_aten
+from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lengths import real_steps
-from carrywave.kernels.lstm import aten, dispatch, manual
+from carrywave.kernels.lstm import aten, manual
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import LayerWeights
 
 DOUBLE = torch.float64
+LSTM, GRU = by_name("lstm"), by_name("gru")
+both_cells = pytest.mark.parametrize(("cell", "layer"), [(LSTM, manual.layer), (GRU, gru_manual.layer)], ids=["lstm", "gru"])
 LENGTHS = torch.tensor([3, 0, 2])
 # Both are the same sums of some dozen terms, in another order.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
@@ -34,18 +41,22 @@ def made(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=DOUBLE, requires_grad=True)
 
 
-def tensors(directions: int = 1, *, bias: bool = True) -> list[Tensor]:
-    """x, h, c, and the weights of each direction, of 2 units for 2 numbers."""
-    shapes: list[tuple[int, ...]] = [(3, 3, 2), (directions, 3, 2), (directions, 3, 2)]
-    return [made(*shape, seed=n) for n, shape in enumerate(shapes + [(8, 2), (8, 2), *([(8,), (8,)] if bias else [])] * directions)]
+def tensors(directions: int = 1, *, bias: bool = True, cell: Cell = LSTM) -> list[Tensor]:
+    """x, the parts of the carry, and the weights of each direction, of 2 units for 2 numbers."""
+    shapes: list[tuple[int, ...]] = [(3, 3, 2), *[(directions, 3, 2)] * len(cell.parts)]
+    rows = 2 * cell.gates
+    weights = [(rows, 2), (rows, 2), *([(rows,), (rows,)] if bias else [])]
+    return [made(*shape, seed=n) for n, shape in enumerate(shapes + weights * directions)]
 
 
-def run(layer: Callable[..., Any], lengths: Tensor | None, directions: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    x, h, c, *rest = given
+def run(
+    layer: Callable[..., Any], lengths: Tensor | None, directions: int, given: tuple[Tensor, ...], cell: Cell = LSTM
+) -> tuple[Tensor, ...]:
+    x, parts, rest = given[0], given[1 : 1 + len(cell.parts)], given[1 + len(cell.parts) :]
     count = len(rest) // directions
     weights = tuple(LayerWeights(*rest[first : first + count]) for first in range(0, len(rest), count))
-    y, end = layer(x, Carry(h, c), weights, lengths)
-    return y, end.h, end.c
+    y, end = layer(x, cell.carry(*parts), weights, lengths)
+    return y, *end
 
 
 def penalty(out: tuple[Tensor, ...], given: list[Tensor]) -> list[Tensor]:
@@ -56,11 +67,15 @@ def penalty(out: tuple[Tensor, ...], given: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["full", "lengths"])
 @pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("layer", [manual.layer, aten.layer], ids=["manual", "aten"])
-def test_a_gradient_penalty_is_that_of_the_definition(layer: Any, directions: int, lengths: Tensor | None) -> None:
-    given = tensors(directions)
-    expected = penalty(run(reference.layer, lengths, directions, tuple(given)), given)
-    got = penalty(run(layer, lengths, directions, tuple(given)), given)
+@pytest.mark.parametrize(
+    ("cell", "layer"),
+    [(LSTM, manual.layer), (LSTM, aten.layer), (GRU, gru_manual.layer), (GRU, gru_aten.layer)],
+    ids=["lstm manual", "lstm aten", "gru manual", "gru aten"],
+)
+def test_a_gradient_penalty_is_that_of_the_definition(cell: Cell, layer: Any, directions: int, lengths: Tensor | None) -> None:
+    given = tensors(directions, cell=cell)
+    expected = penalty(run(partial(reference.layer, cell=cell), lengths, directions, tuple(given), cell), given)
+    got = penalty(run(layer, lengths, directions, tuple(given), cell), given)
     assert all(bool((each != 0).any()) for each in expected)
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
@@ -76,18 +91,21 @@ def test_onednn_has_second_derivatives_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 0])], ids=["full", "lengths"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_second_derivatives_agree_with_differences(bias: bool, lengths: Tensor | None) -> None:
-    x, h, c, *weights = tensors(bias=bias)
-    given = tuple(each.detach().requires_grad_() for each in (x[:2, :2], h[:, :2], c[:, :2], *weights))
-    assert gradcheck(lambda *each: run(manual.layer, lengths, 1, each), given, fast_mode=True)
-    assert gradgradcheck(lambda *each: run(manual.layer, lengths, 1, each), given, fast_mode=True)
+@both_cells
+def test_second_derivatives_agree_with_differences(cell: Cell, layer: Any, bias: bool, lengths: Tensor | None) -> None:
+    x, *rest = tensors(bias=bias, cell=cell)
+    parts, weights = rest[: len(cell.parts)], rest[len(cell.parts) :]
+    given = tuple(each.detach().requires_grad_() for each in (x[:2, :2], *(part[:, :2] for part in parts), *weights))
+    assert gradcheck(lambda *each: run(layer, lengths, 1, each, cell), given, fast_mode=True)
+    assert gradgradcheck(lambda *each: run(layer, lengths, 1, each, cell), given, fast_mode=True)
 
 
-def test_padding_that_is_no_number_stays_out_of_second_derivatives() -> None:
-    given = tensors()
-    clean = penalty(run(manual.layer, LENGTHS, 1, tuple(given)), given)
+@both_cells
+def test_padding_that_is_no_number_stays_out_of_second_derivatives(cell: Cell, layer: Any) -> None:
+    given = tensors(cell=cell)
+    clean = penalty(run(layer, LENGTHS, 1, tuple(given), cell), given)
     given[0] = torch.where(real_steps(LENGTHS, 3), given[0].detach(), torch.nan).requires_grad_()
-    torch.testing.assert_close(penalty(run(manual.layer, LENGTHS, 1, tuple(given)), given), clean, **TOLERANCE)
+    torch.testing.assert_close(penalty(run(layer, LENGTHS, 1, tuple(given), cell), given), clean, **TOLERANCE)
 
 
 def test_inputs_that_were_made_of_each_other_count_once() -> None:
@@ -126,22 +144,22 @@ def test_many_gradients_at_once() -> None:
     torch.testing.assert_close(list(batched), [torch.stack(each) for each in one_by_one], **TOLERANCE)
 
 
-def test_an_ordinary_backward_does_not_go_through_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_cells
+def test_an_ordinary_backward_does_not_go_through_the_definition(cell: Cell, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "layer", None)
-    given = tensors()
-    y, _, _ = run(manual.layer, LENGTHS, 1, tuple(given))
+    y, *_ = run(layer, LENGTHS, 1, tuple(tensors(cell=cell)), cell)
     y.sum().backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp itself
 def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     x, layer = made(3, 2, 2), (LayerWeights(made(8, 2), made(8, 2, seed=1)),)
-    usual = dispatch.choose("auto", x, layer)
+    usual = BACKENDS.choose("auto", x, layer)
     assert usual != "reference"
     chosen = []
 
     def seen(each: Tensor) -> Tensor:
-        chosen.append(dispatch.choose("auto", x, layer))
+        chosen.append(BACKENDS.choose("auto", x, layer))
         return each.sum()
 
     torch.func.grad(seen)(torch.zeros(2))
@@ -150,8 +168,8 @@ def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     with forward_ad.dual_level():
         seen(torch.zeros(2))
     assert chosen == ["reference"] * 4
-    assert dispatch.choose("auto", x[:, :0], layer) == "reference"
-    assert dispatch.choose("auto", x, layer) == usual
+    assert BACKENDS.choose("auto", x[:, :0], layer) == "reference"
+    assert BACKENDS.choose("auto", x, layer) == usual
 
 
 def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> None:

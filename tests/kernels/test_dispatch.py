@@ -11,19 +11,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from carrywave.errors import PlanError
+from carrywave.kernels import dispatch
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.dispatch import Dispatch
+from carrywave.kernels.gru.dispatch import BACKENDS as GRU_BACKENDS
 from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
-from carrywave.kernels.lstm import aten, dispatch
-from carrywave.kernels.lstm.dispatch import BACKENDS, check, choose, in_use, run
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.lstm import aten
+from carrywave.kernels.lstm.dispatch import BACKENDS
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 
 LAYER: Layer = (LayerWeights(torch.full((16, 3), 0.1), torch.full((16, 4), -0.2), torch.full((16,), 0.3), torch.zeros(16)),)
-PROJECTED: Layer = (LAYER[0]._replace(w_hr=torch.zeros(2, 4)),)
+GRU_LAYER: Layer = (LayerWeights(torch.zeros(12, 3), torch.zeros(12, 4)),)
+PROJECTED: Layer = (LAYER[0]._replace(w_hh=LAYER[0].w_hh[:, :2], w_hr=torch.zeros(2, 4)),)
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +45,8 @@ def on_gpu(dtype: torch.dtype, steps: int = 40, lanes: int = 2) -> Tensor:
         return torch.empty(steps, lanes, 3, dtype=dtype, device="cuda")
 
 
-def refusing(why: str) -> Callable[[Tensor, Layer], str]:
-    return lambda x, layer: why
+def refusing(why: str) -> Callable[[Tensor, Layer, StepMarks | None], str]:
+    return lambda x, layer, marks: why
 
 
 def carry(dtype: torch.dtype = torch.float32) -> Carry:
@@ -52,37 +56,60 @@ def carry(dtype: torch.dtype = torch.float32) -> Carry:
 def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x, layer = torch.zeros(32, 1, 3), LAYER
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert choose("auto", x, layer) == "aten"
-    assert choose("auto", x[:31], layer) == "manual"  # too short for oneDNN's preparing of the weights
-    assert choose("auto", x.double(), layer) == "manual"
-    assert choose("manual", x, layer) == "manual"
+    assert BACKENDS.choose("auto", x, layer) == "aten"
+    assert BACKENDS.choose("auto", x[:31], layer) == "manual"  # too short for oneDNN's preparing of the weights
+    assert BACKENDS.choose("auto", x.double(), layer) == "manual"
+    assert BACKENDS.choose("manual", x, layer) == "manual"
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)
-    assert choose("auto", x, layer) == "manual"
-    assert choose("auto", x, PROJECTED) == "aten"
-    assert choose("auto", x.bfloat16(), layer) == "manual"
-    assert choose("auto", x.to("meta"), layer) == "aten"
-    assert choose("manual", x, PROJECTED) == "aten"
-    assert choose("reference", x, layer) == "reference"
+    assert BACKENDS.choose("auto", x, layer) == "manual"
+    assert BACKENDS.choose("auto", x, PROJECTED) == "aten"
+    assert BACKENDS.choose("auto", x.bfloat16(), layer) == "manual"
+    assert BACKENDS.choose("auto", x.to("meta"), layer) == "aten"
+    assert BACKENDS.choose("manual", x, PROJECTED) == "aten"
+    assert BACKENDS.choose("reference", x, layer) == "reference"
     with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
-        check("fast")
+        BACKENDS.check("fast")
     monkeypatch.setenv("CARRYWAVE_KERNEL", "aten")
-    assert choose("reference", x, layer) == "aten"
+    assert BACKENDS.choose("reference", x, layer) == "aten"
     monkeypatch.setenv("CARRYWAVE_KERNEL", "none")
     with pytest.raises(PlanError, match="CARRYWAVE_KERNEL=none"):
-        check("auto")
+        BACKENDS.check("auto")
 
 
-def test_choice_with_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_a_gru(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer = torch.zeros(64, 1, 3), GRU_LAYER
+    assert [GRU_BACKENDS.choose("auto", each, layer) for each in (x, x.double(), x.bfloat16())] == ["manual"] * 3
+    assert GRU_BACKENDS.choose("auto", x[:, :0], layer) == "reference"
+    assert GRU_BACKENDS.in_use("aten", x, layer) == "aten (native)"
+    for asked in ("auto", "manual"):
+        assert GRU_BACKENDS.in_use(asked, on_gpu(torch.float32), layer) == "aten (cuDNN)"
+    with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
+        GRU_BACKENDS.check("fast")
+    monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
+    assert GRU_BACKENDS.choose("auto", x, layer) == "reference"
+
+
+@pytest.mark.parametrize(("backends", "layer"), [(BACKENDS, LAYER), (GRU_BACKENDS, GRU_LAYER)], ids=["lstm", "gru"])
+def test_choice_with_resets_and_noise(backends: Dispatch, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     x, marks = torch.zeros(32, 1, 3), StepMarks(torch.zeros(32, 1, dtype=torch.bool))
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert choose("auto", x, LAYER, marks) == "manual"  # torch's kernels would be called anew at every reset
-    assert choose("aten", x, LAYER, marks) == "aten"
-    assert choose("auto", x, PROJECTED, marks) == "aten"
-    assert choose("auto", x.to("meta"), LAYER, marks) == "reference"
-    assert choose("auto", on_gpu(torch.float32), LAYER, marks) == "aten"
+    assert backends.choose("auto", x, layer, marks) == "manual"  # torch's kernels would be called anew at every reset
+    assert backends.choose("aten", x, layer, marks) == "aten"
+    assert backends.choose("auto", x.to("meta"), layer, marks) == "reference"
+    assert backends.choose("auto", on_gpu(torch.float32), layer, marks) == "aten"
+    noisy = StepMarks(noise=CellNoise(0.1, (0.0, 0.0), ((1, 2, 3),)))
+    for asked in ("auto", "manual", "aten"):
+        assert backends.choose(asked, x, layer, noisy) == "reference"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)  # a tracer cannot read where to cut
+        assert backends.choose("auto", x, layer, marks) == "reference"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # a graph cannot read where to cut
-    assert choose("auto", on_gpu(torch.float32), LAYER, marks) == "reference"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # nor can a graph
+    assert backends.choose("auto", on_gpu(torch.float32), layer, marks) == "reference"
+
+
+def test_choice_of_a_projection_with_resets() -> None:
+    assert BACKENDS.choose("auto", torch.zeros(32, 1, 3), PROJECTED, StepMarks(torch.zeros(32, 1, dtype=torch.bool))) == "aten"
 
 
 def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,54 +126,66 @@ def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.Monke
 
 
 def test_the_spec_takes_every_backend() -> None:
-    assert typing.get_args(PlanSpec.model_fields["kernel"].annotation) == ("auto", *BACKENDS)
+    assert typing.get_args(PlanSpec.model_fields["kernel"].annotation) == ("auto", *BACKENDS.backends) == ("auto", *GRU_BACKENDS.backends)
 
 
 def test_on_a_gpu_halves_take_the_persistent_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     for dtype in (torch.bfloat16, torch.float16):
-        assert choose("auto", on_gpu(dtype), LAYER) == "persistent"
+        assert BACKENDS.choose("auto", on_gpu(dtype), LAYER) == "persistent"
     for dtype in (torch.float32, torch.float64):
-        assert choose("auto", on_gpu(dtype), LAYER) == "aten"
-    assert choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert BACKENDS.choose("auto", on_gpu(dtype), LAYER) == "aten"
+    assert BACKENDS.choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
     monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
-    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
+
+
+def test_noise_that_the_persistent_kernel_does_not_run_goes_to_the_definition(a_gpu: Callable[..., list[int]]) -> None:
+    a_gpu(9)
+    x, noise = on_gpu(torch.bfloat16), CellNoise(0.1, (0.2, 0.0), ((1, 2, 3), (4, 5, 6)), key=torch.zeros(2))
+    resets, initial = torch.zeros(40, 2, dtype=torch.bool), Carry(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial)) == "persistent"
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, noise=noise)) == "persistent"
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial, noise)) == "reference"
+    assert BACKENDS.choose("auto", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
+    with pytest.warns(UserWarning, match="it supports noise inside the cell in one direction, and not together with resets to a learned"):
+        assert BACKENDS.choose("persistent", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
 
 
 def test_what_cudnn_runs_faster_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     wide = (LayerWeights(torch.empty(4096, 3, device="meta"), torch.empty(4096, 1024, device="meta")),)
-    assert choose("auto", on_gpu(torch.bfloat16, lanes=128), wide) == "persistent"
-    assert choose("auto", on_gpu(torch.bfloat16, lanes=256), wide) == "aten"
-    assert choose("persistent", on_gpu(torch.bfloat16, lanes=256), wide) == "persistent"
-    assert choose("auto", on_gpu(torch.float16, steps=16), LAYER) == "aten"
-    assert choose("auto", on_gpu(torch.bfloat16, steps=16), LAYER) == "persistent"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=128), wide) == "persistent"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=256), wide) == "aten"
+    assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16, lanes=256), wide) == "persistent"
+    assert BACKENDS.choose("auto", on_gpu(torch.float16, steps=16), LAYER) == "aten"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, steps=16), LAYER) == "persistent"
 
 
 def test_what_does_not_fit_is_left_to_cudnn_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings are errors: one would fail the test."""
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing("4000 units and 2 lanes do not fit"))
-    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
 
 
 def test_what_was_asked_for_and_does_not_fit_is_said_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     for why in ("4000 units and 2 lanes do not fit", "it does not support projections"):
         monkeypatch.setattr(persistent, "refusal", refusing(why))
-        with pytest.warns(UserWarning, match=f"the persistent LSTM kernel is not used.*: {why}"):
-            assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
-        assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+        with pytest.warns(UserWarning, match=f"the persistent recurrent kernel is not used.*: {why}"):
+            assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
 
 
 def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "No module named 'cuda'")
     monkeypatch.setattr(persistent, "refusal", refusing("CUDA code cannot be compiled here (No module named 'cuda')"))
     with pytest.warns(UserWarning, match="No module named 'cuda'"):
-        assert choose("auto", on_gpu(torch.float16), LAYER) == "aten"
-    assert choose("auto", on_gpu(torch.float16), LAYER) == "aten"
+        assert BACKENDS.choose("auto", on_gpu(torch.float16), LAYER) == "aten"
+    assert BACKENDS.choose("auto", on_gpu(torch.float16), LAYER) == "aten"
 
 
 @pytest.fixture
@@ -174,16 +213,16 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]
 
 def test_a_gpu_that_can_run_it_is_probed_and_chosen(a_gpu: Callable[..., list[int]]) -> None:
     probed = a_gpu(9)
-    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
     assert set(probed) == {0}
 
 
 def test_an_a100_is_refused_without_a_probe(a_gpu: Callable[..., list[int]]) -> None:
     """The probe asks for more shared memory than an A100 has. Warnings are errors: another GPU is nobody's fault."""
     probed = a_gpu(8)
-    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
     with pytest.warns(UserWarning, match="it needs a Hopper GPU"):
-        assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
     assert probed == []
 
 
@@ -191,15 +230,15 @@ def test_an_a100_is_refused_without_a_probe(a_gpu: Callable[..., list[int]]) -> 
 def test_without_a_compiler_nothing_is_probed(asked: str, a_gpu: Callable[..., list[int]]) -> None:
     probed = a_gpu(9, missing="No module named 'cuda'")
     with pytest.warns(UserWarning, match=r"CUDA code cannot be compiled here \(No module named 'cuda'\)"):
-        assert choose(asked, on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert BACKENDS.choose(asked, on_gpu(torch.bfloat16), LAYER) == "aten"
     assert probed == []
 
 
 def test_a_probe_that_fails_is_a_refusal_and_not_repeated(a_gpu: Callable[..., list[int]]) -> None:
     probed = a_gpu(9, fault="CUDA_ERROR_INVALID_VALUE")
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_INVALID_VALUE"):
-        assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
-    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"  # without another warning, which would be an error
+        assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"  # without another warning, which would be an error
     assert persistent.refusal(on_gpu(torch.bfloat16), LAYER) == "it failed: CUDA_ERROR_INVALID_VALUE"
     assert probed == [0]
 
@@ -214,12 +253,12 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", fails)
-    monkeypatch.setattr(dispatch, "_fastest", lambda *_: "persistent")
+    monkeypatch.setattr(BACKENDS, "_fastest", lambda *_: "persistent")
     x = torch.randn(5, 2, 3)
     expected = aten.layer(x, carry(), LAYER, None)
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") as said:
-        first = run(asked, x, carry(), LAYER, None)
-    second = run(asked, x, carry(), LAYER, None)
+        first = BACKENDS.run(asked, x, carry(), LAYER, None)
+    second = BACKENDS.run(asked, x, carry(), LAYER, None)
     assert len(said) == 1
     assert tried == ["layer"]
     for y, end in (first, second):
@@ -232,7 +271,7 @@ def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.Monkey
         raise nvrtc.KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
-    monkeypatch.setattr(persistent, "wave_of", lambda x, layers: Wave(LayerShape(64, 1, 8, 1), 2, 2))
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell: Wave(LayerShape(64, 1, 8, 1), 2, 2))
     monkeypatch.setattr(wave, "run", fails)
     second: Layer = (LAYER[0]._replace(w_ih=torch.full((16, 4), 0.1)),)
     x = torch.randn(5, 2, 3)
@@ -250,14 +289,14 @@ def test_other_errors_of_a_kernel_are_not_hidden(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        run("persistent", torch.randn(5, 2, 3), carry(), LAYER, None)
+        BACKENDS.run("persistent", torch.randn(5, 2, 3), carry(), LAYER, None)
 
 
 def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only x is in the dtype to compute in: a copy of the weights would cost a pass over them."""
     given: list[torch.dtype] = []
 
-    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None, **named: object) -> tuple[Tensor, Carry]:
+    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None, *_: object, **named: object) -> tuple[Tensor, Carry]:
         given.extend([x.dtype, start.h.dtype, start.c.dtype, weights[0].w_ih.dtype, weights[0].w_hh.dtype])
         return x.new_zeros(5, 2, 4), start
 
@@ -273,19 +312,19 @@ def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest
 def test_torch_compile_sees_kernels_it_can_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(persistent, "refusal", refusing(""))
-    assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
-    assert choose("manual", torch.zeros(5, 2, 3), LAYER) == "aten"
-    assert choose("reference", torch.zeros(5, 2, 3), LAYER) == "reference"
+    assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert BACKENDS.choose("manual", torch.zeros(5, 2, 3), LAYER) == "aten"
+    assert BACKENDS.choose("reference", torch.zeros(5, 2, 3), LAYER) == "reference"
 
 
 def test_names_that_people_know(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(32, 1, 3)
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert in_use("auto", x, LAYER) == "aten (oneDNN)"
-    assert in_use("auto", x, PROJECTED) == "aten (native)"
-    assert in_use("auto", x.double(), LAYER) == "manual"
-    assert in_use("auto", x.to("meta"), LAYER) == "aten"
-    assert in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
+    assert BACKENDS.in_use("auto", x, LAYER) == "aten (oneDNN)"
+    assert BACKENDS.in_use("auto", x, PROJECTED) == "aten (native)"
+    assert BACKENDS.in_use("auto", x.double(), LAYER) == "manual"
+    assert BACKENDS.in_use("auto", x.to("meta"), LAYER) == "aten"
+    assert BACKENDS.in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
     monkeypatch.setattr(persistent, "refusal", refusing(""))
-    assert in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
+    assert BACKENDS.in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"

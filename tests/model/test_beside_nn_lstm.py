@@ -207,7 +207,7 @@ WITH_ANY_CELL = [
 @pytest.mark.filterwarnings(JIT, "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     ("name", "doing"),
-    [*(("LSTM", each) for each in DONE), *(("RNN", each) for each in WITH_ANY_CELL)],
+    [*(("LSTM", each) for each in DONE), *((name, each) for name in ("GRU", "RNN") for each in WITH_ANY_CELL)],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_it_does_as_torch_does(name: str, doing: Callable[[Kind], Any]) -> None:

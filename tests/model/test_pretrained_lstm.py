@@ -55,8 +55,11 @@ def test_layers_without_biases_get_zeros() -> None:
         (nn.LSTM(3, 4, bidirectional=True), "but the model no .*_reverse; it needs .*, model.bidirectional=true"),
         (nn.LSTM(3, 4, proj_size=2), "model.projection=2"),
         (nn.GRU(3, 4), "has layers of 3 gates, but the cell lstm has 4; use weights of that cell"),
-        (nn.Linear(3, 4), "holds no LSTM: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM"),
-        (nn.ModuleDict({"a": nn.LSTM(3, 4), "b": nn.LSTM(3, 4)}), r"holds several LSTMs \(a\., b\.\); save one of them by itself"),
+        (nn.Linear(3, 4), "holds no recurrent layers: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM or nn.GRU"),
+        (
+            nn.ModuleDict({"a": nn.LSTM(3, 4), "b": nn.LSTM(3, 4)}),
+            r"holds several stacks of layers \(a\., b\.\); save one of them by itself",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(theirs: nn.Module, said: str) -> None:

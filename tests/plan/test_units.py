@@ -36,6 +36,8 @@ def build(**model: Any) -> tuple[Units, Model]:
         asked.layers,
         proj_size=asked.projection,
         layer_norm=asked.layer_norm,
+        cell_norm=asked.cell_norm,
+        num_heads=asked.heads,
         learned_carry=asked.learned_carry,
     )
     return units, Model(encoder, lstm, Softmax(lstm.output_size, 37, tied=encoder.weight if asked.tie else None))
@@ -47,6 +49,8 @@ MODELS: list[dict[str, Any]] = [
     {"hidden": 8, "layers": 2, "projection": 3, "layer_norm": True, "learned_carry": True},
     {"hidden": 8, "layers": 2, "tie": True},
     {"hidden": [8, 12], "layers": 2, "cell": "rnn", "learned_carry": True},
+    {"hidden": 8, "layers": 2, "cell_norm": True, "zoneout": [0.1, 0.2], "recurrent_dropout": 0.1},
+    {"hidden": [8, 12], "layers": 2, "cell": "slstm", "heads": 4, "learned_carry": True, "cell_norm": True},
 ]
 
 

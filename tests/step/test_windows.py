@@ -25,10 +25,10 @@ import _small_models as small_models
 from _small_models import CLASSES, KEY, VOCABULARY, WIDTH, batch_of
 
 from carrywave.data.batch import Batch
+from carrywave.kernels import dispatch
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
-from carrywave.kernels.lstm import dispatch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
@@ -46,9 +46,9 @@ TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture(autouse=True)
 def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     replace_launches(monkeypatch)
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
+    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
     monkeypatch.setattr(persistent, "_chip", lambda x: H200)
-    monkeypatch.setattr(persistent, "wave_of", lambda x, layers: None)
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell: None)
     yield
     dispatch._failures.clear()
     dispatch._told.clear()
@@ -56,7 +56,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def waves(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """From here on, layers run in one call, in pieces of this many steps."""
-    monkeypatch.setattr(persistent, "wave_of", lambda x, layers: Wave(LayerShape(64, 1, 8, 1), 1, min(piece, len(x))))
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell: Wave(LayerShape(64, 1, 8, 1), 1, min(piece, len(x))))
 
 
 def build(**options: Any) -> Model:
@@ -128,6 +128,8 @@ def test_chunks_are_the_window(
         ({"learned_carry": True}, True),
         ({"dropout": 0.0, "layers": 3}, True),
         ({"bias": False}, True),
+        ({"zoneout": 0.3}, False),
+        ({"cell_norm": True}, False),
     ],
 )
 def test_options_survive_chunks(

@@ -1,13 +1,16 @@
-"""Claim: our LSTM kernels run a stack forward and backward faster than cuDNN, also in a CUDA graph, and faster still with lengths.
+"""Claim: our kernels run a stack forward and backward faster than cuDNN, also in a CUDA graph, and faster still with lengths; resets inside
+a window and noise inside the cell cost next to nothing.
 
 A call is the forward and backward pass of a whole stack whose input is as wide as its layers, including the input projections, the input
 gradient and all weight gradients. Ours casts its float32 weights in every call, as training does. Peers run in the same process and take
 turns (a round gives each one block of calls; the median over rounds counts):
 
-- cuDNN eager: `nn.LSTM` in the short dtype; with lengths, packed from presorted lanes, with packing and unpacking timed;
+- cuDNN eager: `nn.LSTM` or `nn.GRU` in the short dtype; with lengths, packed from presorted lanes, with packing and unpacking timed; with
+  resets, on the sequences between them, split and padded to the longest (where they begin is known beforehand); not with noise;
 - cuDNN in a graph: the same call, captured. Packing reads the lengths on the host and cannot be captured, so with lengths cuDNN runs all
   steps with the padding masked (our `aten` backend);
-- reference: the loop in plain PyTorch, timed once, only without dropout and only if it takes at most a second.
+- reference: the loop in plain PyTorch, timed once, only without dropout and only if it takes at most a second;
+- plain: ours in a graph, without the resets or the noise of the row.
 
 Dropout is applied between layers. The error is the largest relative error of any output or gradient against the same stack in float64,
 over at most 32 steps; for cuDNN it is measured through `aten`, which draws the same dropout masks. Rows where ours is slower are included.
@@ -28,7 +31,6 @@ from carrywave.benchmarks.harness import gpu_timing
 from carrywave.benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
-from carrywave.kernels.lstm import dispatch
 from carrywave.measure.timing import Call
 
 # Upper limits in milliseconds for bf16 without padding, with or without dropout.
@@ -47,11 +49,16 @@ WAVE = (8, 512, 16, 256)  # running layers concurrently pays off here: the targe
 AWD = (2, 1150, 100, 70)  # the wide layers of AWD-LSTM
 SHAPES = (*TARGETS_MS, WAVE, (1, 1024, 256, 256), (2, 1500, 20, 35), (1, 2048, 16, 256), (1, 128, 64, 256), (2, 200, 20, 35), AWD)
 QUICK = ((1, 128, 16, 32), (2, 64, 8, 16))
+GRU_SHAPES = ((1, 512, 64, 256), (2, 650, 20, 35), (1, 1024, 64, 256), (1, 256, 64, 256), (4, 512, 16, 128))
+GRU_RATIOS = {(1, 512, 64, 256): 2.5, (2, 650, 20, 35): 2.5, (1, 1024, 64, 256): 1.7}  # times cuDNN in a graph, at least
+MARKED_SHAPES = ((1, 256, 128, 128), (1, 512, 256, 128))
+MARKS = {"resets": 0.03, "zoneout": 0.1, "recurrent_dropout": 0.25}
+RESETS_SHARE, NOISE_SHARE = 1.05, 1.1  # of the time without them, at most
 LENGTHS_SHARE = 0.8  # of the time without padding, at most
 MOST_ERROR = 1.5  # times cuDNN's error, at most
 
 PEERS = ("cudnn_eager", "cudnn_graph", "reference")
-OURS = ("ours_eager", "ours_graph")
+OURS = ("ours_eager", "ours_graph", "plain_graph")
 BLOCK_MS, BUDGET_MS, ROUNDS = 4.0, 400.0, (3, 15)
 ERROR_STEPS = 32
 REFERENCE_STEPS, REFERENCE_SECONDS = 8, 1.0  # extrapolated from this many steps; skipped if it would take longer
@@ -97,10 +104,15 @@ def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[StackCase]:
         for dropout in ((0.0, 0.5) if shape[0] > 1 else (0.0,))
         for lengths in (False, True)
     ]
+    shapes = QUICK[:1] if quick else MARKED_SHAPES
+    every += [StackCase(*shape, dtype, cell="gru") for dtype in ("bf16", "fp16") for shape in (QUICK if quick else GRU_SHAPES)]
+    unmarked = [StackCase(*shape, cell=cell) for cell in ("lstm", "gru") for shape in shapes]
+    every += [replace(case, **{mark: share}) for case in unmarked for mark, share in MARKS.items()]  # type: ignore[arg-type]
     asked = [frozenset(words.split()) for words in rows]
     kept = [case for case in every if not asked or any(words <= case.words for words in asked)]
     if not kept:
-        raise UserError(f"no case of bench kernels matches {' or '.join(rows)}; use words such as 1x1024, B64, bf16, lengths, dropout0.5")
+        words = "1x1024, B64, bf16, lengths, dropout0.5, gru, resets0.03"
+        raise UserError(f"no case of bench kernels matches {' or '.join(rows)}; use words such as {words}")
     return kept
 
 
@@ -136,11 +148,16 @@ def _step_us(hidden: int, lanes: int, layers: int, broadcast_us: float) -> float
 
 def target_ms(case: StackCase, ms: Mapping[str, float], padded_ms: float | None) -> float | None:
     """The most milliseconds ours may take in a graph; None if the measurement it depends on is missing."""
+    if case.marked:
+        share = RESETS_SHARE if case.resets else NOISE_SHARE
+        return None if "plain_graph" not in ms else share * ms["plain_graph"]
     if case.lengths:
         return None if padded_ms is None else LENGTHS_SHARE * padded_ms
     if case.dtype == "fp16":
         return _best(ms)
     graph_ms = ms.get("cudnn_graph")
+    if case.cell == "gru":
+        return None if graph_ms is None else graph_ms / GRU_RATIOS.get(case.shape, 1.0)
     if case.shape == WAVE:
         return None if graph_ms is None else graph_ms / 4
     return TARGETS_MS.get(case.shape, graph_ms)
@@ -161,6 +178,8 @@ def row_of(case: StackCase, device: str, measured: Measured, padded_ms: float | 
         notes.append(f"ours: its error is more than {MOST_ERROR} times cuDNN's")
     return {
         "case": case.name,
+        "cell": case.cell,
+        "marks": case.marks,
         "device": device,
         "dtype": case.dtype,
         "input": "lengths" if case.lengths else "padded",
@@ -180,37 +199,39 @@ def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measu
     """Run a case with every implementation that supports it."""
     stack, measured = Stack(case, device), Measured()
     # Check first: a backend that cannot run a layer falls back to another, which would then be timed instead.
-    refused = persistent.refusal(stack.x_TBI, stack.layers[0])
+    refused = persistent.refusal(stack.x_TBI, stack.layers[0], None if stack.marks is None else stack.marks[0])
     if refused:
         measured.notes.append(f"ours: {refused}")
-    calls = _calls(stack, refused, measured)
+    unmarked = Stack(replace(case, resets=0.0, zoneout=0.0, recurrent_dropout=0.0), device) if case.marked else None
+    calls = _calls(stack, unmarked, refused, measured)
     if case.dropout == 0.0:
         _time_reference(case, stack, measured)
     timed = gpu_timing.time_calls(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
     measured.ms |= {name: statistics.median(values) for name, values in timed.items()}
-    measured.errors = _errors(case, device, [who for who in ("ours", "cudnn") if f"{who}_eager" in calls], measured)
-    measured.auto = dispatch.choose("auto", stack.x_TBI, stack.layers[0])
-    del calls, stack
+    compared = ("ours",) if case.marked else ("ours", "cudnn")  # on a marked stack, `aten` is not cuDNN alone
+    measured.errors = _errors(case, device, [who for who in compared if f"{who}_eager" in calls], measured)
+    measured.auto = stack.backends.choose("auto", stack.x_TBI, stack.layers[0], None if stack.marks is None else stack.marks[0])
+    del calls, stack, unmarked
     gc.collect()
     torch.cuda.empty_cache()  # graphs hold private memory pools
     return measured
 
 
-def _calls(stack: Stack, refused: str, measured: Measured) -> dict[str, Call]:
+def _calls(stack: Stack, unmarked: Stack | None, refused: str, measured: Measured) -> dict[str, Call]:
     """Every implementation, warmed up. A failure is noted and does not stop the others."""
     ours = partial(stack.ours, "persistent")
-    plain: dict[str, Call] = {
-        "cudnn_eager": stack.nn_lstm,
-        "cudnn_graph": partial(stack.ours, "aten") if stack.case.lengths else stack.nn_lstm,
-    }
+    plain: dict[str, Call] = {}
+    if not stack.case.zoneout and not stack.case.recurrent_dropout:
+        plain |= {"cudnn_eager": stack.torchs, "cudnn_graph": partial(stack.ours, "aten") if stack.case.lengths else stack.torchs}
     if not refused:
         plain |= {"ours_eager": ours, "ours_graph": ours}
+        plain |= {} if unmarked is None else {"plain_graph": partial(unmarked.ours, "persistent")}
     calls: dict[str, Call] = {}
     for name, call in plain.items():
         try:
             ready = gpu_timing.graphed(call) if name.endswith("_graph") else gpu_timing.warmed_up(call)
             # After a failure the dispatcher warns and falls back permanently.
-            if call is ours and dispatch.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
+            if call is ours and stack.backends.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
                 measured.notes.append("ours: the kernel failed (see the warning)")
                 break
             calls[name] = ready

@@ -29,7 +29,7 @@ from carrywave.benchmarks.peers.gpu_loops import CompiledLoop, GraphedLoop, Plai
 from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
-from carrywave.kernels.lstm import dispatch
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.step.trainer import Trainer
@@ -129,7 +129,7 @@ def kernel_of(recipe: Recipe) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     one = torch.empty((), dtype=DTYPES[recipe.precision], device=device)
     layer = LSTM(recipe.hidden, recipe.hidden, device=device).weights(0)
-    return dispatch.in_use("auto", one.expand(recipe.steps, recipe.lanes, recipe.hidden), layer)
+    return BACKENDS.in_use("auto", one.expand(recipe.steps, recipe.lanes, recipe.hidden), layer)
 
 
 def build(name: str, recipe: Recipe, model: Model, windows: Windows) -> Step:

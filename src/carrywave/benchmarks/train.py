@@ -3,7 +3,7 @@
 Ours and the peers run in the same process, on the same data, with the same model, optimizer and clipping, and take turns (a block of steps
 each, for several rounds; the median over blocks counts):
 
-- streams: truncated back-propagation over the same corpus in the same lanes and windows (`PlainStreams`);
+- streams: truncated back-propagation over the same corpus in the same lanes and windows (`PlainStreams`), of LSTMs and, once, of GRUs;
 - lengths: a DataLoader in random order with `pad_sequence`, padded or packed, whichever is faster, with as many sequences per batch as
   give the same number of real steps on average (`PlainSequences`). Ours buckets by length; in a second row, it packs (`batch.pack`).
 
@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
 from carrywave.benchmarks.harness.loaded_loops import CLASSES, CLIP, FEATURES, LR, TRAIN, LabelledLengths, Step, examples, loaded_loop
 from carrywave.benchmarks.harness.workers import spread
@@ -33,16 +34,17 @@ PACKED = "carrywave, batch.pack"
 
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
-    """Both cases, on the GPU if there is one."""
+    """All cases, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks, seconds = (3, 0.3) if quick else (9, 2.0)
     rows: list[dict[str, object]] = []
-    shapes = [(100, 64 if quick else 256, 32, 64)]
+    small = (100, 64 if quick else 256, 32, 64)
+    shapes = [("lstm", *small), ("gru", *small)]
     if device.type == "cuda":
-        shapes += [(10_000, 650, 20, 35), (1_000, 1024, 64, 128)]
-    for vocabulary, hidden, lanes, steps in shapes:
-        case = f"streams 2x{hidden} lanes {lanes} steps {steps} vocabulary {vocabulary}"
-        rows += compare(case, _streams(vocabulary, hidden, lanes, steps, device), blocks, seconds, device, target=1.0)
+        shapes += [("lstm", 10_000, 650, 20, 35), ("lstm", 1_000, 1024, 64, 128)]
+    for cell, vocabulary, hidden, lanes, steps in shapes:
+        case = f"streams{' gru' if cell == 'gru' else ''} 2x{hidden} lanes {lanes} steps {steps} vocabulary {vocabulary}"
+        rows += compare(case, _streams(vocabulary, hidden, lanes, steps, device, cell), blocks, seconds, device, target=1.0)
     lengths = LabelledLengths(32, 200, 1024) if quick else LabelledLengths(128, 1000, 4096)
     return [*rows, *compare(lengths.name, _lengths(lengths, device), blocks, seconds, device, target=1.5)]
 
@@ -87,12 +89,12 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
-def _streams(vocabulary: int, hidden: int, lanes: int, steps: int, device: torch.device) -> dict[str, Step]:
+def _streams(vocabulary: int, hidden: int, lanes: int, steps: int, device: torch.device, cell: str = "lstm") -> dict[str, Step]:
     tokens = np.random.default_rng(0).integers(vocabulary, size=lanes * steps * 200).astype(np.uint16)
     spec = parse(
         {
             "task": "language",
-            "model": {"hidden": hidden, "layers": 2, "dropout": 0.2},
+            "model": {"cell": cell, "hidden": hidden, "layers": 2, "dropout": 0.2},
             "batch": {"lanes": lanes, "steps": steps},
             "train": TRAIN,
         }
@@ -101,7 +103,7 @@ def _streams(vocabulary: int, hidden: int, lanes: int, steps: int, device: torch
     codec = Codec(task="language", field="tokens", kind="int", size=vocabulary)
     plain = peers.PlainStreams(
         torch.from_numpy(tokens.astype(np.int64)),
-        peers.PlainLanguageModel(vocabulary, hidden, 2, 0.2),
+        peers.PlainLanguageModel(vocabulary, hidden, 2, 0.2, nn.GRU if cell == "gru" else nn.LSTM),
         lanes=lanes,
         steps=steps,
         lr=LR,

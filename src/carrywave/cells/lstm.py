@@ -32,8 +32,8 @@ def step(gates_BG: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> t
     """The definition: one step of one direction."""
     h_BP, c_BH = carry
     input_BH, forget_BH, cell_BH, output_BH = (gates_BG + weights.recurrent(h_BP)).chunk(4, dim=-1)
-    next_c_BH = forget_BH.sigmoid() * c_BH + input_BH.sigmoid() * cell_BH.tanh()
-    return weights.projected(output_BH.sigmoid() * next_c_BH.tanh()), next_c_BH
+    next_c_BH = forget_BH.sigmoid() * c_BH + input_BH.sigmoid() * weights.candidate(cell_BH.tanh())
+    return weights.projected(output_BH.sigmoid() * weights.normed(next_c_BH).tanh()), next_c_BH
 
 
 CELL = Cell(
@@ -43,8 +43,10 @@ CELL = Cell(
     step=step,
     projects=True,
     forget_gate=1,
+    memory=True,
     backends="carrywave.kernels.lstm.dispatch",
     torch_module="LSTM",
     onnx=OnnxForm("LSTM", order=(0, 3, 1, 2)),
     kept=6,  # four gates, the cell and its tanh
+    launches=40,
 )

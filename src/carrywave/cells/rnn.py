@@ -22,7 +22,7 @@ class Carry(NamedTuple):
 
 def step(gates_BH: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> tuple[Tensor, ...]:
     """The definition: one step of one direction."""
-    return ((gates_BH + weights.recurrent(carry[0])).tanh(),)
+    return (weights.candidate((gates_BH + weights.recurrent(carry[0])).tanh()),)
 
 
 CELL = Cell(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec, first_unknown, unknown_token
-from carrywave.data.files import fields
+from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
 from carrywave.data.files.rows import Row, Rows
 from carrywave.data.sequences import Sequences
@@ -38,6 +38,7 @@ class _Learned:
     spec: Spec
     held: Held
     labels: dict[str, str] = dataclasses.field(default_factory=dict)  # name -> kind
+    sets: label_sets.LabelSets = dataclasses.field(default_factory=label_sets.LabelSets)
     features: Moments = dataclasses.field(default_factory=Moments)
     targets: Moments = dataclasses.field(default_factory=Moments)
     columns: int | None = None
@@ -52,11 +53,12 @@ class _Learned:
     def watch(self, index: int, where: str, row: Row) -> None:
         """Record the row's labels or target."""
         task = self.spec.task
-        if task == "classification":
+        if self.spec.data.multi_label:
+            self.sets.watch(label_sets.sets_of(row, where, steps=_count(row, where) if task == "tagging" else None), where)
+        elif task == "classification":
             self._label(*fields.class_of(fields.take(row, "label", where), "label", where), where)
         elif task == "tagging":
-            value = fields.as_plain(fields.take(row, "labels", where))
-            for label in fields.tags_of(row, len(value) if hasattr(value, "__len__") else 0, where):
+            for label in fields.tags_of(row, _count(row, where), where):
                 if label is not None:
                     self._label(*label, where)
         elif task == "regression":
@@ -136,8 +138,17 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         if not spec.data.standardize:
             seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
-    kind = next(iter(seen.labels.values()), "string")  # `_label` has checked that all labels are of one kind
-    return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)
+    labels = seen.sets.labels if spec.data.multi_label else seen.labels
+    if spec.data.multi_label:
+        known["label_sets"] = seen.sets.form
+    kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
+    return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **known)
+
+
+def _count(row: Row, where: str) -> int:
+    """Return how many labels a row of tags has."""
+    value = fields.as_plain(fields.take(row, "labels", where))
+    return len(value) if hasattr(value, "__len__") else 0
 
 
 def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
@@ -219,7 +230,11 @@ class _Writer:
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
         self.tags: Appender | None = None
-        if labelled and codec.task == "classification":
+        self.several = codec.label_sets != label_sets.NONE
+        if labelled and self.several:
+            listed = new(np.float32, len(codec.labels))
+            self.labels, self.tags = (listed, None) if codec.task == "classification" else (None, listed)
+        elif labelled and codec.task == "classification":
             self.labels = new(np.int64, None)
         elif labelled and codec.task == "regression":
             self.labels = new(np.float32, codec.outputs)
@@ -257,7 +272,9 @@ class _Writer:
     def add(self, steps: NDArray[Any], row: Row, where: str) -> None:
         """Append one row."""
         codec = self.codec
-        if self.tags is not None:
+        if self.several:
+            self._add_sets(len(steps), row, where)
+        elif self.tags is not None:
             tags = fields.tags_of(row, len(steps), where)
             self.tags.append(np.array([fields.IGNORED if tag is None else self._class(tag[1], where) for tag in tags], np.int64))
         elif self.labels is not None and codec.task == "classification":
@@ -287,6 +304,12 @@ class _Writer:
             if self.documents and steps:
                 found = np.concatenate(([True], found[1:]))
             self.resets.append(found)
+
+    def _add_sets(self, steps: int, row: Row, where: str) -> None:
+        to = self.tags if self.labels is None else self.labels
+        if to is not None:
+            sets = label_sets.sets_of(row, where, steps=None if to is self.labels else steps)
+            to.append(label_sets.encode(sets, self.codec.label_sets, self.codec.label_numbers, where))
 
     def _class(self, label: str, where: str) -> int:
         number = self.codec.label_numbers.get(label)

@@ -15,6 +15,7 @@ from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
+from carrywave.data.files.label_sets import NONE
 from carrywave.data.files.rows import Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
@@ -56,7 +57,7 @@ READING = (
     "standardize",
 )
 # As READING, but left out where they have their default: keys of older versions stay.
-READING_LATER = ("channels", "transform", "scale", "reset")
+READING_LATER = ("channels", "transform", "scale", "multi_label", "reset")
 LABELLED = ("classification", "tagging", "regression")
 
 
@@ -171,6 +172,9 @@ def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
         raise DataError(f"task={spec.task}, but the codec is for {codec.task}; start from a run of the same task")
+    if codec is not None and spec.data.multi_label != (codec.label_sets != NONE):
+        other = str(not spec.data.multi_label).lower()
+        raise DataError(f"data.multi_label={str(spec.data.multi_label).lower()}, but the codec is of a run with {other}; set it alike")
 
 
 def _reads_bytes(spec: Spec) -> bool:

@@ -12,7 +12,7 @@ from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
-from carrywave.model.portable_names import arguments, outside
+from carrywave.model.portable_names import arguments, beyond_cell, outside
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
@@ -40,6 +40,8 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
+    if task.spec.data.multi_label:
+        whole["threshold"] = task.spec.train.threshold
     step: dict[str, Any] = {"step": _step(task)} if task.spec.task == "forecasting" else {}
     if task.codec.channels:
         [target] = task.codec.targets
@@ -55,9 +57,12 @@ def _network(model: Model) -> dict[str, Any]:
         "categories": [list(table) for table in encoder.inputs.tables] if isinstance(encoder, Features) else [],
         "front": [layer.model_dump() for layer in model.encoder.layers] if isinstance(model.encoder, Front) else [],
         "cell": lstm.cell.name,
-        "torch_module": lstm.cell.torch_module,
+        "torch_module": None if beyond_cell(lstm) else lstm.cell.torch_module,
         "lstm": arguments(lstm),
         "layer_norm": lstm.layer_norm,
+        "cell_norm": lstm.cell_norm,
+        "zoneout": dict(zip(lstm.cell.parts, lstm.zoneout, strict=True)),
+        "heads": lstm.num_heads,
         "learned_carry": lstm.learned_carry,
         "head": {"inputs": lstm.output_size},
     }

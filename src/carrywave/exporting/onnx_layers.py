@@ -19,6 +19,7 @@ from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.over_time.front import Front
+from carrywave.model.portable_names import beyond_cell
 from carrywave.model.recurrent import Recurrent
 
 
@@ -39,8 +40,9 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
     initial one.
     """
     name, form = f"lstm.l{index}", layers.cell.onnx
-    if form is None or (layers.proj_size and layers.cell is not lstm_cell.CELL):
-        what = " with a projection" if form is not None else ""
+    projected = "a projection" if layers.proj_size and layers.cell is not lstm_cell.CELL else ""
+    if form is None or (option := beyond_cell(layers) or projected):
+        what = f" with {option}" if form is not None else ""
         raise UserError(f"the cell {layers.cell.name}{what} has no ONNX form; use --to torch or --to safetensors")
     carry = carry or initial(nodes, layers, index, lanes)
     if layers.proj_size:

@@ -123,6 +123,8 @@ def _onnx(
         most, limit = math.inf, ""
         if data is None:
             most, limit = MOST_TARGETS, f" (up to {MOST_TARGETS:,} targets; {option('data')} measures on all that it is given)"
+        if (cell := portable.model.lstm.cell).name != "lstm":
+            note(f"the weights of the {cell.name.upper()} layers stay in float32: onnxruntime quantizes those of LSTMs only")
         note(f"measuring the loss on {part.name}{limit}, before and after quantization")
         model = onnx_file.quantized(onnx_graph.graph(portable, about, untie=True))
         run = onnx_file.runner(model.SerializeToString(), portable)

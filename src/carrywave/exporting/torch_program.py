@@ -28,7 +28,7 @@ def archive(portable: Portable) -> bytes:
     """The bytes of a .pt2 file, in which batch and time are free sizes."""
     sizes = {BATCH: Dim(BATCH), TIME: Dim(TIME)}
     shapes = tuple({axis: sizes[size] for axis, size in enumerate(port.shape) if isinstance(size, str)} for port in portable.inputs)
-    with torch.no_grad(), _lstm_with_free_time():
+    with torch.no_grad(), _layers_with_free_time():
         program = torch.export.export(portable, tuple(portable.sample(*TRACED, seed=0)), dynamic_shapes={"given": shapes}, strict=False)
     program._example_inputs = None  # they alone would be pickled
     file = io.BytesIO()
@@ -65,18 +65,20 @@ def refuse_pickles(data: bytes) -> None:
 
 
 @contextmanager
-def _lstm_with_free_time() -> Iterator[None]:
-    """Tracing keeps torch's LSTM as one operation, but finds its shapes by running a definition of it that fixes the number of steps;
+def _layers_with_free_time() -> Iterator[None]:
+    """Tracing keeps torch's LSTM and GRU as one operation, but finds their shapes by running a definition that fixes the number of steps;
     torch has another, a loop, which does not.
     """
-    from torch.export._patches import register_lstm_while_loop_decomposition
+    from torch.export._patches import register_gru_while_loop_decomposition, register_lstm_while_loop_decomposition
 
     # torch remembers which definition an earlier tracing has used, and would go on to use it, here and afterwards.
-    remembered = torch.ops.aten.lstm.input._dispatch_cache
-    remembered.clear()
+    remembered = [each.input._dispatch_cache for each in (torch.ops.aten.lstm, torch.ops.aten.gru)]
+    for each in remembered:
+        each.clear()
     try:
-        with warnings.catch_warnings(), register_lstm_while_loop_decomposition():
+        with warnings.catch_warnings(), register_lstm_while_loop_decomposition(), register_gru_while_loop_decomposition():
             warnings.simplefilter("ignore", FutureWarning)  # in torch's own loop
             yield
     finally:
-        remembered.clear()
+        for each in remembered:
+            each.clear()

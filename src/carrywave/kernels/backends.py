@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
 from carrywave.errors import PlanError
-from carrywave.kernels import reference
+from carrywave.kernels import derivatives, reference
 from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer
@@ -36,30 +37,58 @@ def known(asked: str, names: Iterable[str]) -> str:
     return name
 
 
-def in_dtype_of(
-    x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend, marks: StepMarks | None = None
+def without_choice(name: str, x_TBI: Tensor) -> str | None:
+    """The backend that alone gives the right answer, whatever was requested; None if any that runs the layer does."""
+    # torch.compile and tracers cannot look into a handwritten backward, and would unroll a loop over steps.
+    if name != "reference" and derivatives.traced():
+        return "aten"
+    return "reference" if name == "reference" or x_TBI.shape[1] == 0 or derivatives.transformed() else None
+
+
+def in_dtype(
+    compute: torch.dtype,
+    x_TBI: Tensor,
+    carry: AnyCarry,
+    layer: Layer,
+    lengths_B: Tensor | None,
+    backend: Backend,
+    marks: StepMarks | None = None,
 ) -> tuple[Tensor, AnyCarry]:
-    """Run a backend in the dtype of x. The carry keeps its own, so that it is the same in every chunk and window."""
-    compute = x_TBI.dtype
+    """Run a backend in a dtype; outputs have that of x. The carry keeps its own, so that it is the same in every chunk and window."""
     weights = tuple(direction.to(compute) for direction in layer)
     named = {} if marks is None else {"marks": marks}
-    if all(part.dtype == compute for part in carry):
-        return backend(x_TBI, carry, weights, lengths_B, **named)
-    y_TBO, end = backend(x_TBI, changed(carry, lambda part: part.to(compute)), weights, lengths_B, **named)
-    return y_TBO, changed(end, lambda part, own: part.to(own.dtype), carry)
+    y_TBO, end = backend(x_TBI.to(compute), changed(carry, lambda part: part.to(compute)), weights, lengths_B, **named)
+    return y_TBO.to(x_TBI.dtype), changed(end, lambda part, own: part.to(own.dtype), carry)
+
+
+def with_library(name: str, x_TBI: Tensor, *, onednn: bool = False) -> str:
+    """The user-facing name of a backend: for torch's kernels, with the library behind them."""
+    library = {"cuda": "cuDNN", "cpu": "oneDNN" if onednn else "native"}.get(x_TBI.device.type)
+    return name if name != "aten" or library is None else f"{name} ({library})"
+
+
+def has_heads(cell: Cell, layer: Layer) -> bool:
+    """True if the recurrent matrix has several blocks."""
+    first = layer[0]
+    return first.w_hh.shape[1] != (first.w_ih.shape[0] // cell.gates if first.w_hr is None else first.w_hr.shape[0])
 
 
 class Backends:
     """What runs layers of a cell: its definition, which autograd differentiates, on every device. A module that a cell names, such as
-    `kernels.lstm.dispatch`, has the same functions.
+    `kernels.lstm.dispatch`, has others as `BACKENDS`.
     """
 
     def __init__(self, cell: Cell) -> None:
-        self.backend = partial(reference.layer, cell=cell)
+        self.backend, self.wide = partial(reference.layer, cell=cell), cell.wide
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one that the environment names; raise if there is none of this name."""
         return known(asked, ("reference",))
+
+    def choose(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
+        """The backend that runs a layer."""
+        self.check(asked)
+        return "reference"
 
     def run(
         self,
@@ -75,7 +104,8 @@ class Backends:
     ) -> tuple[Tensor, AnyCarry]:
         """Run a layer: outputs in the dtype of x, the carry in its own dtype. `clean` and `chunk` as in `run_layers`."""
         self.check(asked)
-        return in_dtype_of(x_TBI, carry, layer, lengths_B, self.backend, marks)
+        compute = torch.promote_types(x_TBI.dtype, torch.float32) if self.wide else x_TBI.dtype
+        return in_dtype(compute, x_TBI, carry, layer, lengths_B, self.backend, marks)
 
     def wave_of(
         self,
@@ -104,4 +134,7 @@ class Backends:
 @cache
 def backends_of(cell: Cell) -> Backends:
     """What runs the layers of a cell."""
-    return Backends(cell) if cell.backends is None else cast(Backends, import_module(cell.backends))
+    if cell.backends is None:
+        return Backends(cell)
+    backends: Backends = import_module(cell.backends).BACKENDS
+    return backends

@@ -36,6 +36,7 @@ class _Put:
 
     weight: Tensor
     products: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (grad, input) of each gradᵀ @ input
+    shift: int = 0  # of the rows of these products against those of the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradients of rows, indices of these rows)
 
 
@@ -55,9 +56,13 @@ class Deferred:
         self._puts: dict[int, _Put] = {}
         self._later: list[_Later] = []
 
-    def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor) -> None:
-        """Defer adding `grads.T @ inputs` to a weight's gradient."""
-        self._to(weight_GI).products.append((grads_NG, inputs_NI))
+    def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor, *, shift: int = 0) -> None:
+        """Defer adding `grads.T @ inputs` to a weight's gradient. `shift`: the rows of the product come so much later, the last ones first;
+        the same for all products of a weight.
+        """
+        put = self._to(weight_GI)
+        put.products.append((grads_NG, inputs_NI))
+        put.shift = shift
 
     def rows(self, weight_VE: Tensor, grads_NE: Tensor, index_N: Tensor) -> None:
         """Defer adding, to each row of a weight's gradient, the sum of the gradients that have its index."""
@@ -84,8 +89,9 @@ class Deferred:
                     joined = names, torch.cat(parts)
                 grads_NG, inputs_NI = joined[1], torch.cat(inputs)
                 with without_onednn():
-                    if put.weight.grad is None:
-                        put.weight.grad = grads_NG.t() @ inputs_NI
+                    if put.weight.grad is None or put.shift:
+                        product_GI = (grads_NG.t() @ inputs_NI).roll(-put.shift, 0) if put.shift else grads_NG.t() @ inputs_NI
+                        put.weight.grad = product_GI if put.weight.grad is None else put.weight.grad.add_(product_GI)
                     else:
                         put.weight.grad.addmm_(grads_NG.t(), inputs_NI)
             if put.rows:

@@ -1,7 +1,8 @@
 """A layer of any cell in plain PyTorch, step by step: the definition that every other backend is tested against.
 
 A padded step outputs 0 and leaves the carry unchanged; the reverse direction starts at each lane's last real step. Where a lane is reset,
-a step starts from the initial carry, in either direction.
+a step starts from the initial carry, in either direction. Zoneout applies to what a step returns, so that a cell computes its output from
+what it would have kept without it.
 
 Shapes: T time, B lane, I input, H hidden, G = gates · H, P output width (the projection, or H), D directions.
 """
@@ -9,10 +10,10 @@ Shapes: T time, B lane, I input, H hidden, G = gates · H, P output width (the p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from carrywave.cells import lstm
 from carrywave.cells.cell import Cell
@@ -23,7 +24,17 @@ from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
-Begins = tuple[Tensor, list[Tensor]]  # [T, B, 1] bool: where lanes start again, and from which carry
+
+class Rest(NamedTuple):
+    """What one direction of a layer does besides its steps' own tensors."""
+
+    cell: Cell
+    weights: LayerWeights
+    initial: Sequence[Tensor] | None = None  # the carry of lanes that start again, [1 or B, P] and so on
+    shares: tuple[float, ...] = ()  # in evaluation, how much of each part of the carry zoneout keeps
+
+
+Steps = dict[str, Tensor]  # of all steps, [T, B, …]: their gates, and which lanes are real, start again, drop or keep units
 
 
 def layer(
@@ -41,11 +52,14 @@ def layer(
         # torch.where, not a product: padding may hold NaN.
         x_TBI = torch.where(real_TB1, x_TBI, 0.0)
     ys, ends = [], []
+    run = _exported if torch.compiler.is_exporting() else _direction
     for direction, of_direction in enumerate(weights):
-        gates_TBG = linear(x_TBI, of_direction.w_ih, of_direction.b_ih)
-        run = _exported if torch.compiler.is_exporting() else _direction
-        begins = None if marks is None else _begins(marks.real(real_TB1), carry, direction)
-        y_TBP, end = run(cell, gates_TBG, [part[direction] for part in carry], of_direction, real_TB1, begins, direction == 1)
+        steps, rest = {"gates": of_direction.inputs(x_TBI)}, Rest(cell, of_direction.by_heads(carry[0].shape[-1]))
+        if real_TB1 is not None:
+            steps["real"] = real_TB1
+        if marks is not None:
+            steps, rest = _marked(steps, rest, marks.real(real_TB1), carry, direction)
+        y_TBP, end = run(steps, rest, [part[direction] for part in carry], direction == 1)
         ys.append(y_TBP)
         ends.append(end)
     stacked: AnyCarry = cell.carry(*(torch.stack(parts) for parts in zip(*ends, strict=True)))
@@ -55,66 +69,66 @@ def layer(
     return torch.cat(ys, dim=-1), stacked
 
 
-def _begins(marks: StepMarks, carry: AnyCarry, direction: int) -> Begins | None:
-    resets_TB = marks.resets_of(direction)
-    return None if resets_TB is None else (resets_TB[..., None], [part[direction] for part in marks.initial_like(carry)])
+def _marked(steps: Steps, rest: Rest, marks: StepMarks, carry: AnyCarry, direction: int) -> tuple[Steps, Rest]:
+    """The steps with what happens at them besides what the cell computes."""
+    resets_TB, noise = marks.resets_of(direction), marks.noise
+    if resets_TB is not None:
+        steps = steps | {"resets": resets_TB[..., None]}
+        rest = rest._replace(initial=[part[direction] for part in marks.initial_like(carry)])
+    if noise is None:
+        return steps, rest
+    gates_TBG, hidden = steps["gates"], steps["gates"].shape[-1] // rest.cell.gates
+    multiplier_TBH = noise.candidate(direction, gates_TBG[..., :hidden])
+    steps = steps if multiplier_TBH is None else steps | {"multiplier": multiplier_TBH}
+    shares = []
+    for number, part in enumerate(carry):
+        kept = noise.kept(direction, number, part[direction].expand(gates_TBG.shape[0], -1, -1))
+        shares.append(kept if isinstance(kept, float) else 0.0)
+        steps = steps | {f"kept {number}": kept.bool()} if isinstance(kept, Tensor) else steps
+    return steps, rest._replace(shares=tuple(shares))
 
 
-def _direction(
-    cell: Cell,
-    gates_TBG: Tensor,
-    carry: Sequence[Tensor],
-    weights: LayerWeights,
-    real_TB1: Tensor | None,
-    begins: Begins | None,
-    backwards: bool,
-) -> tuple[Tensor, Sequence[Tensor]]:
-    gates = gates_TBG.unbind()  # at once: the gradient of a step taken by its index is as large as all of them
-    steps = range(len(gates))
-    outputs: list[Tensor] = [carry[0]] * len(steps)
-    for t in reversed(steps) if backwards else steps:
-        if begins is not None:
-            carry = _begun(carry, begins[0][t], begins[1])
-        carry, outputs[t] = _step(cell, gates[t], carry, weights, None if real_TB1 is None else real_TB1[t])
+def _direction(steps: Steps, rest: Rest, carry: Sequence[Tensor], backwards: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    apart = {name: each.unbind() for name, each in steps.items()}  # at once: the gradient of a step by its index is as large as all of them
+    times = range(len(apart["gates"]))
+    outputs: list[Tensor] = [carry[0]] * len(times)
+    for t in reversed(times) if backwards else times:
+        carry, outputs[t] = step({name: each[t] for name, each in apart.items()}, rest, carry)
     return torch.stack(outputs), carry
 
 
-def _step(
-    cell: Cell, gates_BG: Tensor, carry: Sequence[Tensor], weights: LayerWeights, real_B1: Tensor | None
-) -> tuple[Sequence[Tensor], Tensor]:
+def step(given: Steps, rest: Rest, carry: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
     """The carry after a step and the output."""
-    after = cell.step(gates_BG, cell.carry(*carry), weights)
+    cell, weights = rest.cell, rest.weights
+    if "resets" in given and rest.initial is not None:
+        carry = [torch.where(given["resets"], new, old) for new, old in zip(rest.initial, carry, strict=True)]
+    if "multiplier" in given:
+        weights = weights._replace(multiplier=given["multiplier"])
+    after: Sequence[Tensor] = cell.step(given["gates"], cell.carry(*carry), weights)
     if not isinstance(after, tuple) or len(after) != len(carry):
         raise UserError(f"step of the cell {cell.name} must return a tuple of {', '.join(cell.parts)}")
-    if real_B1 is None:
+    if rest.shares:
+        after = [_zoned(given.get(f"kept {part}"), rest.shares[part], after[part], old) for part, old in enumerate(carry)]
+    if "real" not in given:
         return after, after[0]
-    kept = [torch.where(real_B1, new, old) for new, old in zip(after, carry, strict=True)]
-    return kept, torch.where(real_B1, after[0], 0.0)
+    kept = [torch.where(given["real"], new, old) for new, old in zip(after, carry, strict=True)]
+    return kept, torch.where(given["real"], after[0], 0.0)
 
 
-def _begun(carry: Sequence[Tensor], resets_B1: Tensor, initial: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The carry before a step, of which some lanes start again."""
-    return [torch.where(resets_B1, new, old) for new, old in zip(initial, carry, strict=True)]
+def _zoned(kept: Tensor | None, share: float, new: Tensor, old: Tensor) -> Tensor:
+    """A part of the carry after zoneout: the old value where units are kept, or a share of it."""
+    if kept is not None:
+        return torch.where(kept, old, new)
+    return share * old + (1.0 - share) * new if share else new
 
 
-def _exported(
-    cell: Cell,
-    gates_TBG: Tensor,
-    carry: Sequence[Tensor],
-    weights: LayerWeights,
-    real_TB1: Tensor | None,
-    begins: Begins | None,
-    backwards: bool,
-) -> tuple[Tensor, Sequence[Tensor]]:
+def _exported(steps: Steps, rest: Rest, carry: Sequence[Tensor], backwards: bool) -> tuple[Tensor, Sequence[Tensor]]:
     """The same as one operation, whose number of steps stays free where a loop would bind it."""
     from torch._higher_order_ops.scan import scan
 
-    of_steps = [gates_TBG, *([] if real_TB1 is None else [real_TB1]), *([] if begins is None else [begins[0]])]
-
     def combine(carry: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        before = carry if begins is None else _begun(carry, given[-1], begins[1])
-        after, y_BP = _step(cell, given[0], before, weights, None if real_TB1 is None else given[1])
+        after, y_BP = step(dict(zip(steps, given, strict=True)), rest, carry)
         return [part.clone() for part in after], y_BP.clone()  # of which none may be the memory of another
 
-    ends, y_TBP = scan(combine, [part.contiguous() for part in carry], of_steps, dim=0, reverse=backwards)
+    ends, y_TBP = scan(combine, [part.contiguous() for part in carry], list(steps.values()), dim=0, reverse=backwards)
     return y_TBP, ends

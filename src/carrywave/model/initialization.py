@@ -128,7 +128,7 @@ def _layer(module: Recurrent, name: str, shape: tuple[int, ...], key: Tensor, in
         return torch.zeros(shape)
     cell, (stem, _, layer) = module.cell, name.removesuffix("_reverse").rpartition("_l")
     hidden = module.widths[int(layer)]
-    if (extra := cell.extra(hidden).get(stem)) is not None:
+    if (extra := module.further(int(layer)).get(stem)) is not None:
         return torch.full(shape, extra.value)
     if name.startswith("bias"):
         value = _uniform(key, shape, 1.0 / math.sqrt(hidden)) if init == "torch" else torch.zeros(shape, dtype=torch.float64)
@@ -137,7 +137,7 @@ def _layer(module: Recurrent, name: str, shape: tuple[int, ...], key: Tensor, in
         return value
     if init == "torch":
         return Uniform(1.0 / math.sqrt(hidden))
-    blocks = 1 if name.startswith("weight_hr") else cell.gates
+    blocks = 1 if name.startswith("weight_hr") else cell.gates * (module.num_heads if name.startswith("weight_hh") else 1)
     if init == "orthogonal" and name.startswith("weight_hh"):
         return torch.cat([_orthogonal(block) for block in _grid(random.normal, key, shape).chunk(blocks)])
     # The matrices of the gates are stacked: the fan-out of each is its share of the rows.

@@ -1,11 +1,11 @@
-"""`LSTM`, and the classes of the other cells: `cw.RNN` is made from the cell `rnn`, and so on."""
+"""`LSTM`, `GRU`, and the classes of the other cells: `cw.RNN` is made from the cell `rnn`, and so on."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from carrywave.cells import lstm
+from carrywave.cells import gru, lstm
 from carrywave.cells.cell import by_name, names
 from carrywave.model.recurrent import Recurrent
 
@@ -25,12 +25,29 @@ class LSTM(Recurrent):
     cell = lstm.CELL
 
 
+class GRU(Recurrent):
+    """Stacked GRU with all of nn.GRU's options, and those of `cw.LSTM` but the projection. Its carry is one tensor, h.
+
+    >>> import torch
+    >>> import carrywave as cw
+    >>> gru = cw.GRU(input_size=3, hidden_size=8, num_layers=2)
+    >>> y, h = gru(torch.zeros(5, 4, 3), lengths=[5, 5, 3, 2])
+    >>> tuple(y.shape), tuple(h.shape)
+    ((5, 4, 8), (2, 4, 8))
+    >>> torch.nn.GRU(3, 8, num_layers=2).load_state_dict(gru.state_dict())
+    <All keys matched successfully>
+    """
+
+    cell = gru.CELL
+
+
 @cache
 def class_of(name: str) -> type[Recurrent]:
     """The class whose layers have the cell of this name."""
     cell = by_name(name)
-    if cell is LSTM.cell:
-        return LSTM
+    for own in (LSTM, GRU):
+        if cell is own.cell:
+            return own
     same = f", with the weights and answers of torch.nn.{cell.torch_module}" if cell.torch_module else ""
     return type(name.upper(), (Recurrent,), {"cell": cell, "__module__": __name__, "__doc__": f"Layers of the cell {name}{same}."})
 

@@ -28,7 +28,7 @@ class Model(nn.Module):
     `loss(y, target) -> (sum, count)`; one with `pooled = True` also has `start(lanes, dtype, device) -> acc` and
     `pool(y, lengths, acc) -> acc`, and its loss reads the accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs
     whole sequences at once, as a CRF or CTC does: it has `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a
-    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them is replaced with a keyed one.
+    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them becomes a keyed one.
 
     >>> import torch
     >>> from torch import nn
@@ -63,7 +63,7 @@ class Model(nn.Module):
             check_unwrapped(module)
         if not isinstance(lstm, Recurrent):
             raise UserError(
-                f"the LSTM of a model must be carrywave's, got {type(lstm).__name__}; build one and load the weights with load_state_dict"
+                f"the layers of a model must be carrywave's, as in cw.LSTM, got {type(lstm).__name__}; build them and use load_state_dict"
             )
         for part, dropout in (("dropout_in", dropout_in), ("dropout_out", dropout_out)):
             if dropout is not None and type(dropout) not in (Dropout, nn.Dropout, nn.Identity):
@@ -74,7 +74,7 @@ class Model(nn.Module):
                 f"{type(head).__name__} is a subclass of a head that reads past values; use one of your own, without past_steps"
             )
         if lstm.batch_first:
-            raise UserError("the LSTM of a model must be time first; build it without batch_first")
+            raise UserError("the layers of a model must be time first; build them without batch_first")
         if not callable(getattr(head, "loss", None)):
             raise UserError(f"the head {type(head).__name__} has no loss; define loss(y, target) -> (sum, count)")
         self.pooled = bool(getattr(head, "pooled", False))

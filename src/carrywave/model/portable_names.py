@@ -28,6 +28,14 @@ def in_one(layers: Recurrent) -> bool:
     return len(set(layers.widths)) == 1 and not layers.layer_norm
 
 
+def beyond_cell(layers: Recurrent) -> str:
+    """The option by which trained layers compute another thing than their cell alone, as torch's module or ONNX's operator does; empty if
+    there is none.
+    """
+    options = {"num_heads": layers.num_heads > 1, "cell_norm": layers.cell_norm, "zoneout": any(layers.zoneout)}
+    return next((name for name, used in options.items() if used), "")
+
+
 def outside(names: Iterable[str], layers: Recurrent) -> dict[str, str]:
     """For each name of a model's weights, its name outside; class weights have none."""
     return {name: _outside(name, in_one(layers)) for name in names if name != CLASS_WEIGHTS}

@@ -19,7 +19,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.nn.utils.weight_norm import WeightNorm
 
-from carrywave.cells.cell import Cell
+from carrywave.cells.cell import Cell, Extra
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.backends import Backends, backends_of
@@ -27,13 +27,14 @@ from carrywave.kernels.carry import AnyCarries, changed
 from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lengths import one_a_lane, packed_like
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
 from carrywave.model import arguments
 from carrywave.model.arguments import GivenCarry
 
-_MORE = ("locked", "weight_drop", "layer_norm", "learned_carry", "kernel")  # options that nn.LSTM does not have
+# Options that nn.LSTM does not have.
+_MORE = ("locked", "weight_drop", "recurrent_dropout", "zoneout", "layer_norm", "cell_norm", "learned_carry", "num_heads", "kernel")
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the order of `LayerWeights`
 
 
@@ -58,12 +59,11 @@ class Recurrent(nn.Module):
 
     cell: ClassVar[Cell]
     backends: ClassVar[Backends]
-    _extra: ClassVar[tuple[str, ...]]  # the names of the cell's extra parameters
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if hasattr(cls, "cell"):
-            cls.backends, cls._extra = backends_of(cls.cell), tuple(cls.cell.extra(1))
+            cls.backends = backends_of(cls.cell)
 
     def __init__(
         self,
@@ -78,8 +78,12 @@ class Recurrent(nn.Module):
         *,
         locked: bool = False,
         weight_drop: float = 0.0,
+        recurrent_dropout: float = 0.0,
+        zoneout: float | Sequence[float] = 0.0,
         layer_norm: bool = False,
+        cell_norm: bool = False,
         learned_carry: bool = False,
+        num_heads: int = 1,
         kernel: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -87,21 +91,12 @@ class Recurrent(nn.Module):
     ) -> None:
         super().__init__()
         arguments.check_options(self, bias=bias, proj_size=proj_size, **fixed)
-        input_size, num_layers, proj_size = arguments.whole(input_size=input_size, num_layers=num_layers, proj_size=proj_size)
-        if isinstance(hidden_size, Sequence):
-            hidden_size = widths = tuple(width for each in hidden_size for width in arguments.whole(hidden_size=each))
-        else:
-            [hidden_size] = arguments.whole(hidden_size=hidden_size)
-            widths = (hidden_size,) * num_layers
-        if isinstance(hidden_size, tuple) and num_layers not in (1, len(widths)):
-            raise UserError(f"hidden_size lists {len(widths)} widths for num_layers={num_layers}; pass one width for each layer")
-        if input_size < 1 or not widths or min(widths) < 1:
-            raise UserError(f"input_size={input_size}, hidden_size={hidden_size}, num_layers={num_layers} must all be at least 1")
-        for name, share in (("dropout", dropout), ("weight_drop", weight_drop)):
-            if not 0.0 <= share < 1.0:
-                raise UserError(f"{name}={share} must be at least 0 and below 1; 0 switches it off")
-        if proj_size < 0 or (proj_size and proj_size >= min(widths)):
-            raise UserError(f"proj_size={proj_size} must be smaller than hidden_size={min(widths)}; 0 means no projection")
+        input_size, hidden_size, widths, proj_size, num_heads = arguments.checked_sizes(
+            input_size, hidden_size, num_layers, proj_size, num_heads
+        )
+        arguments.check_shares(dropout=dropout, weight_drop=weight_drop, recurrent_dropout=recurrent_dropout)
+        if recurrent_dropout or cell_norm:
+            arguments.check_step(self.cell, widths[0], proj_size, recurrent_dropout=recurrent_dropout, cell_norm=cell_norm)
         self.backends.check(kernel)
         self.input_size = input_size
         self.hidden_size = hidden_size
@@ -114,8 +109,12 @@ class Recurrent(nn.Module):
         self.proj_size = proj_size
         self.locked = locked
         self.weight_drop = weight_drop
+        self.recurrent_dropout = recurrent_dropout
+        self.zoneout = self.cell.zoneout(zoneout)
         self.layer_norm = layer_norm
+        self.cell_norm = cell_norm
         self.learned_carry = learned_carry
+        self.num_heads = num_heads
         self.kernel = kernel
         self.path = "lstm"  # prefix of the names of its random sites, whatever the cell; two stacks in one model need different ones
         make: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -123,19 +122,20 @@ class Recurrent(nn.Module):
             inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
             for suffix in self._suffixes(layer):
                 rows = self.cell.gates * hidden
-                shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, proj_size or hidden)}
+                shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, (proj_size or hidden) // num_heads)}
                 if bias:
                     shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)}
                 if proj_size:
                     shapes |= {"weight_hr": (proj_size, hidden)}
-                shapes |= {name: extra.shape for name, extra in self.cell.extra(hidden).items()}
+                shapes |= {name: extra.shape for name, extra in self.further(layer).items()}
                 for name, shape in shapes.items():
                     self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **make)))
             if layer_norm:
                 self.add_module(f"norm_l{layer}", nn.LayerNorm(self.outputs(layer), **make))
             if learned_carry:
-                for part, width in self.carry_widths(layer).items():
-                    self.register_parameter(f"carry_{part}_l{layer}", nn.Parameter(torch.zeros(self.directions, width, **make)))
+                for part in self.cell.free_parts:
+                    shape = (self.directions, self.carry_widths(layer)[part])
+                    self.register_parameter(f"carry_{part}_l{layer}", nn.Parameter(torch.zeros(shape, **make)))
         self.reset_parameters()
 
     @property
@@ -155,6 +155,15 @@ class Recurrent(nn.Module):
     def carry_widths(self, layer: int) -> dict[str, int]:
         """The width of each part of a layer's carry, by name."""
         return dict(zip(self.cell.parts, self.cell.widths(self.widths[layer], self.proj_size), strict=True))
+
+    @property
+    def noisy(self) -> bool:
+        """True if there is noise inside the cell."""
+        return self.recurrent_dropout > 0 or any(self.zoneout)
+
+    def further(self, layer: int) -> dict[str, Extra]:
+        """The parameters of each direction of a layer besides its matrices and biases, by name."""
+        return self.cell.further(self.widths[layer], self.cell_norm)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,7 +186,7 @@ class Recurrent(nn.Module):
                 for weights in self._parameters_of(layer):
                     for tensor in weights._replace(extra=None).tensors():
                         tensor.uniform_(-bound, bound)
-                    for name, extra in self.cell.extra(hidden).items():
+                    for name, extra in self.further(layer).items():
                         weights.named(name).fill_(extra.value)
 
     def forward(
@@ -215,10 +224,7 @@ class Recurrent(nn.Module):
         if steps == 0:
             raise UserError(f"{type(self).__name__} got x of shape {list(x.shape)}; x must have at least one step")
         lengths_B = None if lengths is None else arguments.checked_lengths(lengths, steps, count, x.device)
-        resets_TB = None
-        if resets is not None:
-            resets_TB = arguments.checked_resets(self, resets, x.shape[:-1], x.device)
-            resets_TB = resets_TB[:, None] if not batched else resets_TB.transpose(0, 1) if lanes_first else resets_TB
+        resets_TB = None if resets is None else arguments.checked_resets(self, resets, x.shape[:-1], x.device, lanes_first=lanes_first)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
@@ -258,7 +264,7 @@ class Recurrent(nn.Module):
         if fresh is not None:
             carries = self.reset(carries, fresh, layers)
         sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in layers if layer < self.num_layers - 1]
-        if self.training and (self.weight_drop or (self.dropout and sites)):
+        if self.training and (self.weight_drop or (self.dropout and sites) or self.noisy):
             scope = random.current_scope()
             if key is None and scope is not None:
                 key, lanes, start = scope.key_of(self.path), scope.lanes if lanes is None else lanes, scope.start
@@ -276,7 +282,7 @@ class Recurrent(nn.Module):
             dropout=self.dropout,
             locked=self.locked,
             norms=norms,
-            marks=self._marks(layers, resets, x_TBI),
+            marks=self._marks(layers, resets, x_TBI, (key, lanes, start)),
             key=key,
             lanes=lanes,
             start=start,
@@ -286,12 +292,18 @@ class Recurrent(nn.Module):
             chunk=chunk,
         )
 
-    def _marks(self, layers: range, resets: Tensor | None, like: Tensor) -> list[StepMarks] | None:
-        """What happens to the carry of each layer at some steps."""
-        if resets is None:
+    def _marks(
+        self, layers: range, resets: Tensor | None, like: Tensor, drawn: tuple[Tensor | None, Tensor | None, int]
+    ) -> list[StepMarks] | None:
+        """What happens to the carry of each layer at its steps; `drawn`: the key, the lanes and the time of the first step."""
+        noisy = any(self.zoneout) or (self.recurrent_dropout and drawn[0] is not None)
+        if resets is None and not noisy:
             return None
-        starts = self.initial(1, like.dtype, like.device, layers) if self.learned_carry else [None] * len(layers)
-        return [StepMarks(resets, start) for start in starts]
+        learned = resets is not None and self.learned_carry
+        starts = self.initial(1, like.dtype, like.device, layers) if learned else [None] * len(layers)
+        sites = [tuple(self.path + suffix for suffix in self._suffixes(layer)) for layer in layers]
+        noises = [CellNoise(self.recurrent_dropout, self.zoneout, each, self.locked, *drawn) if noisy else None for each in sites]
+        return [StepMarks(resets, start, noise) for start, noise in zip(starts, noises, strict=True)]
 
     def _weights_of(self, layers: range, key: Tensor | None, chunk: WindowChunk | None) -> list[Layer]:
         """The weights of some layers, for a chunk. A backend that has begun with the window's first chunk keeps those it was given then."""
@@ -319,14 +331,14 @@ class Recurrent(nn.Module):
     def initial(
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
     ) -> AnyCarries:
-        """The carry at the start of a sequence: zero, or learned."""
+        """The carry at the start of a sequence: zero, or learned where its parts may have any values."""
         like = self._any_parameter
         carries = []
         for layer in range(self.num_layers) if layers is None else layers:
             parts = []
             for part, width in self.carry_widths(layer).items():
                 shape = (self.directions, lanes, width)
-                if self.learned_carry:
+                if self.learned_carry and part in self.cell.free_parts:
                     parts.append(getattr(self, f"carry_{part}_l{layer}")[:, None].expand(shape).to(dtype=dtype, device=device))
                 else:
                     parts.append(torch.zeros(shape, dtype=dtype or like.dtype, device=device or like.device))
@@ -356,7 +368,7 @@ class Recurrent(nn.Module):
         return stacked if len(stacked) > 1 else stacked[0]
 
     def extra_repr(self) -> str:
-        usual = {"num_layers": 1, "bias": True, "kernel": "auto"}
+        usual = {"num_layers": 1, "bias": True, "num_heads": 1, "kernel": "auto", "zoneout": (0.0,) * len(self.cell.parts)}
         parts = [f"{self.input_size}, {self.hidden_size}"]
         for name in ("proj_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", *_MORE):
             if getattr(self, name) != usual.get(name, False):
@@ -373,11 +385,13 @@ class Recurrent(nn.Module):
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
 
     def _parameters_of(self, layer: int) -> Layer:
+        further = tuple(self.further(layer))
         return tuple(
             LayerWeights._make(
                 (
                     *[getattr(self, name + suffix, None) for name in _NAMES],
-                    {name: getattr(self, name + suffix) for name in self._extra} if self._extra else None,
+                    {name: getattr(self, name + suffix) for name in further} or None,
+                    None,
                 )
             )
             for suffix in self._suffixes(layer)

@@ -104,9 +104,11 @@ class Stage(nn.Module):
             raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if chunk.resets is not None:
             check_resets(self)
-        with random.scope(chunk.key, chunk.lanes, chunk.start), sharing(chunk.most):
-            raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x), *([chunk.lengths] if self.has_front else []))
-            raw = raw if self.dropout_in is None else self.dropout_in(raw)
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), sharing(chunk.most):
+            raw = x
+            if self.encoder is not None:
+                raw = self.encoder(_spared(self._in_own_dtype(x), self.encoder), *([chunk.lengths] if self.has_front else []))
+            raw = raw if self.dropout_in is None else self.dropout_in(_spared(raw, self.dropout_in))
             carries = state.carries
             if self.layers:
                 if self.has_encoder:
@@ -125,7 +127,7 @@ class Stage(nn.Module):
                     clean=self.first > 1,  # x is the output of a layer
                     chunk=chunk.window,
                 )
-            y = raw if self.dropout_out is None else self.dropout_out(raw)
+            y = raw if self.dropout_out is None else self.dropout_out(_spared(raw, self.dropout_out))
             y = y.clone() if y is x else y  # a head may change what it reads in place, but not what a stage has received
         if self.audit is not None:
             self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
@@ -152,7 +154,8 @@ class Stage(nn.Module):
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
         """The random scope to run the head in, so that dropout in a user's head is keyed."""
-        return random.scope(chunk.key, chunk.lanes, 0 if self.accumulates else chunk.start, pooled=self.accumulates)
+        start = 0 if self.accumulates else chunk.start
+        return random.scope(chunk.key, chunk.lanes, start, pooled=self.accumulates, whole=chunk.whole, part="head")
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
@@ -190,7 +193,7 @@ class Stage(nn.Module):
         if chunk.resets is not None:
             ended, acc = self.head.pool_by_sequence(y, self._places(chunk), acc)
             return acc, ended
-        with random.scope(chunk.key, chunk.lanes, chunk.start):
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole, part="head"):
             return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc)), None
 
     def _places(self, chunk: Chunk) -> segments.Places:
@@ -249,6 +252,11 @@ def check_resets(model: ModelParts | Stage) -> None:
             f"resets start new sequences inside a lane, but the head {type(model.head).__name__} makes one result of each lane; use a lane "
             "for each sequence"
         )
+
+
+def _spared(x: Tensor, module: nn.Module) -> Tensor:
+    """A copy of x if a module of torch in this one writes into what it reads: a batch or a layer's output may be read again."""
+    return x.clone() if isinstance(x, Tensor) and any(getattr(each, "inplace", False) is True for each in module.modules()) else x
 
 
 def _scores_as_it_learns(head: nn.Module) -> bool:

@@ -21,7 +21,7 @@ LOGITS_AT_ONCE = 1 << 24  # of a split vocabulary, on each replica: 64 MiB in fl
 class Plan:
     """Replicas × stages, where the units are cut into stages, and how a batch is cut in time (chunks) and lanes (micro-batches).
 
-    Units are the encoder, each LSTM layer, and the head, in this order. `cuts` holds the first unit of every stage but the
+    Units are the encoder, each recurrent layer, and the head, in this order. `cuts` holds the first unit of every stage but the
     first; if empty, layers are divided evenly.
 
     >>> import carrywave as cw

@@ -11,8 +11,8 @@ from carrywave.plan.show.text import seconds_text
 from carrywave.report.chart import number
 from carrywave.report.record import RunRecord, is_number
 
-SHARES = ("accuracy", "macro_f1", "coverage", "top")  # metrics that are parts of one
-NAMES = {"macro_f1": "macro F1", "mae": "MAE", "rmse": "RMSE", "mase": "MASE", "bits": "bits per token"}
+SHARES = ("accuracy", "micro_f1", "macro_f1", "exact_match", "coverage", "top")  # metrics that are parts of one
+NAMES = {"micro_f1": "micro F1", "macro_f1": "macro F1", "mae": "MAE", "rmse": "RMSE", "mase": "MASE", "bits": "bits per token"}
 PARTS = ("compute", "messages", "wait", "rest")  # of a worker's step
 
 
@@ -98,6 +98,8 @@ def metric_name(name: str) -> str:
 
 def loss_name(record: RunRecord) -> str:
     """The loss, with what it is measured in as far as the spec tells."""
+    if _section(record, "data").get("multi_label"):
+        return "loss (nats, summed over labels)"
     if record.task in ("language", "classification", "tagging"):
         return "loss (nats per target)"
     return f"loss{_scaled(record)}" if record.task in ("forecasting", "regression") else "loss"
@@ -307,7 +309,7 @@ def about(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "devices", "not recorded: the run has no history.jsonl"
     kernels = list(dict.fromkeys(map(str, plan.get("backends") or ())))
     if kernels:
-        yield "LSTM kernels", ", ".join(kernels)
+        yield "layer kernels", ", ".join(kernels)
     if plan.get("transport"):
         yield "transport", str(plan["transport"])
     yield "state", state(record)
@@ -346,7 +348,7 @@ def _data(facts: Mapping[str, Any]) -> str:
 def _model(model: Mapping[str, Any]) -> str:
     hidden, layers = model.get("hidden"), model.get("layers")
     widths = " → ".join(map(str, hidden)) if isinstance(hidden, list) else f"{layers} × {hidden}"
-    extras = [name.replace("_", " ") for name in ("bidirectional", "tie", "layer_norm", "locked") if model.get(name)]
+    extras = [name.replace("_", " ") for name in ("bidirectional", "tie", "layer_norm", "cell_norm", "locked") if model.get(name)]
     front = model.get("front", "none")
     extras += [f"front {front}" if isinstance(front, str) else f"front of {counted(len(front), 'convolution')}"] if front != "none" else []
     dropped = [f"dropout {model['dropout']:g}"] if is_number(model.get("dropout")) and model.get("dropout") else []

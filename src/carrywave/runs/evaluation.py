@@ -31,7 +31,8 @@ from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
-from carrywave.tasks.metrics import Metric, Row
+from carrywave.tasks.label_metrics import Row
+from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
 
 _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]

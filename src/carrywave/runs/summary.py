@@ -101,6 +101,8 @@ def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, d
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
+    if lstm.noisy:
+        return ("reference",) * len(widths)
     return tuple(lstm.backends.in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer)) for layer, width in enumerate(widths))
 
 
@@ -155,10 +157,12 @@ def _network(model: Model | OpaqueModel, *, tied: bool) -> str:
     front = model.encoder.layers if isinstance(model.encoder, Front) else ()
     extras = [
         f"front of {_count(len(front), 'convolution')}, {_count(model.stride, 'step')} to 1" if front else "",
+        _count(lstm.num_heads, "head") if lstm.num_heads > 1 else "",
         f"projection {lstm.proj_size}" if lstm.proj_size else "",
         "bidirectional" if lstm.bidirectional else "",
         "tied" if tied else "",
         "layer norm" if lstm.layer_norm else "",
+        "norms inside the cell" if lstm.cell_norm else "",
         "adaptive softmax" if isinstance(model.head, AdaptiveSoftmax) else "",
     ]
     return ", ".join([f"{lstm.cell.name.upper()} {shape}", *filter(None, extras)])

@@ -44,6 +44,11 @@ class DataSpec(Section):
         None,
         description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
     )
+    multi_label: bool = Field(
+        False,
+        description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "
+        "labels, or a vector of 0 and 1",
+    )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"

@@ -104,6 +104,7 @@ ACTS: Mapping[str, Rule] = {
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging"),
     "data.reset": _reset,
+    "data.multi_label": _tasks(*LABELS),
     "data.share": _share,
     "data.split": lambda spec: (
         None
@@ -137,6 +138,7 @@ ACTS: Mapping[str, Rule] = {
     "train.every": _schedules("step"),
     "train.min_lr": _min_lr,
     **dict.fromkeys(("train.class_weights", "train.label_smoothing"), _tasks(*LABELS)),
+    "train.threshold": lambda spec: None if spec.data.multi_label else "is for data.multi_label; remove it",
     "train.loss": _loss,
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
@@ -144,6 +146,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
+        *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "init_bias", "forget_bias", "pretrained"),
     ),
     "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),

@@ -21,6 +21,7 @@ class ModelSpec(Section):
     hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
     layers: Positive = Field(2, description="number of recurrent layers")
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
+    heads: Positive = Field(1, description="equal groups of each layer's units; between steps, units read only those of their own group")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
     front: Literal["auto", "none", "small", "deep"] | tuple[FrontLayer, ...] = Field(
@@ -49,7 +50,16 @@ class ModelSpec(Section):
         None,
         description="adaptive softmax: first token of each cluster, by frequency; by default a twentieth and a quarter of the vocabulary",
     )
+    recurrent_dropout: Share = Field(0.0, description="dropout of what each step would add to the carry, inside the cell")
+    zoneout: Share | tuple[Share, ...] = Field(
+        0.0,
+        description="the chance that a unit keeps its value from the step before instead of its new one; a list gives each part of the "
+        "carry its own, as in [0.05, 0.5] for h and c of an LSTM",
+    )
     layer_norm: bool = Field(False, description="normalise each layer's output")
+    cell_norm: bool = Field(
+        False, description="normalise inside the cell: the products with input and output, and the memory before its tanh"
+    )
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
     init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the weights of the layers are initialised")
     init_scale: Annotated[float, Field(gt=0.0)] | None = Field(
@@ -60,7 +70,9 @@ class ModelSpec(Section):
     init_bias: Literal["frequency", "zero"] = Field(
         "frequency", description="the bias of a softmax starts at the logarithm of how often each class occurs in train, or at zero"
     )
-    forget_bias: float | None = Field(None, description="initial bias of the forget gate")
+    forget_bias: float | None = Field(
+        None, description="initial bias of the forget gate, or of a GRU's update gate: the one that keeps the carry"
+    )
     pool: Literal["last", "mean", "max", "attention", "mean_max"] = Field(
         "last",
         description="classification, regression: what the head reads of the real steps: the last, their mean, the maximum of each unit, "
@@ -74,7 +86,7 @@ class ModelSpec(Section):
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "
-        "or the cell's own module there (.safetensors), LSTMs of Keras 3 (.weights.h5, .keras)",
+        "or the cell's own module there (.safetensors), LSTMs and GRUs of Keras 3 (.weights.h5, .keras)",
     )
 
     @model_validator(mode="after")
@@ -83,6 +95,14 @@ class ModelSpec(Section):
             raise ValueError(f"cell is {self.cell!r}; use one of {', '.join(names())}")
         if self.projection and not by_name(self.cell).projects:
             raise ValueError(f"projection is {self.projection}, but cell={self.cell} has none; remove it")
+        try:
+            by_name(self.cell).zoneout(self.zoneout)
+        except SpecError as error:
+            raise ValueError(str(error)) from None
+        if any(width % self.heads for width in self.widths):
+            raise ValueError(f"heads is {self.heads}, which must divide hidden {self.hidden}; each head has an equal share of the units")
+        if self.heads > 1 and self.projection:
+            raise ValueError(f"projection {self.projection} would mix what {self.heads} heads keep apart; remove one of them")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
             raise ValueError(f"forget_bias is {self.forget_bias:g}, but cell={self.cell} has no forget gate; remove it")
         if self.front == ():

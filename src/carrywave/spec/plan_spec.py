@@ -27,7 +27,8 @@ class PlanSpec(Section):
         "and recompute the others too, for very long sequences. Needs chunk_steps to save memory on one device",
     )
     kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
-        "auto", description="backend of LSTM layers, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence"
+        "auto",
+        description="backend of the recurrent layers, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence",
     )
     share_head: bool = Field(False, description="split the head's work over the stages; for a large vocabulary")
     split_vocabulary: bool = Field(

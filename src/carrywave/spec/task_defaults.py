@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from carrywave.cells.cell import by_name
+from carrywave.cells import lstm
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
 
@@ -37,7 +37,8 @@ def with_task_defaults(spec: Spec) -> Spec:
 
 
 def _language(spec: Spec) -> Sections:
-    model: dict[str, Any] = {} if by_name(spec.model.cell).forget_gate is None else {"forget_bias": 1.0}
+    # Not for a GRU: its update gate also shuts out what is new, and the loss was 0.01 to 0.02 higher.
+    model: dict[str, Any] = {"forget_bias": 1.0} if spec.model.cell == lstm.CELL.name else {}
     return {"model": model, "train": {"lr": WIDTH_RATE[spec.data.tokens] / max(128, *spec.model.widths)}}
 
 
@@ -52,7 +53,7 @@ def _pooled(spec: Spec) -> Sections:
         del model["layers"]
     if not ("front" in spec.model.model_fields_set and spec.model.front in ("none", ())):
         model["front_dropout"] = 0.2
-    smoothing = {"label_smoothing": 0.1} if spec.task == "classification" else {}
+    smoothing = {"label_smoothing": 0.1} if spec.task == "classification" and not spec.data.multi_label else {}
     train: dict[str, Any] = {"lr": 3e-3, "warmup": 20, **smoothing}
     train |= _decay(spec, 0.02)
     return {"model": model, "train": train}

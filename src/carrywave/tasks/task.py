@@ -21,7 +21,7 @@ from carrywave.errors import DataError, SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
@@ -36,7 +36,7 @@ from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.first_weights import set_first_weights
+from carrywave.tasks.first_weights import class_counts, label_counts, set_first_weights
 
 Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
@@ -163,8 +163,12 @@ class Task:
             proj_size=spec.projection,
             locked=spec.locked,
             weight_drop=spec.weight_drop,
+            recurrent_dropout=spec.recurrent_dropout,
+            zoneout=spec.zoneout,
             layer_norm=spec.layer_norm,
+            cell_norm=spec.cell_norm,
             learned_carry=spec.learned_carry,
+            num_heads=spec.heads,
             kernel=self.spec.plan_spec.kernel,
             device=empty,
         )
@@ -212,9 +216,11 @@ class Task:
                 rows = encoder.rows if isinstance(encoder, Embedding) else None
                 return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
             case "tagging":
-                return Softmax(width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing)
+                kind = Sigmoid if spec.data.multi_label else Softmax
+                return kind(width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing)
             case "classification":
-                return PooledSoftmax(
+                pooled = PooledSigmoid if spec.data.multi_label else PooledSoftmax
+                return pooled(
                     width,
                     len(facts.labels),
                     spec.model.pool,
@@ -257,13 +263,12 @@ class Task:
             if unknown:
                 raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
             return torch.tensor([asked.get(label, 1.0) for label in labels])
-        numbers = None if train is None else train.labels if self.spec.task == "classification" else train.tags
-        if numbers is None:
+        if train is None:
             return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
-        numbers = np.asarray(numbers)
-        if self.spec.task == "tagging" and train is not None:
-            numbers = numbers[_rows(train)]  # valid may share the array
-        counts = np.bincount(numbers[numbers >= 0], minlength=len(labels))
+        if self.spec.data.multi_label:
+            zeros, ones = label_counts(train)
+            return torch.tensor(np.maximum(zeros, 1) / np.maximum(ones, 1), dtype=torch.float32)
+        counts = class_counts(self.spec.task, train, len(labels))
         return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
 
     def _pretrain(self, encoder: Encoder) -> None:
@@ -311,11 +316,3 @@ class Task:
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""
         return metrics.language(loss) if self.spec.task == "language" else {}
-
-
-def _rows(data: Sequences) -> NDArray[np.bool_]:
-    """Return a mask of the rows of the flat arrays that belong to a sequence."""
-    edges = np.zeros(len(data.inputs) + 1, dtype=np.int64)
-    np.add.at(edges, data.starts, 1)
-    np.add.at(edges, data.starts + data.lengths, -1)
-    return np.cumsum(edges)[:-1] > 0

@@ -40,13 +40,13 @@ def language(data: Sequences, ends: DocumentEnds | None = None) -> View:
 
 
 def tagging(data: Sequences) -> View:
-    """Each step has its own tag; without tags (prediction) there are no targets."""
+    """Each step has its own tag, or a number for each label; without tags (prediction) there are no targets."""
     tags = data.tags
     if tags is None:
         return View(data.inputs, data.starts, data.lengths, resets_at=resets(data))
 
-    def tag(rows: Ints) -> NDArray[np.int64]:
-        return np.asarray(tags[rows], dtype=np.int64)
+    def tag(rows: Ints) -> NDArray[Any]:
+        return np.asarray(tags[rows])
 
     return View(data.inputs, data.starts, data.lengths, targets_at=tag, resets_at=resets(data))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, Window
 from carrywave.data.python_inputs import read_python
+from carrywave.runs.streaming.stepper import Stepper
 from carrywave.tasks.task import Task
 from carrywave.train.loop_state import Ending
 
@@ -55,3 +57,7 @@ class Result:
         weight = next((p for p in self.model.parameters() if p.is_floating_point()), torch.empty(0))
         batch = batch.to(weight.device)
         return replace(batch, inputs=batch.inputs.to(weight.dtype)) if batch.inputs.is_floating_point() else batch
+
+    def stepper(self) -> Stepper:
+        """The trained model, to be fed step by step for many clients at once, with the weights that it has now; as `cw.stepper(run)`."""
+        return Stepper(deepcopy(self.model), self.task)

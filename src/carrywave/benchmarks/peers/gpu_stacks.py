@@ -1,4 +1,4 @@
-"""A stack of LSTM layers that every implementation can run, for `bench kernels`. Nothing here reads a spec.
+"""A stack of recurrent layers that every implementation can run, for `bench kernels`. Nothing here reads a spec.
 
 Shapes: T time, B lane, I input, H hidden.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,12 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from carrywave.benchmarks.harness.shapes import StackShape
+from carrywave.cells.cell import by_name
 from carrywave.kernels import random
-from carrywave.kernels.carry import AnyCarries, Carry
+from carrywave.kernels.backends import Backends, backends_of
+from carrywave.kernels.carry import AnyCarries, changed
 from carrywave.kernels.layers import run_layers
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,6 +36,21 @@ class StackCase(StackShape):
     dtype: str = "bf16"
     lengths: bool = False
     dropout: float = 0.0
+    cell: str = "lstm"
+    resets: float = 0.0  # share of the steps at which a lane starts again, drawn at random
+    zoneout: float = 0.0  # chance that a unit keeps its h and its memory
+    recurrent_dropout: float = 0.0
+
+    @property
+    def marked(self) -> bool:
+        """True if something happens at the steps besides what the cell computes."""
+        return bool(self.resets or self.zoneout or self.recurrent_dropout)
+
+    @property
+    def marks(self) -> str:
+        """What happens there, in words."""
+        named = (("resets", self.resets), ("zoneout", self.zoneout), ("recurrent", self.recurrent_dropout))
+        return " ".join(f"{name}{share:g}" for name, share in named if share)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -41,7 +60,8 @@ class StackCase(StackShape):
     @property
     def words(self) -> frozenset[str]:
         """The words that select this case."""
-        return frozenset((*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}"))
+        own = (*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}")
+        return frozenset((*own, self.cell, *self.marks.split()))
 
     @property
     def lane_steps(self) -> list[int]:
@@ -54,8 +74,8 @@ class StackCase(StackShape):
 class Stack:
     """Weights, inputs and output gradient for one case. Each method returns the outputs and the gradients of inputs and weights.
 
-    Ours keeps the weights in float32 and casts them in every call, as training does; `nn.LSTM` holds them in the short dtype. The values
-    are exactly representable in both, so any error comes from the arithmetic.
+    Ours keeps the weights in float32 and casts them in every call, as training does; torch's module holds them in the short dtype. The
+    values are exactly representable in both, so any error comes from the arithmetic.
     """
 
     def __init__(self, case: StackCase, device: torch.device) -> None:
@@ -71,13 +91,14 @@ class Stack:
             drawn = torch.empty(size, device=device).uniform_(-bound, bound, generator=draw)
             return drawn.to(self.dtype).to(torch.float32).requires_grad_()
 
-        wide = 4 * case.hidden
+        self.backends: Backends = backends_of(cell := by_name(case.cell))
+        wide = cell.gates * case.hidden
         self.x_TBI = normal().requires_grad_()
         self.layers: list[Layer] = [
             (LayerWeights(weight(wide, case.hidden), weight(wide, case.hidden), weight(wide), weight(wide)),) for _ in range(case.layers)
         ]
         start = torch.zeros(1, case.lanes, case.hidden, device=device)
-        self.carries = (Carry(start, start),) * case.layers
+        self.carries: AnyCarries = (cell.carry(*[start] * len(cell.parts)),) * case.layers
         self.lengths_B = torch.tensor(case.lane_steps, device=device) if case.lengths else None
         self.grad_TBH = normal() * GRADIENT_SCALE
         if self.lengths_B is not None:
@@ -85,64 +106,93 @@ class Stack:
             beyond_TB = torch.arange(case.steps, device=device)[:, None] >= self.lengths_B
             self.grad_TBH.masked_fill_(beyond_TB[..., None], 0.0)
         self.key = random.key(1).to(device)
+        self.resets_TB = torch.rand(shape[:2], generator=draw, device=device) < case.resets if case.resets else None
+        sites = [f"layer {layer}" for layer in range(case.layers)]
+        noise = [CellNoise(case.recurrent_dropout, (case.zoneout,) * len(cell.parts), (own,), key=self.key) for own in sites]
+        noisy = case.zoneout or case.recurrent_dropout
+        self.marks = [StepMarks(self.resets_TB, noise=each if noisy else None) for each in noise] if case.marked else None
 
     def ours(self, backend: str) -> list[Tensor]:
-        """Our LSTM on a given backend."""
+        """Our layers on a given backend."""
         device = self.x_TBI.device.type
         with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
-            y_TBH, _ = self._lstm(self.x_TBI, self.carries, self.layers, backend)
+            y_TBH, _ = self._run(self.x_TBI, self.carries, self.layers, backend)
         return _with_gradients(y_TBH, [self.x_TBI, *self._weights(self.layers)], self.grad_TBH)
 
     def exact(self) -> list[Tensor]:
         """The reference implementation in float64."""
         x_TBI = self.x_TBI.detach().double().requires_grad_()
         layers = [tuple(each.to(torch.float64) for each in layer) for layer in self.layers]
-        carries = tuple(Carry(carry.h.double(), carry.c.double()) for carry in self.carries)
-        y_TBH, _ = self._lstm(x_TBI, carries, layers, "reference")
+        carries = tuple(changed(carry, lambda part: part.double()) for carry in self.carries)
+        y_TBH, _ = self._run(x_TBI, carries, layers, "reference")
         return _with_gradients(y_TBH, [x_TBI, *self._weights(layers)], self.grad_TBH.double())
 
-    def nn_lstm(self) -> list[Tensor]:
-        """`nn.LSTM` on the whole stack, which is cuDNN on a GPU. With lengths it packs and unpacks."""
-        start_LBH = self._start_LBH
-        if self.lengths_B is None:
-            y_TBH = self._module(self.x_TBI, (start_LBH, start_LBH))[0]
-        else:
+    def torchs(self) -> list[Tensor]:
+        """torch's module on the whole stack, which is cuDNN on a GPU. With lengths it packs and unpacks; sequences between resets are
+        split and padded to the longest, as lanes of their own.
+        """
+        if self.lengths_B is not None:
             packed = pack_padded_sequence(self.x_TBI, self._lengths_on_host)
-            y_TBH, _ = pad_packed_sequence(self._module(packed, (start_LBH, start_LBH))[0], total_length=self.case.steps)
+            y_TBH, _ = pad_packed_sequence(self._module(packed)[0], total_length=self.case.steps)
+        elif self.resets_TB is not None:
+            steps, lanes, width = self.x_TBI.shape
+            (longest, count), rows = self._segments
+            padded = self.x_TBI.new_zeros(longest * count, width).index_copy(0, rows, self.x_TBI.view(-1, width))
+            y = self._module(padded.view(longest, count, width))[0]
+            y_TBH = y.view(-1, width).index_select(0, rows).view(steps, lanes, width)
+        else:
+            y_TBH = self._module(self.x_TBI)[0]
         return _with_gradients(y_TBH, [self.x_TBI, *self._module.parameters()], self.grad_TBH)
 
-    def _lstm(self, x_TBI: Tensor, carries: tuple[Carry, ...], layers: Sequence[Layer], backend: str) -> tuple[Tensor, AnyCarries]:
+    @cached_property
+    def _segments(self) -> tuple[tuple[int, int], Tensor]:
+        """The longest sequence between resets and the number of sequences; and the row of each step of x among all of their steps."""
+        steps, lanes = self.x_TBI.shape[:2]
+        assert self.resets_TB is not None
+        begins = self.resets_TB.cpu().tolist()
+        segments: list[list[int]] = []
+        for lane in range(lanes):
+            for step in range(steps):
+                if step == 0 or begins[step][lane]:
+                    segments.append([])
+                segments[-1].append(step * lanes + lane)
+        longest, rows = max(map(len, segments)), torch.zeros(steps * lanes, dtype=torch.int64)
+        for number, own in enumerate(segments):
+            rows[own] = torch.arange(len(own)) * len(segments) + number
+        return (longest, len(segments)), rows.to(self.x_TBI.device)
+
+    def _run(self, x_TBI: Tensor, carries: AnyCarries, layers: Sequence[Layer], backend: str) -> tuple[Tensor, AnyCarries]:
         sites = range(self.case.layers - 1)
-        return run_layers(x_TBI, carries, layers, self.lengths_B, dropout=self.case.dropout, key=self.key, sites=sites, backend=backend)
+        options: dict[str, Any] = {"dropout": self.case.dropout, "key": self.key, "sites": sites, "marks": self.marks}
+        return run_layers(x_TBI, carries, layers, self.lengths_B, backends=self.backends, backend=backend, **options)
 
     @staticmethod
     def _weights(layers: Sequence[Layer]) -> list[Tensor]:
         return [tensor for layer in layers for each in layer for tensor in each if tensor is not None]
 
     @cached_property
-    def _module(self) -> nn.LSTM:
+    def _module(self) -> nn.RNNBase:
         case = self.case
-        module = nn.LSTM(case.hidden, case.hidden, case.layers, dropout=case.dropout, device=self.x_TBI.device, dtype=self.dtype)
+        of_cell = getattr(nn, by_name(case.cell).torch_module or "")
+        module: nn.RNNBase = of_cell(
+            case.hidden, case.hidden, case.layers, dropout=case.dropout, device=self.x_TBI.device, dtype=self.dtype
+        )
         with torch.no_grad():
             for parameter, tensor in zip(module.parameters(), self._weights(self.layers), strict=True):
                 parameter.copy_(tensor)
             if self.x_TBI.is_cuda and self.dtype == torch.bfloat16:
-                # nn.LSTM flattens its weights itself, except in bf16, where cuDNN would copy them into one buffer on every call.
+                # torch's module flattens its weights itself, except in bf16, where cuDNN would copy them into one buffer on every call.
                 _gather_weights(module)
         return module
-
-    @cached_property
-    def _start_LBH(self) -> Tensor:
-        return self.x_TBI.new_zeros(self.case.layers, *self.x_TBI.shape[1:])
 
     @cached_property
     def _lengths_on_host(self) -> Tensor:
         return torch.tensor(self.case.lane_steps)
 
 
-def _gather_weights(module: nn.LSTM) -> None:
+def _gather_weights(module: nn.RNNBase) -> None:
     weights: list[Tensor] = list(module.parameters())
-    mode: int = get_cudnn_mode("LSTM")  # type: ignore[no-untyped-call]
+    mode: int = get_cudnn_mode(module.mode)  # type: ignore[no-untyped-call]
     torch._cudnn_rnn_flatten_weight(weights, 4, module.input_size, mode, module.hidden_size, 0, module.num_layers, False, False)
 
 

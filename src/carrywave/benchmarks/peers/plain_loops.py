@@ -17,16 +17,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class PlainLanguageModel(nn.Module):
-    """Embedding, nn.LSTM, linear."""
+    """Embedding, nn.LSTM or nn.GRU, linear."""
 
-    def __init__(self, vocabulary: int, hidden: int, layers: int, dropout: float) -> None:
+    def __init__(self, vocabulary: int, hidden: int, layers: int, dropout: float, cell: type[nn.LSTM | nn.GRU] = nn.LSTM) -> None:
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocabulary, hidden)
-        self.lstm = nn.LSTM(hidden, hidden, layers, dropout=dropout)
+        self.lstm = cell(hidden, hidden, layers, dropout=dropout)
         self.linear = nn.Linear(hidden, vocabulary)
 
-    def forward(self, x_TB: Tensor, carry: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, x_TB: Tensor, carry: Any) -> tuple[Tensor, Any]:
         """Logits of the next token, and the carry for the next window."""
         y_TBH, carry = self.lstm(self.drop(self.embedding(x_TB)), carry)
         return self.linear(self.drop(y_TBH)), carry
@@ -68,7 +68,8 @@ class PlainStreams:
         self.data_TB = tokens[: rows * lanes].view(lanes, rows).t().contiguous().to(device)
         self.model, self.steps, self.clip = model.to(device), steps, clip
         self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
-        self.position, self.carry = 0, None
+        self.position = 0
+        self.carry: Any = None
         self.model.train()
 
     def step(self) -> int:
@@ -77,8 +78,8 @@ class PlainStreams:
             self.position, self.carry = 0, None
         end = min(self.position + self.steps, len(self.data_TB) - 1)
         x_TB, target_TB = self.data_TB[self.position : end], self.data_TB[self.position + 1 : end + 1]
-        carry = None if self.carry is None else (self.carry[0].detach(), self.carry[1].detach())
-        logits_TBV, self.carry = self.model(x_TB, carry)
+        logits_TBV, carry = self.model(x_TB, self.carry)
+        self.carry = carry.detach() if isinstance(carry, Tensor) else tuple(part.detach() for part in carry)
         loss = nn.functional.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
         self.optimizer.zero_grad()
         descend(loss, self.model, self.optimizer, self.clip)

@@ -26,7 +26,7 @@ from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.kernels import random
-from carrywave.kernels.lstm import dispatch
+from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.measure.timing import call_seconds, settle
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM
@@ -205,7 +205,7 @@ class _Worker:
         device = self.world.device
         layer = LSTM(case.hidden, case.hidden, device=device).weights(0)
         one = torch.empty((), dtype=DTYPES[self.precision], device=device)
-        kernel = dispatch.in_use("auto", one.expand(case.steps, case.lanes, case.hidden), layer)
+        kernel = BACKENDS.in_use("auto", one.expand(case.steps, case.lanes, case.hidden), layer)
         on_gpu = device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",

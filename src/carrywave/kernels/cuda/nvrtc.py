@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Argument = Tensor | int | None
+Argument = Tensor | int | float | None
 Result = TypeVar("Result")
 
 
@@ -57,10 +57,14 @@ class Kernel:
         self.function, self.shared_bytes, self.device = function, shared_bytes, device
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int], *arguments: Argument, cooperative: bool = False) -> None:
-        """Launch on the device's current stream. Tensors are passed as pointers, None as a null pointer, numbers as 32-bit ints."""
+        """Launch on the device's current stream. Tensors are passed as pointers, None as a null pointer, numbers as 32-bit ints or
+        floats.
+        """
         driver = _driver()
         values = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in arguments)
-        types = tuple(ctypes.c_int if isinstance(each, int) else ctypes.c_void_p for each in arguments)
+        types = tuple(
+            ctypes.c_int if isinstance(each, int) else ctypes.c_float if isinstance(each, float) else ctypes.c_void_p for each in arguments
+        )
         launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
         stream = torch.cuda.current_stream(self.device).cuda_stream
         # The driver rejects a cooperative launch whose blocks cannot all be resident at once, so it never hangs.

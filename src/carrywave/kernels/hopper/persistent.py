@@ -1,4 +1,4 @@
-"""The LSTM layer for Hopper GPUs in bf16 and fp16: one launch for a whole sequence, weights kept on the chip (`persistent.cu`).
+"""Recurrent layers for Hopper GPUs in bf16 and fp16: one launch for a whole sequence, weights kept on the chip (`persistent.cu`).
 
 Decides which layers it can run, and on which layout; the work itself is in `wave` (streams, autograd) and `recurrence` (launches).
 
@@ -13,13 +13,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from carrywave.kernels.carry import Carry
+from carrywave.cells.cell import by_name
+from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import wave, windowed
 from carrywave.kernels.hopper.chip import chip_of
-from carrywave.kernels.hopper.layout import Chip, Wave, alone, shape_for, wave_for
+from carrywave.kernels.hopper.layout import Chip, Wave, alone, heads_for, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
@@ -34,7 +36,7 @@ def stand_aside(why: str) -> None:
     _standing_aside[:] = [why]
 
 
-def refusal(x_TBI: Tensor, weights: Layer) -> str:
+def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell: str = "lstm") -> str:
     """Why this backend cannot run the layer; empty if it can."""
     if not x_TBI.is_cuda:
         return "x is not on a GPU"
@@ -46,10 +48,15 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
         return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
         return f"its weights must be float32 or of x's dtype, got {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
+    learned = marks is not None and marks.initial is not None
+    if marks is not None and marks.noise is not None and (len(weights) > 1 or learned):
+        return "it supports noise inside the cell in one direction, and not together with resets to a learned carry"
+    if learned and (cell == "slstm" or _heads(weights, cell) > 1):
+        return "it supports resets to a learned carry only without heads, and not in an sLSTM"
     if refused := device_refusal(x_TBI.device.index or 0):
         return refused
-    if shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
-        return f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
+    if _layout(x_TBI, weights, cell) is None:
+        return f"{_heads(weights, cell)} x {weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
     return ""
 
 
@@ -91,39 +98,72 @@ def _chip(x_TBI: Tensor) -> Chip:
 
 
 def layer(
-    x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False, chunk: WindowChunk | None = None
-) -> tuple[Tensor, Carry]:
+    x_TBI: Tensor,
+    carry: AnyCarry,
+    weights: Layer,
+    lengths_B: Tensor | None,
+    cell: str = "lstm",
+    *,
+    marks: StepMarks | None = None,
+    clean: bool = False,
+    chunk: WindowChunk | None = None,
+) -> tuple[Tensor, AnyCarry]:
     """One layer: outputs [T, B, H·D] and the carry at each lane's last real step. Weights and carry may have a wider dtype than x.
 
     `clean`: padding already holds zeros. `chunk`: the steps are one chunk of this window.
     """
     if len(weights) == 1:
         held = windowed.held_by(chunk, weights)
-        how = _alone(x_TBI, weights) if held is None else held.how
-        y_TBH, [end] = windowed.run(x_TBI, (carry,), weights, (None,), lengths_B, how, chunk, clean=clean)
+        how = _alone(x_TBI, weights, cell) if held is None else held.how
+        marked = None if marks is None else (marks,)
+        y_TBH, [end] = windowed.run(x_TBI, (carry,), weights, (None,), lengths_B, how, chunk, marks=marked, clean=clean)
         return y_TBH, end
     ys, ends = [], []
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
-        start = Carry(carry.h[direction : direction + 1], carry.c[direction : direction + 1])
-        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, _alone(x_TBI, weights), clean=clean)
+        start = _one_way(carry, direction)
+        of_way = None if marks is None else (marks.one_way(direction, lengths_B),)
+        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, _alone(x_TBI, weights, cell), marks=of_way, clean=clean)
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         ends.append(end)
-    return torch.cat(ys, dim=-1), Carry(*(torch.cat(parts) for parts in zip(*ends, strict=True)))
+    return torch.cat(ys, dim=-1), changed(ends[0], lambda *parts: torch.cat(parts), *ends[1:])
 
 
-def _alone(x_TBI: Tensor, weights: Layer) -> Wave:
-    steps, lanes = x_TBI.shape[:2]
-    whole = alone(_chip(x_TBI), weights[0].w_hh.shape[1], lanes, steps)
+def _one_way(carry: AnyCarry, direction: int) -> AnyCarry:
+    return changed(carry, lambda part: part[direction : direction + 1])
+
+
+def _alone(x_TBI: Tensor, weights: Layer, cell: str) -> Wave:
+    whole = _layout(x_TBI, weights, cell)
     if whole is None:
-        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; call `refusal` first")
+        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit; call `refusal` first")
     return whole
 
 
-def wave_of(x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
+def _layout(x_TBI: Tensor, weights: Layer, cell: str) -> Wave | None:
+    """How a layer runs; None if it does not fit."""
+    chip, (steps, lanes), units, heads = _chip(x_TBI), x_TBI.shape[:2], weights[0].w_hh.shape[1], _heads(weights, cell)
+    if heads > 1:
+        of_heads = heads_for(chip, units, heads, lanes, cell) if units % 64 == 0 else None
+        return None if of_heads is None else Wave(of_heads, 1, steps)
+    # Cells differ in shared memory, of which the widest layers need all that there is.
+    whole = alone(chip, units, lanes, steps)
+    whole = None if whole is None else whole.of_cell(cell)
+    return whole if whole is not None and whole.shape.valid and whole.back.valid else None
+
+
+def _heads(weights: Layer, cell: str) -> int:
+    """The blocks of the recurrent matrix."""
+    w_ih_GI, w_hh_GP = weights[0].w_ih, weights[0].w_hh
+    return w_ih_GI.shape[0] // (by_name(cell).gates * w_hh_GP.shape[1])
+
+
+def wave_of(x_TBI: Tensor, layers: Sequence[Layer], cell: str = "lstm") -> Wave | None:
     """How layers that this backend can run are run concurrently; None if they should run one by one."""
     widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
+    if cell == "slstm" or any(_heads(layer, cell) > 1 for layer in layers):
+        return None
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None
     found = wave_for(_chip(x_TBI), len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0])
-    return found if found is not None and found.streams > 1 else None
+    return found.of_cell(cell) if found is not None and found.streams > 1 else None

@@ -1,21 +1,27 @@
 """The kernels of `persistent.cu`, `packing.cu` and `lengths.cu` as Python functions over tensors.
 
-Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = 4H; Q = 4P, gates
-interleaved; S = T + 1; E groups of lanes.
+Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = gates · H; Q = 4P, the four
+numbers of each unit side by side; S = T + 1; W words of a lane's resets; E groups of lanes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from carrywave.cells.cell import by_name
+from carrywave.kernels import random
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import EACH, HALVES, padded_rows
-from carrywave.kernels.hopper.layout import THREADS, LayerShape
+from carrywave.kernels.hopper.layout import CELLS, THREADS, LayerShape
 from carrywave.kernels.weights import LayerWeights
+
+if TYPE_CHECKING:
+    from carrywave.kernels.hopper.marks import LayerMarks
+    from carrywave.kernels.step_marks import CellNoise
 
 SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
 _MOST_SORTED = 1024  # lanes that our own kernel can sort
@@ -39,24 +45,27 @@ class Dealt(NamedTuple):
 
 def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     """Cast, pad and reorder the weights, for inputs of this pitch."""
-    hidden, inputs, padded = weights.w_hh.shape[1], weights.w_ih.shape[1], shape.hidden
+    hidden, inputs = weights.w_ih.shape[0] // by_name(shape.cell).gates, weights.w_ih.shape[1]
+    padded, head = shape.width, shape.hidden
     given = [None if each is None else readable(each, like, weights.w_ih.dtype) for each in weights[:4]]
-    turned = like.new_empty(padded, 4 * padded) if transposed else None
-    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, padded), turned, like.new_empty(4 * padded))
+    turned = like.new_empty(padded, 4 * head) if transposed else None
+    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, head), turned, like.new_empty(4 * padded))
     halves = int(weights.w_ih.dtype == like.dtype)
-    grid = (-(-max(pitch, padded) // 32), padded // 8, 2)
-    _simple("pack_weights", like)(grid, (32, 8), *given, halves, hidden, inputs, *packed, padded, pitch)
+    grid = (-(-max(pitch, head) // 32), padded // 8, 2)
+    _simple("pack_weights", like, cell=shape.cell)(
+        grid, (32, 8), *given, halves, hidden, inputs, *packed, padded, pitch, weights.w_hh.shape[1], head
+    )
     return packed
 
 
 def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     """A buffer for h at every step, [S, B, P]: the first is given, the others are marked as not yet written if blocks poll for them."""
     lanes, hidden = h_BH.shape
-    hs_SBP = like.new_empty(steps + 1, lanes, shape.hidden)
-    words = 0 if shape.near else steps * lanes * shape.hidden // 8
+    hs_SBP = like.new_empty(steps + 1, lanes, shape.width)
+    words = 0 if shape.near else steps * lanes * shape.width // 8
     given = readable(h_BH, like)
     halves = int(given.dtype == like.dtype)
-    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.hidden, hs_SBP, None, 0)
+    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.width, hs_SBP, None, 0)
     return hs_SBP
 
 
@@ -81,19 +90,20 @@ def forward(
     first_c_BP: Tensor,
     last_c_BP: Tensor,
     dealt: Dealt,
+    marks: LayerMarks,
 ) -> None:
-    """Compute h, gates and cells of all steps, and the last c. Without cells nothing is kept for backward."""
+    """Compute h, gates and the cell's memory of all steps, and the last memory. Without cells nothing is kept for backward."""
     steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
-    run = _recurrent("lstm_forward", shape, hs_SBP)
+    run = _recurrent("forward", shape, hs_SBP, marks.kinds)
     run(
         (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
-        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), cooperative=not shape.near,
+        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), *_resets(marks), *_noise(marks), cooperative=not shape.near,
     )  # fmt: skip
 
 
-def prepare_backward(shape: LayerShape, like: Tensor) -> None:
+def prepare_backward(shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> None:
     """Compile the backward kernel, so that a failure surfaces while another backend can still take over."""
-    _recurrent("lstm_backward", shape, like)
+    _recurrent("backward", shape, like, kinds)
 
 
 def backward(
@@ -109,41 +119,66 @@ def backward(
     bias_EQ: Tensor,
     ring: Tensor,
     dealt: Dealt,
+    marks: LayerMarks,
+    of_resets_EP2: Tensor | None,
     after_BQ: Tensor | None = None,
     *,
     before: bool = False,
 ) -> None:
-    """Compute the gradients of the gates, of the initial h and c, and of the bias (per group of lanes).
+    """Compute the gradients of the gates, of the initial h and memory, and, per group of lanes, of the bias and of what resets put into the
+    memory and into h (apart from what the recurrent product makes of it).
 
     A sequence may be cut into several calls, the last steps first. `after_BQ`: the gate gradients of the step that follows, which lie
     behind `grads_NQ` in memory; the gradient of h comes from them. `before`: a call for earlier steps will do that; what is written for
     the initial h is then only what passes through lanes without steps here.
     """
-    steps, lanes = cells_TBP.shape[:2]
+    steps, lanes = grad_y_TBP.shape[:2]
     if (after_BQ is not None or before) and not shape.continues:
         raise ValueError("whole-group clusters exchange gradients in shared memory, and cannot go on from those of another launch")
     if after_BQ is not None and after_BQ.data_ptr() != grads_NQ.data_ptr() + grads_NQ.nbytes:
         raise ValueError("the gate gradients of the next step do not follow those of this launch in memory")
-    run = _recurrent("lstm_backward", shape, grads_NQ)
+    run = _recurrent("backward", shape, grads_NQ, marks.kinds)
     run(
         (shape.blocks, 1, 1), (THREADS, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
-        bias_EQ, ring, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before), cooperative=not shape.near,
+        bias_EQ, ring, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before),
+        *_resets(marks), of_resets_EP2, *_noise(marks), cooperative=not shape.near,
     )  # fmt: skip
 
 
+def _resets(marks: LayerMarks) -> tuple[Tensor | int | None, ...]:
+    """The arguments of a launch about resets."""
+    if marks.resets is None:
+        return None, 0, 0, None
+    return marks.resets.bits_BW, marks.resets.bits_BW.shape[1], marks.resets.first, marks.memory_P
+
+
+def _noise(marks: LayerMarks) -> tuple[Tensor | float | None, ...]:
+    """The arguments of a launch about noise."""
+    return (None, 1.0, 0.0, 0.0) if marks.noise is None else tuple(marks.noise)
+
+
 def unpack(
-    grad_ih_QJ: Tensor | None, grad_hh_QP: Tensor | None, bias_EQ: Tensor, like: Tensor, hidden: int, inputs: int, dtype: torch.dtype
+    shape: LayerShape,
+    grad_ih_QJ: Tensor | None,
+    grad_hh_QP: Tensor | None,
+    bias_EQ: Tensor,
+    like: Tensor,
+    hidden: int,
+    inputs: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The weight gradients in torch's order: [G, I], [G, H], and [2, G], one copy for each bias."""
+    """The weight gradients in torch's order: [G, I], [G, H], and [2, G], one for each bias."""
+    gates = by_name(shape.cell).gates
     pitch = 0 if grad_ih_QJ is None else grad_ih_QJ.shape[1]
-    dw_ih = None if grad_ih_QJ is None else like.new_empty(4 * hidden, inputs, dtype=dtype)
-    dw_hh = None if grad_hh_QP is None else like.new_empty(4 * hidden, hidden, dtype=dtype)
-    db = like.new_empty(2, 4 * hidden, dtype=dtype)
+    dw_ih = None if grad_ih_QJ is None else like.new_empty(gates * hidden, inputs, dtype=dtype)
+    units = hidden // shape.heads
+    dw_hh = None if grad_hh_QP is None else like.new_empty(gates * hidden, units, dtype=dtype)
+    db = like.new_empty(2, gates * hidden, dtype=dtype)
     groups, padded = bias_EQ.shape[0], bias_EQ.shape[1] // 4
-    grid = (-(-max(inputs, hidden) // 128), -(-4 * hidden // 8), 2)
-    _simple("unpack_gradients", like)(
+    grid = (-(-max(inputs, hidden) // 128), -(-gates * hidden // 8), 2)
+    _simple("unpack_gradients", like, cell=shape.cell)(
         grid, (32, 8), grad_ih_QJ, grad_hh_QP, bias_EQ, groups, int(dtype == like.dtype),
-        hidden, inputs, dw_ih, dw_hh, db, padded, pitch,
+        hidden, inputs, dw_ih, dw_hh, db, padded, pitch, units, shape.hidden,
     )  # fmt: skip
     return dw_ih, dw_hh, db
 
@@ -170,6 +205,41 @@ def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
     grid = (max(1, min(2048, -(-len(rows_NJ) // 8))), 1, 1)
     _simple("real_rows", x, LENGTHS)(grid, (32, 8), x, _words(lengths_B), lanes, len(rows_NJ), inputs, rows_NJ.shape[1], rows_NJ)
     return rows_NJ
+
+
+def set_reset_bits(resets_TB: Tensor, first: int, bits_BW: Tensor) -> None:
+    """Set the bits of the window's steps from `first` on where lanes start again."""
+    (steps, lanes), words = resets_TB.shape, bits_BW.shape[1]
+    grid = (-(-lanes // 128), (first + steps - 1) // 32 - first // 32 + 1, 1)
+    nvrtc.kernel(LENGTHS, "reset_bits", (("FP16", 0),), 0, bits_BW.get_device())(
+        grid, (128, 1), resets_TB, lanes, first, steps, words, bits_BW
+    )
+
+
+def begun_rows(hs_TBP: Tensor, marks: LayerMarks) -> Tensor:
+    """[N, P]: h before each step as the recurrent product took it: where a lane starts again, what the reset put there."""
+    if marks.resets is None:
+        return hs_TBP.view(-1, hs_TBP.shape[-1])
+    rows_NP = hs_TBP.new_empty(hs_TBP.shape[0] * hs_TBP.shape[1], hs_TBP.shape[2])
+    grid = (max(1, min(2048, -(-len(rows_NP) // 8))), 1, 1)
+    _simple("begun_rows", hs_TBP, LENGTHS)(grid, (32, 8), hs_TBP, marks.resets.rows_TB, marks.h_P, len(rows_NP), rows_NP.shape[1], rows_NP)
+    return rows_NP
+
+
+def noise_bytes(noise: CellNoise, shape: LayerShape, x_TBI: Tensor) -> Tensor:
+    """[T, B, P] uint8: which candidates stay, and which units keep their old values, in one direction (see `cell.cuh`)."""
+    (steps, lanes), padded = x_TBI.shape[:2], shape.width
+    bytes_TBP = x_TBI.new_empty(steps, lanes, padded, dtype=torch.uint8)
+    numbers_B = None if noise.lanes is None else noise.lanes.to(torch.int64).contiguous()
+    last = len(noise.zoneout) - 1
+    drawn = [(noise.candidate_site(0), noise.recurrent_dropout), *((noise.kept_site(0, part), noise.zoneout[part]) for part in (0, last))]
+    run = nvrtc.kernel("dropout.cu", "noise_bytes", (("FP16", 0), ("WIDE", 0)), 0, x_TBI.get_device())
+    run(
+        (-(-steps * lanes // 8), max(1, padded // 1024), 1), (256, 1), bytes_TBP, noise.key, numbers_B, steps * lanes, lanes, padded,
+        int(not noise.locked), random.signed(noise.start),
+        *(value for site, chance in drawn for value in (random.signed(site), random.threshold(chance))),
+    )  # fmt: skip
+    return bytes_TBP
 
 
 def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -210,13 +280,15 @@ def _fp16(like: Tensor) -> bool:
     return like.dtype == torch.float16
 
 
-def _recurrent(name: str, shape: LayerShape, like: Tensor) -> nvrtc.Kernel:
-    return nvrtc.kernel(SOURCE, name, shape.constants(fp16=_fp16(like)), shape.shared_bytes, like.get_device())
+def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> nvrtc.Kernel:
+    resets, noise = kinds
+    constants = shape.constants(fp16=_fp16(like), resets=resets, noise=noise)
+    return nvrtc.kernel(SOURCE, name, constants, shape.shared_bytes, like.get_device())
 
 
-def _simple(name: str, like: Tensor, source: str = PACKING) -> nvrtc.Kernel:
+def _simple(name: str, like: Tensor, source: str = PACKING, cell: str = "lstm") -> nvrtc.Kernel:
     """One of the kernels that do not depend on the layout."""
-    return nvrtc.kernel(source, name, (("FP16", int(_fp16(like))),), 0, like.get_device())
+    return nvrtc.kernel(source, name, (("FP16", int(_fp16(like))), ("CELL", CELLS[cell])), 0, like.get_device())
 
 
 def _waves(words: int) -> tuple[int, int, int]:

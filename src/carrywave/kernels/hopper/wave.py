@@ -1,9 +1,9 @@
-"""Runs a stack of LSTM layers on one GPU through the persistent kernels: one after the other, or as a wavefront.
+"""Runs a stack of recurrent layers on one GPU through the persistent kernels: one after the other, or as a wavefront.
 
 In a wave the layers run concurrently on different multiprocessors, one time chunk apart, each on its own stream: layer 1 starts as soon
 as layer 0 has finished its first chunk, and C + L - 1 rounds replace C × L. It is the pipeline over devices again, inside one device.
 Whatever does not depend on the previous step is a matrix product: that of the inputs, chunk by chunk, and both weight gradients, over
-the whole sequence. c is float32 throughout.
+the whole sequence. The memory of a cell is float32 throughout: c of an LSTM, and a second, exact copy of a GRU's h.
 
 The blocks of all concurrent layers fit on the GPU together, so that none waits for a multiprocessor that another one holds; only in
 backward, small layers may have to wait their turn (see `layout`).
@@ -19,51 +19,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from carrywave.cells.cell import by_name
 from carrywave.kernels import derivatives
-from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.carry import AnyCarries, AnyCarry
+from carrywave.kernels.hopper import marks as marking
 from carrywave.kernels.hopper import recurrence, stack
 from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.hopper.recurrence import Dealt
 from carrywave.kernels.hopper.stack import Activations, Ends
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
 
-_OF_LAYER = 7  # arguments per layer: h, c, four weights, the mask
+_OF_LAYER = 9  # arguments per layer: h, memory, four weights, the mask, and what resets put into h and memory
 
 
 def run(
     x_TBI: Tensor,
-    carries: Carries,
+    carries: AnyCarries,
     layers: Sequence[LayerWeights],
     masks: Sequence[Tensor | None],
     lengths_B: Tensor | None,
     wave: Wave,
     *,
+    marks: Sequence[StepMarks | None] | None = None,
     clean: bool = False,
-) -> tuple[Tensor, Carries]:
+) -> tuple[Tensor, AnyCarries]:
     """Run the layers in order, each one's outputs times its mask feeding the next: outputs [T, B, H] of the last one, and the carries.
 
     `clean`: padding already holds zeros, as in the output of a layer.
     """
-    check(x_TBI, carries, layers)
+    check(x_TBI, carries, layers, wave.shape.cell)
     flat: list[Tensor | None] = []
-    for carry, weights, mask in zip(carries, layers, masks, strict=True):
-        flat += [carry.h[0], carry.c[0], *weights[:4], mask]
+    for number, (carry, weights, mask) in enumerate(zip(carries, layers, masks, strict=True)):
+        of_layer = None if marks is None else marks[number]
+        initial = None if of_layer is None or of_layer.resets is None else of_layer.initial
+        begin = [None, None] if initial is None else [initial[0][0, 0], initial[-1][0, 0]]
+        flat += [carry[0][0], memory_of(carry), *weights[:4], mask, *begin]
     apply: Any = _Stack.apply
     # Passed on, because needs_input_grad ignores no_grad: it stays True for inputs that require gradients.
-    y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, lengths_B, clean, *flat)
-    return y_TBH, tuple(Carry(h[None], c[None]) for h, c in zip(ends[::2], ends[1::2], strict=True))
+    y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, (lengths_B, marks), clean, *flat)
+    return y_TBH, tuple(carry_of(wave, h[None], memory[None]) for h, memory in zip(ends[::2], ends[1::2], strict=True))
 
 
-def check(x_TBI: Tensor, carries: Carries, layers: Sequence[LayerWeights]) -> None:
+def memory_of(carry: AnyCarry) -> Tensor:
+    """[B, …]: the memory of a layer as the kernels have it: h itself if it is the whole carry, else the other parts, unit by unit."""
+    parts = carry[1:] or carry
+    if len(parts) == 1:
+        return parts[0][0]
+    c, n, m = (part[0] for part in parts)
+    scale = (m - m.detach()).exp()  # 1: in the kernels' gradients, m is what it is while c and n change with it (see `cell.cuh`)
+    return torch.stack((c * scale, n * scale, m, torch.zeros_like(m)), dim=-1).flatten(1)
+
+
+def carry_of(wave: Wave, h: Tensor, memory: Tensor) -> AnyCarry:
+    """The carry of a layer, from its h and memory."""
+    cell = by_name(wave.shape.cell)
+    parts: tuple[Tensor, ...] = (memory,)
+    if wave.shape.memory > 1:
+        c, n, m, _ = memory.view(*memory.shape[:-1], -1, wave.shape.memory).unbind(-1)
+        scale = (m.detach() - m).exp()
+        parts = c * scale, n * scale, m
+    carry: AnyCarry = cell.carry(h, *parts) if len(cell.parts) > 1 else cell.carry(*parts)
+    return carry
+
+
+def check(x_TBI: Tensor, carries: AnyCarries, layers: Sequence[LayerWeights], cell: str) -> None:
     """Check what the kernels take on trust."""
-    lanes, width = x_TBI.shape[1:]
+    (lanes, width), gates = x_TBI.shape[1:], by_name(cell).gates
     for carry, weights in zip(carries, layers, strict=True):
-        hidden = weights.w_hh.shape[1]
-        if weights.w_ih.shape != (4 * hidden, width):
+        hidden = weights.w_ih.shape[0] // gates
+        if weights.w_ih.shape != (gates * hidden, width):
             raise ValueError(f"inputs are {width} wide, but the weights {list(weights.w_ih.shape)} expect {weights.w_ih.shape[1]}")
-        if carry.h.shape != (1, lanes, hidden) or carry.c.shape != (1, lanes, hidden):
-            got = f"{list(carry.h.shape)} and {list(carry.c.shape)}"
-            raise ValueError(f"the carry has shapes {got}; expected [1, {lanes}, {hidden}] for both")
+        if any(part.shape != (1, lanes, hidden) for part in carry):
+            got = " and ".join(str(list(part.shape)) for part in carry)
+            raise ValueError(f"the carry has shapes {got}; expected [1, {lanes}, {hidden}] for each part")
         for tensor in (*carry, *weights[:4]):
             if tensor is not None and tensor.device != x_TBI.device:
                 raise ValueError(f"x is on {x_TBI.device}, but the weights or the carry are on {tensor.device}; move them to one device")
@@ -73,15 +102,23 @@ def check(x_TBI: Tensor, carries: Carries, layers: Sequence[LayerWeights]) -> No
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, wave: Wave, wanted: bool, x_TBI: Tensor, lengths_B: Tensor | None, clean: bool, *flat: Tensor | None
+        ctx: Any,
+        wave: Wave,
+        wanted: bool,
+        x_TBI: Tensor,
+        told: tuple[Tensor | None, Sequence[StepMarks | None] | None],
+        clean: bool,
+        *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        steps = x_TBI.shape[0]
+        (lengths_B, marks), steps = told, x_TBI.shape[0]
         given = list(zip(*[iter(flat)] * _OF_LAYER, strict=True))
-        hidden = given[0][3].shape[1]
+        hidden = given[0][2].shape[0] // by_name(wave.shape.cell).gates
         like, kept = x_TBI.new_empty(0), wanted and any(ctx.needs_input_grad)
         spans = stack.spans_of(steps, wave.chunk_steps)
         dealt = [Dealt(None, None) for _ in spans] if lengths_B is None else recurrence.deal(lengths_B, steps, wave.chunk_steps, like)
-        masks = [padded_mask(mask, wave, like) for *_, mask in given]
+        resets = marking.resets_of(None if marks is None or marks[0] is None else marks[0].resets)
+        marked = marking.marks_of(marks, len(given), resets, wave.shape, x_TBI, hidden)
+        masks = [padded_mask(each[6], wave, like) for each in given]
         carries = [(h_BH, c_BH) for h_BH, c_BH, *_ in given]
         layers = stack.activations(wave.shape, carries, [mask is not None for mask in masks], steps, len(spans), like, kept=kept)
         layers[0] = layers[0]._replace(inputs_NJ=rows_of(x_TBI, None if clean else lengths_B))
@@ -91,15 +128,16 @@ class _Stack(torch.autograd.Function):
             for layer, each in zip(layers, given, strict=True)
         ]
         if kept:
-            recurrence.prepare_backward(wave.back, like)
-        stack.forward(wave, packs, layers, spans, dealt)
+            for kinds in {each.kinds for each in marked}:
+                recurrence.prepare_backward(wave.back, like, kinds)
+        stack.forward(wave, packs, layers, spans, dealt, marked)
         outputs = [layers[-1].hs_SBP[1:, :, :hidden]]
         for layer, (h_BH, c_BH) in zip(layers, carries, strict=True):
             outputs += stack.last_carry(layer, lengths_B, hidden, (h_BH.dtype, c_BH.dtype))
         if kept:
             saved = [tensor for layer, pack in zip(layers, packs, strict=True) for tensor in (*layer, pack.w_ih_QJ, pack.turned_PQ)]
             ctx.save_for_backward(*saved, *(tensor for each in dealt for tensor in each))
-            ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans = wave, x_TBI.shape, hidden, spans
+            ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans, ctx.marked = wave, x_TBI.shape, hidden, spans, marked
             ctx.dtypes = [(h.dtype, c.dtype, w.dtype, w.shape[1], b is not None) for h, c, w, _, b, *_ in given]
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -108,46 +146,50 @@ class _Stack(torch.autograd.Function):
     @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_more(grad_y_TBH, *grad_ends)
-        wave, hidden, spans, saved = ctx.wave, ctx.hidden, ctx.spans, list(ctx.saved_tensors)
+        wave, hidden, spans, marked, saved = ctx.wave, ctx.hidden, ctx.spans, ctx.marked, list(ctx.saved_tensors)
         count, of_layer = len(ctx.dtypes), len(Activations._fields) + 2
         each = [saved[number * of_layer : (number + 1) * of_layer] for number in range(count)]
         layers, weights = [Activations(*tensors[:-2]) for tensors in each], [(tensors[-2], tensors[-1]) for tensors in each]
         dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
         wants = list(zip(*[iter(ctx.needs_input_grad[5:])] * _OF_LAYER, strict=True))
-        grads = stack.gradients(layers, wave.back, len(spans))
+        grads = stack.gradients(layers, wave.back, len(spans), learned=marked[0].memory_P is not None)
         inputs_NJ = layers[0].inputs_NJ
         assert inputs_NJ is not None
         dx_NJ = torch.empty_like(inputs_NJ) if ctx.needs_input_grad[2] else None
         products = [
-            (torch.empty_like(w_ih_QJ) if want[2] else None, w_ih_QJ.new_empty(turned_PQ.shape[::-1]) if want[3] else None)
+            (torch.empty_like(w_ih_QJ) if want[2] else None, w_ih_QJ.new_empty(len(w_ih_QJ), wave.back.hidden) if want[3] else None)
             for (w_ih_QJ, turned_PQ), want in zip(weights, wants, strict=True)
         ]
 
         def finish(number: int) -> None:
             layer = layers[number]
             assert layer.inputs_NJ is not None
-            stack.weight_products(grads[number].gates_NQ, layer.inputs_NJ, layer.hs_SBP, products[number])
+            stack.weight_products(grads[number].gates_NQ, layer.inputs_NJ, layer.hs_SBP, products[number], marked[number])
 
         grad_y = grad_outputs(grad_y_TBH, ctx.x_shape, wave, inputs_NJ)
-        stack.backward(wave, weights, layers, grads, grad_y, padded_ends(grad_ends, wave), spans, dealt, dx_NJ, finish)
+        stack.backward(wave, weights, layers, grads, grad_y, padded_ends(grad_ends, wave), spans, dealt, dx_NJ, marked, finish)
         results: list[Tensor | None] = []
         for number, (h_dtype, c_dtype, w_dtype, width, biased) in enumerate(ctx.dtypes):
             dw_ih = dw_hh = db = None
             if any(wants[number][2:6]):
                 bias_EQ = grads[number].bias_CEQ.flatten(0, 1)
-                dw_ih, dw_hh, db = recurrence.unpack(*products[number], bias_EQ, inputs_NJ, hidden, width, w_dtype)
-            starts = grads[number].starts_2CBP[:, 0, :, :hidden]
-            results += [starts[0].to(h_dtype) if wants[number][0] else None]
-            results += [starts[1].to(c_dtype) if wants[number][1] else None]
+                dw_ih, dw_hh, db = recurrence.unpack(wave.back, *products[number], bias_EQ, inputs_NJ, hidden, width, w_dtype)
+            of_h, of_memory = (each[0] for each in grads[number].starts)
+            results += [of_h[:, :hidden].to(h_dtype) if wants[number][0] else None]
+            results += [of_memory[:, : hidden * wave.back.memory].to(c_dtype) if wants[number][1] else None]
             results += [dw_ih, dw_hh, *(db.unbind() if db is not None and biased else (None, None)), None]
+            begin: tuple[Tensor | None, Tensor | None] = (None, None)
+            if any(wants[number][7:]):
+                begin = stack.initial_gradients(grads[number], weights[number][1], marked[number])
+            results += [None if each is None else each[:hidden].to(w_dtype) for each in begin]
         return None, None, input_gradient(dx_NJ, ctx.x_shape), None, None, *results
 
 
 def refuse_more(*grads: Tensor | None) -> None:
     """Raise, in a backward that received these gradients, if more than numbers is requested."""
     # What plain operations would need from every layer is not saved: no training step would use that memory.
-    remedy = "build the LSTM with kernel='reference' to differentiate gradients again or to compute many at once"
-    derivatives.only_numbers("the persistent LSTM kernel", remedy, *grads)
+    remedy = "build the layers with kernel='reference' to differentiate gradients again or to compute many at once"
+    derivatives.only_numbers("the persistent recurrent kernel", remedy, *grads)
 
 
 def rows_of(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
@@ -163,19 +205,22 @@ def pitch_of(layer: Activations) -> int:
 
 def padded_mask(mask: Tensor | None, wave: Wave, like: Tensor) -> Tensor | None:
     """A mask of outputs in the kernel's width and dtype."""
-    return None if mask is None else recurrence.padded_to(mask, wave.shape.hidden, like.dtype)
+    return None if mask is None else recurrence.padded_to(mask, wave.shape.width, like.dtype)
 
 
 def grad_outputs(grad_y_TBH: Tensor | None, x_shape: torch.Size, wave: Wave, like: Tensor) -> Tensor:
     """The gradient of the outputs as the kernel reads it."""
     if grad_y_TBH is None:
-        return like.new_zeros(*x_shape[:2], wave.back.hidden)
-    return recurrence.padded_to(grad_y_TBH, wave.back.hidden, like.dtype)
+        return like.new_zeros(*x_shape[:2], wave.back.width)
+    return recurrence.padded_to(grad_y_TBH, wave.back.width, like.dtype)
 
 
 def padded_ends(grad_ends: Sequence[Tensor | None], wave: Wave) -> list[Ends]:
     """The gradients of each layer's last h and c as the kernel reads them."""
-    ends = [None if grad is None else recurrence.padded_to(grad, wave.back.hidden, torch.float32) for grad in grad_ends]
+    widths = [wave.back.width, wave.back.width * wave.back.memory] * (len(grad_ends) // 2)
+    ends = [
+        None if grad is None else recurrence.padded_to(grad, width, torch.float32) for grad, width in zip(grad_ends, widths, strict=True)
+    ]
     return list(zip(ends[::2], ends[1::2], strict=True))
 
 

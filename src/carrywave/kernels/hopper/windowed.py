@@ -20,47 +20,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from carrywave.cells.cell import by_name
 from carrywave.kernels import derivatives, pass_cache
-from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.deferred_gradients import Deferred, deferred_for
+from carrywave.kernels.hopper import marks as marking
 from carrywave.kernels.hopper import recurrence, stack, wave
 from carrywave.kernels.hopper.layout import Wave
+from carrywave.kernels.hopper.marks import LayerMarks, Resets
 from carrywave.kernels.hopper.recurrence import Dealt
 from carrywave.kernels.hopper.stack import Activations, Ends, Gradients
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Window, WindowChunk
 
 _OF_LAYER = 4  # weights
+Marks = Sequence[StepMarks | None] | None
 
 
 def run(
     x_TBI: Tensor,
-    carries: Carries,
+    carries: AnyCarries,
     layers: Sequence[LayerWeights],
     masks: Sequence[Tensor | None],
     lengths_B: Tensor | None,
     how: Wave,
     chunk: WindowChunk | None,
     *,
+    marks: Marks = None,
     clean: bool = False,
-) -> tuple[Tensor, Carries]:
+) -> tuple[Tensor, AnyCarries]:
     """Like `wave.run`, for one chunk of a window. `clean`: padding already holds zeros."""
     if chunk is None:
-        return wave.run(x_TBI, carries, layers, masks, lengths_B, how, clean=clean)
+        return wave.run(x_TBI, carries, layers, masks, lengths_B, how, marks=marks, clean=clean)
     held = held_by(chunk, layers)
     if chunk.index == 0 and held is None:
-        wave.check(x_TBI, carries, layers)
-        deferred = _deferred(x_TBI, carries, layers, chunk.window)
+        wave.check(x_TBI, carries, layers, how.shape.cell)
+        deferred = _deferred(x_TBI, carries, layers, chunk.window, marks)
         if deferred is not None:
             held = StackWindow(x_TBI, carries, layers, masks, lengths_B is not None, how, chunk.window, deferred)
-            result = held.run(chunk, x_TBI, carries, masks, lengths_B, clean=clean)
+            result = held.run(chunk, x_TBI, carries, masks, lengths_B, marks, clean=clean)
             chunk.window.kept[_key(layers)] = held  # only now: what failed is not held
             return result
     elif held is not None and held.handed_out(chunk, carries):
-        return held.run(chunk, x_TBI, carries, masks, lengths_B, clean=clean)
+        return held.run(chunk, x_TBI, carries, masks, lengths_B, marks, clean=clean)
     elif held is not None and not all(map(pass_cache.lasting, held.given)):
         raise RuntimeError("a chunk was given another carry than that of the chunk before it, and derived weights that it may not have")
-    return wave.run(x_TBI, carries, layers, masks, lengths_B, how, clean=clean)
+    return wave.run(x_TBI, carries, layers, masks, lengths_B, how, marks=marks, clean=clean)
 
 
 def held_by(chunk: WindowChunk | None, layers: Sequence[LayerWeights]) -> StackWindow | None:
@@ -72,10 +78,12 @@ def _key(layers: Sequence[LayerWeights]) -> tuple[int, ...]:
     return tuple(id(each.w_ih) for each in layers)
 
 
-def _deferred(x_TBI: Tensor, carries: Carries, layers: Sequence[LayerWeights], window: Window) -> Deferred | None:
-    """Where to defer the weight gradients; None if chunks have to run by themselves: nothing is differentiated, or weights are derived in a
-    way that nobody knows to be the same in every chunk.
+def _deferred(x_TBI: Tensor, carries: AnyCarries, layers: Sequence[LayerWeights], window: Window, marks: Marks) -> Deferred | None:
+    """Where to defer the weight gradients; None if chunks have to run by themselves: nothing is differentiated, weights are derived in a
+    way that nobody knows to be the same in every chunk, or resets go back to a learned carry, whose gradient comes from each chunk.
     """
+    if any(each is not None and each.initial is not None for each in marks or ()):
+        return None
     weights = [each for layer in layers for each in layer[:4] if each is not None]
     differentiated = any(tensor.requires_grad for tensor in (x_TBI, *weights, *(part for carry in carries for part in carry)))
     lasts = all(pass_cache.lasting(weight) or any(weight is each for each in window.same) for weight in weights)
@@ -90,7 +98,7 @@ class StackWindow:
     def __init__(
         self,
         x_TBI: Tensor,
-        carries: Carries,
+        carries: AnyCarries,
         layers: Sequence[LayerWeights],
         masks: Sequence[Tensor | None],
         short: bool,
@@ -105,8 +113,9 @@ class StackWindow:
         self.given = [weight for layer in self.weights for weight in layer[:_OF_LAYER] if weight is not None]
         # Gradients of derived weights go through autograd, with the first chunk's backward: the last one to run.
         self.derived = [weight for weight in self.given if not weight.is_leaf]
-        self.lanes, self.inputs, self.hidden = x_TBI.shape[1], x_TBI.shape[2], layers[0].w_hh.shape[1]
-        self.dtypes = [(carry.h.dtype, carry.c.dtype) for carry in carries]
+        self.lanes, self.inputs, self.hidden = x_TBI.shape[1], x_TBI.shape[2], layers[0].w_ih.shape[0] // by_name(how.shape.cell).gates
+        self.dtypes = [(carry[0].dtype, carry[-1].dtype) for carry in carries]
+        self.bits_BW: Tensor | None = None  # resets of the window, as far as its chunks have come
         self.lengths_B = window.lengths if short else None
         self.like = x_TBI.new_empty(0)
         self.spans = [stack.spans_of(end - first, how.chunk_steps) for first, end in window.spans]  # pieces, within their chunks
@@ -116,18 +125,17 @@ class StackWindow:
         self.pieces = [slice(first, end) for first, end in pairwise(counts)]
         with torch.no_grad():
             self.dealt = self._deal(window)
-            given = [(carry.h[0].detach(), carry.c[0].detach()) for carry in carries]
+            given = [(carry[0][0].detach(), wave.memory_of(carry).detach()) for carry in carries]
             masked = [mask is not None for mask in masks]
             self.layers = stack.activations(how.shape, given, masked, window.steps, counts[-1], self.like, kept=True)
-            pitches = [-(-self.inputs // 8) * 8, *[how.shape.hidden] * (len(layers) - 1)]
+            pitches = [-(-self.inputs // 8) * 8, *[how.shape.width] * (len(layers) - 1)]
             self.packs = [
                 stack.packed(layer, how.shape, pitch, self.like, transposed=True)
                 for layer, pitch in zip(self.weights, pitches, strict=True)
             ]
-            recurrence.prepare_backward(how.back, self.like)
         self.parts: list[list[Activations]] = []  # by chunk
         self.rows: list[Tensor] = []  # inputs of the first layer, by chunk
-        self.shapes: list[torch.Size] = []  # of x, by chunk
+        self.marks: list[list[LayerMarks]] = []  # of the layers, by chunk
         self.grads: list[Gradients] = []  # made by the first backward
         self.started = len(window.spans)  # the earliest chunk whose backward has run
         self.reached = 0  # chunks up to the latest one whose backward has run
@@ -150,9 +158,9 @@ class StackWindow:
         parts = [((lengths_B - first).clamp(0, end - first), end - first) for first, end in self.chunks]
         return [each for left_B, steps in parts for each in recurrence.deal(left_B, steps, piece, self.like)]
 
-    def handed_out(self, chunk: WindowChunk, carries: Carries) -> bool:
+    def handed_out(self, chunk: WindowChunk, carries: AnyCarries) -> bool:
         """True if the carries are those that the chunk before this one returned."""
-        return chunk.index == len(self.parts) and len(carries) == len(self.layers) and carries[0].h.data_ptr() == self._token().data_ptr()
+        return chunk.index == len(self.parts) and len(carries) == len(self.layers) and carries[0][0].data_ptr() == self._token().data_ptr()
 
     def _token(self) -> Tensor:
         """A number that the last chunk to run has written."""
@@ -163,29 +171,33 @@ class StackWindow:
         self,
         chunk: WindowChunk,
         x_TBI: Tensor,
-        carries: Carries,
+        carries: AnyCarries,
         masks: Sequence[Tensor | None],
         lengths_B: Tensor | None,
+        marks: Marks,
         *,
         clean: bool,
-    ) -> tuple[Tensor, Carries]:
+    ) -> tuple[Tensor, AnyCarries]:
         """Run a chunk: its outputs, and the carries or, in their place, the token."""
         if x_TBI.shape != (chunk.span[1] - chunk.span[0], self.lanes, self.inputs) or x_TBI.dtype != self.like.dtype:
             span, last = f"steps {chunk.span[0]} to {chunk.span[1]}", f"{self.lanes} lanes of {self.inputs} inputs in {self.like.dtype}"
             raise ValueError(f"x is {list(x_TBI.shape)} in {x_TBI.dtype}, but this chunk has {span} of a window with {last}")
-        given = [part[0] for carry in carries for part in carry] if chunk.index == 0 else [carries[0].h]
+        given = [part for carry in carries for part in (carry[0][0], wave.memory_of(carry))] if chunk.index == 0 else [carries[0][0]]
         apply: Any = _Chunk.apply
         weights = [weight for layer in self.weights for weight in layer[:_OF_LAYER]]
         if chunk.index and self.derived:
             weights = [weight if weight is None or weight.is_leaf else weight.detach() for weight in weights]
-        y_TBH, *ends = apply(self, chunk.index, x_TBI, (lengths_B, clean), masks, len(given), *given, *weights)
+        y_TBH, *ends = apply(self, chunk.index, x_TBI, (lengths_B, clean, marks), masks, len(given), *given, *weights)
         if chunk.last:
-            return y_TBH, tuple(Carry(h[None], c[None]) for h, c in zip(ends[::2], ends[1::2], strict=True))
+            return y_TBH, tuple(wave.carry_of(self.how, h[None], memory[None]) for h, memory in zip(ends[::2], ends[1::2], strict=True))
         # Only the first can be differentiated: one way for gradients is enough.
-        rest = ends[0].detach()
-        return y_TBH, (Carry(ends[0], rest), *[Carry(rest, rest)] * (len(self.layers) - 1))
+        of_parts, rest = type(carries[0]), ends[0].detach()
+        first, *others = ([rest] * len(carries[0]) for _ in self.layers)
+        return y_TBH, tuple(of_parts(*parts) for parts in ([ends[0], *first[1:]], *others))
 
-    def forward(self, index: int, x_TBI: Tensor, lengths_B: Tensor | None, masks: Sequence[Tensor | None]) -> list[Tensor]:
+    def forward(
+        self, index: int, x_TBI: Tensor, lengths_B: Tensor | None, masks: Sequence[Tensor | None], marks: Marks = None
+    ) -> list[Tensor]:
         """The outputs of a chunk, and the token or the last carries. `lengths_B`: beyond them, x is read as zeros."""
         if index != len(self.parts):
             raise RuntimeError(f"chunk {index} of a window ran after {len(self.parts)} chunks; run them in order")
@@ -194,10 +206,11 @@ class StackWindow:
         layers[0] = layers[0]._replace(inputs_NJ=rows_NJ)
         padded = (wave.padded_mask(mask, self.how, self.like) for mask in masks)
         layers = [layer._replace(mask=mask) for layer, mask in zip(layers, padded, strict=True)]
-        stack.forward(self.how, self.packs, layers, self.spans[index], self.dealt[self.pieces[index]])
+        marked = self._marked(index, x_TBI, marks)
+        stack.forward(self.how, self.packs, layers, self.spans[index], self.dealt[self.pieces[index]], marked)
+        self.marks.append(marked)
         self.parts.append(layers)
         self.rows.append(rows_NJ)
-        self.shapes.append(x_TBI.shape)
         outputs = [layers[-1].hs_SBP[1:, :, : self.hidden]]
         if index < len(self.spans) - 1:
             return [*outputs, self._token()]
@@ -205,36 +218,55 @@ class StackWindow:
             outputs += stack.last_carry(layer, self.lengths_B, self.hidden, dtypes)
         return outputs
 
+    def _marked(self, index: int, x_TBI: Tensor, marks: Marks) -> list[LayerMarks]:
+        """The marks of a chunk; the bits of its resets join those of the chunks before it."""
+        resets_TB = None if marks is None or marks[0] is None else marks[0].resets
+        if index and (resets_TB is None) != (self.bits_BW is None):
+            raise ValueError("resets in some chunks of a window and none in others; pass them with every chunk or with none")
+        if resets_TB is not None and self.bits_BW is None:
+            self.bits_BW = marking.empty_bits(self.steps, self.lanes, x_TBI)
+        resets = marking.resets_of(resets_TB, self.chunks[index][0], self.bits_BW)
+        marked = marking.marks_of(marks, len(self.layers), resets, self.how.shape, x_TBI, self.hidden)
+        for kinds in {each.kinds for each in marked}:
+            recurrence.prepare_backward(self.how.back, self.like, kinds)
+        return marked
+
+    def _marked_over(self, first: int, end: int, number: int) -> LayerMarks:
+        """The resets of a layer over some chunks."""
+        each = [resets.rows_TB for of_chunk in self.marks[first:end] if (resets := of_chunk[number].resets) is not None]
+        return LayerMarks(Resets(torch.cat(each), each[0]) if each else None)
+
     def backward(
         self, index: int, grad_y_TBH: Tensor | None, grad_ends: Sequence[Tensor | None], *, wants_dx: bool
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradient of a chunk's inputs, and those of each layer's h and c at its start [2, B, P]."""
+    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """The gradient of a chunk's inputs, and those of each layer's h and memory at its start."""
         if not self.grads:
             self.grads = stack.gradients(self.layers, self.how.back, self.pieces[-1].stop)
-        layers, pieces = self.parts[index], self.pieces[index]
-        grads = [each.part(self.chunks[index], self.lanes, pieces) for each in self.grads]
+        layers, pieces, (first, end) = self.parts[index], self.pieces[index], self.chunks[index]
+        x_shape = torch.Size((end - first, self.lanes, self.inputs))
+        grads = [each.part((first, end), self.lanes, pieces) for each in self.grads]
         ends: list[Ends]
         if index == len(self.spans) - 1:
             ends = wave.padded_ends(grad_ends, self.how)
         elif self.started == index + 1:
-            ends = [(each.starts_2CBP[0, pieces.stop], each.starts_2CBP[1, pieces.stop]) for each in self.grads]
+            ends = [(each.starts[0][pieces.stop], each.starts[1][pieces.stop]) for each in self.grads]
         else:  # no gradient came from later chunks
             ends = [(None, None)] * len(layers)
         following = self.started == index + 1 < len(self.spans) and self.how.back.continues
-        next_rows = slice(self.chunks[index][1] * self.lanes, (self.chunks[index][1] + 1) * self.lanes)
+        next_rows = slice(end * self.lanes, (end + 1) * self.lanes)
         after = [each.gates_NQ[next_rows] for each in self.grads] if following else None
         dx_NJ = torch.empty_like(self.rows[index]) if wants_dx else None
-        grad_y = wave.grad_outputs(grad_y_TBH, self.shapes[index], self.how, self.like)
+        grad_y = wave.grad_outputs(grad_y_TBH, x_shape, self.how, self.like)
         turned = [(pack.w_ih_QJ, pack.turned_PQ) for pack in self.packs if pack.turned_PQ is not None]
         stack.backward(
-            self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ,
+            self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ, self.marks[index],
             after=after, before=index > 0,
         )  # fmt: skip
         self.started, self.reached = index, max(self.reached, index + 1)
         self._put_off(index)
         if index == 0:
             self._release()
-        return wave.input_gradient(dx_NJ, self.shapes[index]), [each.starts_2CBP[:, 0] for each in grads]
+        return wave.input_gradient(dx_NJ, x_shape), [(each.starts[0][0], each.starts[1][0]) for each in grads]
 
     def _put_off(self, index: int) -> None:
         """Defer this chunk's part of the weight gradients."""
@@ -249,6 +281,7 @@ class StackWindow:
     def _release(self) -> None:
         """Free what only backward reads: the weight gradients may have to wait."""
         self.parts = [[] for _ in self.parts]
+        self.marks = [[each._replace(noise=None) for each in of_chunk] for of_chunk in self.marks]
         self.layers = [layer._replace(gates_NQ=self.like, cells_TBP=None) for layer in self.layers]
 
     def weight_gradients(self) -> list[Tensor]:
@@ -274,36 +307,31 @@ class StackWindow:
                 found += [None] * _OF_LAYER
                 continue
             layer, grads = self.layers[number].part(steps, pieces), self.grads[number].part(steps, self.lanes, pieces)
-            inputs_NJ = joined(self.rows[first:end]) if layer.inputs_NJ is None else layer.inputs_NJ
+            inputs_NJ = stack.joined(self.rows[first:end]) if layer.inputs_NJ is None else layer.inputs_NJ
             into_ih = torch.empty_like(pack.w_ih_QJ) if wants[0] else None
             into_hh = torch.empty_like(pack.w_hh_QP) if wants[1] else None
-            stack.weight_products(grads.gates_NQ, inputs_NJ, layer.hs_SBP, (into_ih, into_hh))
+            marked = self._marked_over(first, end, number)
+            stack.weight_products(grads.gates_NQ, inputs_NJ, layer.hs_SBP, (into_ih, into_hh), marked)
             width, dtype = weights.w_ih.shape[1], weights.w_ih.dtype
             bias_EQ = grads.bias_CEQ.flatten(0, 1)
-            dw_ih, dw_hh, db = recurrence.unpack(into_ih, into_hh, bias_EQ, self.like, self.hidden, width, dtype)
+            dw_ih, dw_hh, db = recurrence.unpack(self.how.back, into_ih, into_hh, bias_EQ, self.like, self.hidden, width, dtype)
             found += [grad if want else None for grad, want in zip((dw_ih, dw_hh, *db.unbind()), wants, strict=True)]
         return found
 
-    def carry_at(self, index: int) -> Carries:
+    def carry_at(self, index: int) -> AnyCarries:
         """The carries at the start of a chunk. A lane that has ended may hold anything."""
         first, piece = self.chunks[index][0], self.pieces[index].start
-        return tuple(Carry(each.hs_SBP[None, first, :, : self.hidden], each.cs_CBP[None, piece, :, : self.hidden]) for each in self.layers)
+        return tuple(
+            wave.carry_of(
+                self.how, each.hs_SBP[None, first, :, : self.hidden], each.cs_CBP[None, piece, :, : self.hidden * self.how.shape.memory]
+            )
+            for each in self.layers
+        )
 
 
 def _trained(weight: Tensor | None) -> bool:
     """True if a weight is a parameter whose gradient can be deferred."""
     return weight is not None and weight.is_leaf and weight.requires_grad
-
-
-def joined(rows: Sequence[Tensor]) -> Tensor:
-    """The rows one below the other: in place if they already lie so in memory, as parts of one buffer do; otherwise a copy."""
-    storage, width = rows[0].untyped_storage().data_ptr(), rows[0].shape[1]
-    at = rows[0].storage_offset()
-    for each in rows:
-        if not each.is_contiguous() or each.untyped_storage().data_ptr() != storage or each.storage_offset() != at:
-            return torch.cat(list(rows))
-        at += each.numel()
-    return rows[0].as_strided((sum(len(each) for each in rows), width), (width, 1))
 
 
 class _Chunk(torch.autograd.Function):
@@ -313,16 +341,16 @@ class _Chunk(torch.autograd.Function):
         held: StackWindow,
         index: int,
         x_TBI: Tensor,
-        padding: tuple[Tensor | None, bool],
+        told: tuple[Tensor | None, bool, Marks],
         masks: Sequence[Tensor | None],
         carried: int,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        lengths_B, clean = padding
-        outputs = held.forward(index, x_TBI.detach(), None if clean else lengths_B, masks)
+        lengths_B, clean, marks = told
+        outputs = held.forward(index, x_TBI.detach(), None if clean else lengths_B, masks, marks)
         # Backward reads them from the buffers; saved here, torch notices if somebody has written to them.
         ctx.save_for_backward(x_TBI, held.parts[index][-1].hs_SBP)
-        ctx.held, ctx.index, ctx.padding, ctx.masks, ctx.carried, ctx.flat = held, index, padding, masks, carried, flat
+        ctx.held, ctx.index, ctx.told, ctx.masks, ctx.carried, ctx.flat = held, index, told, masks, carried, flat
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -334,28 +362,33 @@ class _Chunk(torch.autograd.Function):
         if not held.deferred.open:
             return _by_itself(ctx, x_TBI, grad_y_TBH, *grad_ends)
         dx, starts = held.backward(index, grad_y_TBH, grad_ends, wants_dx=ctx.needs_input_grad[2])
-        carried: list[Tensor | None] = [starts[0][0, 0, :1]]  # for the token: a number that is there
+        carried: list[Tensor | None] = [starts[0][0][0, :1]]  # for the token: a number that is there
         if index == 0:
             parts = [
                 (part, dtype) for start, pair in zip(starts, held.dtypes, strict=True) for part, dtype in zip(start, pair, strict=True)
             ]
             wanted = ctx.needs_input_grad[6 : 6 + ctx.carried]
-            carried = [part[:, : held.hidden].to(dtype) if want else None for (part, dtype), want in zip(parts, wanted, strict=True)]
+            of_parts = [held.hidden, held.hidden * held.how.back.memory] * len(starts)
+            carried = [
+                part[:, :width].to(dtype) if want else None for (part, dtype), want, width in zip(parts, wanted, of_parts, strict=True)
+            ]
         derived = held.derived_gradients() if index == 0 else [None] * (len(ctx.flat) - ctx.carried)
         return None, None, dx, None, None, None, *carried, *derived
 
 
 def _by_itself(ctx: Any, x_TBI: Tensor, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of one chunk alone, for a user who asks for them along the way: from a forward that is run again."""
-    held, index, count, (lengths_B, clean) = ctx.held, ctx.index, len(ctx.held.layers), ctx.padding
+    held, index, count, (lengths_B, clean, marks) = ctx.held, ctx.index, len(ctx.held.layers), ctx.told
 
     def plain(x: Tensor, *flat: Tensor | None) -> tuple[Tensor, ...]:
         each = list(flat[ctx.carried :])
         layers = [LayerWeights(*each[n * _OF_LAYER : (n + 1) * _OF_LAYER]) for n in range(count)]  # type: ignore[arg-type]
         parts = [part[None] for part in flat[: ctx.carried] if part is not None]
-        carries = held.carry_at(index) if index else tuple(Carry(*pair) for pair in zip(parts[::2], parts[1::2], strict=True))
-        y, ends = wave.run(x, carries, layers, ctx.masks, lengths_B, held.how, clean=clean)
-        last = [part[0] for end in ends for part in end]
+        carries = held.carry_at(index)
+        if index == 0:
+            carries = tuple(wave.carry_of(held.how, h, memory) for h, memory in zip(parts[::2], parts[1::2], strict=True))
+        y, ends = wave.run(x, carries, layers, ctx.masks, lengths_B, held.how, marks=marks, clean=clean)
+        last = [part for end in ends for part in (end[0][0], wave.memory_of(end))]
         return (y, *(last if index == len(held.spans) - 1 else [y.new_zeros(1)]))
 
     found = derivatives.through(plain, (x_TBI, *ctx.flat), (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]), (grad_y_TBH, *grad_ends))

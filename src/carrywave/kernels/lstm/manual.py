@@ -13,47 +13,40 @@ Shapes: T time, B lane, I input, H hidden, G = 4H.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from carrywave.kernels import derivatives, reference
+from carrywave.kernels.backends import in_dtype
 from carrywave.kernels.blas import without_onednn
-from carrywave.kernels.carry import Carry
+from carrywave.kernels.carry import AnyCarry, Carry
 from carrywave.kernels.deferred_gradients import deferred_for
-from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
+from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, where_any
 from carrywave.kernels.weights import Layer, LayerWeights
 
 _SATURATED = 1.0e4  # as in `aten`
 
 
 def layer(
-    x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False, marks: StepMarks | None = None
-) -> tuple[Tensor, Carry]:
+    x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
     """One layer without projection: outputs [T, B, H·D] and the carry at each lane's last real step. `clean`: x is 0 at padded steps."""
     wide = torch.promote_types(x_TBI.dtype, torch.float32)
     if wide != x_TBI.dtype:
         # Half precision is for storage only: most processors lack the instructions to compute in it, and took 100 times as long.
-        given, wider = Carry(carry.h.to(wide), carry.c.to(wide)), tuple(each.to(wide) for each in weights)
-        y_TBH, end = layer(x_TBI.to(wide), given, wider, lengths_B, clean=clean, marks=marks)
-        return y_TBH.to(x_TBI.dtype), Carry(end.h.to(x_TBI.dtype), end.c.to(x_TBI.dtype))
+        return in_dtype(wide, x_TBI, carry, weights, lengths_B, partial(layer, clean=clean), marks)
     apply: Any = _Sequence.apply
-    ys, hs, cs = [], [], []
-    begins = [(None, None, None)] * len(weights) if marks is None else marks.begins(carry, lengths_B, x_TBI.shape[0])
-    for direction, each in enumerate(weights):
+
+    def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
         bias_G = None if each.b_ih is None or each.b_hh is None else each.b_ih + each.b_hh
-        x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
-        y_TBH, h_BH, c_BH = apply(
-            x, carry.h[direction], carry.c[direction], each.w_ih, each.w_hh, bias_G, *begins[direction], lengths_B, clean
-        )
-        ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
-        hs.append(h_BH)
-        cs.append(c_BH)
-    if len(ys) == 1:
-        return ys[0], Carry(hs[0][None], cs[0][None])
-    return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
+        y_TBH, *ends = apply(x_TBI, *parts, each.w_ih, each.w_hh, bias_G, *begins(way, parts), lengths_B, clean)
+        return y_TBH, ends
+
+    return both_ways(run, x_TBI, carry, weights, lengths_B, marks)
 
 
 def serves(x_TBI: Tensor, weights: Layer) -> bool:
@@ -73,7 +66,7 @@ class _Sequence(torch.autograd.Function):
         w_ih_GI: Tensor,
         w_hh_GH: Tensor,
         bias_G: Tensor | None,
-        first_h_1H: Tensor | None,  # the initial carry, 1 or B lanes
+        first_h_1H: Tensor | None,  # the initial carry
         first_c_1H: Tensor | None,
         resets_TB: Tensor | None,
         lengths_B: Tensor | None,
@@ -99,7 +92,7 @@ class _Sequence(torch.autograd.Function):
             # Views of all steps, made once: cheaper than indexing in the loop.
             gates, after_h, after_c, tanhs = (each.unbind() for each in (gates_TBG, y_TBH, c_TBH, tanh_TBH))
             before_h, before_c = [h_BH, *after_h[:-1]], [c_BH, *after_c[:-1]]
-            resets = _where_any(resets_TB)
+            resets = where_any(resets_TB)
             both, cell, output = (part.unbind() for part in gates_TBG.split_with_sizes((2 * hidden, hidden, hidden), dim=-1))
             inputs_, forget = (part.unbind() for part in gates_TBG[..., : 2 * hidden].split_with_sizes((hidden, hidden), dim=-1))
             for t in range(steps):
@@ -136,7 +129,7 @@ class _Sequence(torch.autograd.Function):
         x_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, _, first_h_1H, first_c_1H = given
         steps, lanes, inputs = x_TBI.shape
         hidden = w_hh_GH.shape[1]
-        grad_y_TBH, grad_past_BH = _into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
+        grad_y_TBH, grad_past_BH = into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
         with without_onednn():
             past_c_TBH = None if resets_TB is None else torch.where(resets_TB[..., None], first_c_1H, torch.cat((c_BH[None], c_TBH[:-1])))
             slopes_TBG, through_TBH, y_TBH = _slopes(gates_TBG, c_BH, c_TBH, tanh_TBH, past_c_TBH)
@@ -146,7 +139,7 @@ class _Sequence(torch.autograd.Function):
             grads_y = grad_y_TBH.unbind()
             dc_BH = torch.zeros_like(c_BH) if grad_c_BH is None else grad_c_BH.clone()
             dh_BH = grads_y[-1]
-            resets, dfirst = _where_any(resets_TB), _Begun(first_h_1H, first_c_1H, ctx.needs_input_grad[6:8])
+            resets, initial = where_any(resets_TB), InitialGradients((first_h_1H, first_c_1H), ctx.needs_input_grad[6:8])
             # From here on, the slopes are overwritten with the gradients of the gates.
             for t in range(steps - 1, -1, -1):
                 dc_BH.addcmul_(dh_BH, through[t])
@@ -155,7 +148,7 @@ class _Sequence(torch.autograd.Function):
                 dc_BH.mul_(forget[t])
                 if t in resets:
                     past_BH = slopes[t] @ w_hh_GH
-                    dfirst.take(resets[t], past_BH, dc_BH)
+                    initial.take(resets[t], past_BH, dc_BH)
                     dh_BH = past_BH.add_(grads_y[t - 1]) if t else past_BH
                 elif t:
                     dh_BH = torch.addmm(grads_y[t - 1], slopes[t], w_hh_GH)
@@ -183,7 +176,7 @@ class _Sequence(torch.autograd.Function):
                     dw_hh_GH.addmm_(grads_NG[lanes:].t(), past_NH)
             dbias_G = grads_NG.sum(0) if wants_bias else None
         of_carry = (dh_BH if wants_h else None, dc_BH if wants_c else None)
-        return dx_TBI, *of_carry, dw_ih_GI, dw_hh_GH, dbias_G, *dfirst.parts, None, None, None
+        return dx_TBI, *of_carry, dw_ih_GI, dw_hh_GH, dbias_G, *initial.parts, None, None, None
 
 
 def _plain(resets_TB: Tensor | None, lengths_B: Tensor | None) -> derivatives.Plain:
@@ -198,52 +191,6 @@ def _plain(resets_TB: Tensor | None, lengths_B: Tensor | None) -> derivatives.Pl
         return y_TBH, *(part[0] for part in end)
 
     return run
-
-
-def _where_any(resets_TB: Tensor | None) -> dict[int, Tensor]:
-    """[B, 1] bool for each step at which at least one lane is reset."""
-    if resets_TB is None:
-        return {}
-    return {t: resets_TB[t][:, None] for t, some in enumerate(resets_TB.any(1).tolist()) if some}
-
-
-class _Begun:
-    """The gradients of the initial carry, added up over the resets on the way back."""
-
-    def __init__(self, first_h_1H: Tensor | None, first_c_1H: Tensor | None, wanted: Sequence[bool]) -> None:
-        self.parts = [
-            torch.zeros_like(first) if first is not None and want else None
-            for first, want in zip((first_h_1H, first_c_1H), wanted, strict=True)
-        ]
-
-    def take(self, reset_B1: Tensor, *grads: Tensor) -> None:
-        """Take, out of the gradients of h and c before a step, those of the lanes that are reset there."""
-        for part, grad_BH in zip(self.parts, grads, strict=True):
-            if part is not None:
-                part += torch.where(reset_B1, grad_BH, 0.0).sum_to_size(part.shape)
-            grad_BH.masked_fill_(reset_B1, 0.0)
-
-
-def _into_outputs(
-    grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, lengths_B: Tensor | None, like_TBH: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the outputs, with that of the final h added at each lane's last real step; and the gradient of the final h that lanes
-    without real steps pass on to their initial h.
-    """
-    if lengths_B is None:
-        grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else grad_y_TBH
-        if grad_h_BH is not None:
-            grad = grad.clone() if grad is grad_y_TBH else grad
-            grad[-1] += grad_h_BH
-        return grad, None
-    real_TB1 = real_steps(lengths_B, like_TBH.shape[0])
-    grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else torch.where(real_TB1, grad_y_TBH, 0.0)
-    if grad_h_BH is None:
-        return grad, None
-    some_B1 = lengths_B[:, None] > 0
-    index_1BH = (lengths_B - 1).clamp(min=0)[None, :, None].expand(1, *grad_h_BH.shape)
-    grad.scatter_add_(0, index_1BH, torch.where(some_B1, grad_h_BH, 0.0)[None])
-    return grad, torch.where(some_B1, 0.0, grad_h_BH)
 
 
 def _slopes(

@@ -92,3 +92,39 @@ KERNEL(1)
 KERNEL(2)
 KERNEL(4)
 KERNEL(8)
+
+// Noise inside a cell as the recurrent kernels read it (see cell.cuh): a byte for each unit, lane and step, [rows, pitch]. Bit 0: the
+// candidate stays; bits 1 and 2: h and the memory keep their old values. Each is drawn at a site of its own, the candidate without time if it
+// is not `timed`. One warp per row, four units per thread.
+extern "C" __global__ void __launch_bounds__(THREADS) noise_bytes(
+    u32* bytes, const u32* key, const long long* lane_numbers, int rows, int lanes, int pitch, int timed, u32 start, u32 site_candidate,
+    int threshold_candidate, u32 site_h, int threshold_h, u32 site_memory, int threshold_memory) {
+    u32 row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    u32 step = row / lanes, lane = row % lanes;
+    u32 site[3] = {site_candidate, site_h, site_memory}, a[3], b[3];
+    int threshold[3] = {threshold_candidate, threshold_h, threshold_memory};
+#pragma unroll
+    for (int n = 0; n < 3; n++) {
+        a[n] = key[0], b[n] = key[1];
+        absorb(a[n], b[n], site[n]);
+        if (n || timed) absorb(a[n], b[n], start + step);
+        absorb(a[n], b[n], lane_numbers ? (u32)lane_numbers[lane] : lane);
+    }
+    bytes += (u64)row * (pitch / 4);
+    for (int word = blockIdx.y * 32 + threadIdx.x % 32; word < pitch / 4; word += gridDim.y * 32) {
+        u32 four = 0;
+#pragma unroll
+        for (int each = 0; each < 4; each++) {
+            u32 last = mix(word * 4 + each + 0x9E3779B9u), byte = 0;
+#pragma unroll
+            for (int n = 0; n < 3; n++) {
+                bool kept = true;
+                if (threshold[n] != (int)0x80000000) kept = (int)mix(mix(a[n] ^ last) * (last | 1) + b[n]) >= threshold[n];
+                byte |= (n == 0 ? kept : !kept) << n;
+            }
+            four |= byte << (8 * each);
+        }
+        bytes[word] = four;
+    }
+}

@@ -25,3 +25,11 @@ __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
     high = __uint_as_float(word & 0xFFFF0000u);
 #endif
 }
+
+// One number of a word, and one of an array.
+__device__ __forceinline__ float half_of(u32 word, bool upper) {
+    float low, high;
+    unpack(word, low, high);
+    return upper ? high : low;
+}
+__device__ __forceinline__ float half_at(const u16* from, u64 at) { return half_of(from[at], false); }

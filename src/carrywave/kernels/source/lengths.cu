@@ -1,4 +1,5 @@
-// Handles lengths around the recurrence, in one launch each: sorts the lanes, zeroes padded inputs, and picks each lane's last h.
+// Handles lengths and resets around the recurrence, in one launch each: sorts the lanes, zeroes padded inputs, picks each lane's last h, and
+// packs resets into bits.
 //
 // Compile-time constant, set by the host: FP16.
 
@@ -51,5 +52,28 @@ extern "C" __global__ void last_state(const u16* hs, const long long* lengths, i
         float low, high;
         unpack(value, low, high);
         ((float*)last)[(u64)lane * hidden + unit] = low;
+    }
+}
+
+// bits[B, words], with bit n of a lane's words for step n: sets those of steps `first` to `first` + `steps` where a lane starts again, from
+// resets[T, B]. A thread for each word of a lane that these steps touch; steps that are not among them keep their bits.
+extern "C" __global__ void reset_bits(const unsigned char* resets, int count, int first, int steps, int words, u32* bits) {
+    int lane = blockIdx.x * blockDim.x + threadIdx.x, word = first / 32 + blockIdx.y;
+    if (lane >= count || word >= words) return;
+    u32 set = 0;
+    for (int n = 0; n < 32; n++) {
+        int step = word * 32 + n - first;
+        if (step >= 0 && step < steps && resets[(u64)step * count + lane]) set |= 1u << n;
+    }
+    bits[(u64)lane * words + word] |= set;
+}
+
+// rows[T, B, H]: h before each step, or `begin`[H] (null: 0) where a lane starts again. One warp per row.
+extern "C" __global__ void begun_rows(const u16* hs, const unsigned char* resets, const u16* begin, int rows, int width, u16* to) {
+    for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += gridDim.x * blockDim.y) {
+        bool again = resets[row];
+        const uint4* from = (const uint4*)(again ? begin : hs + (u64)row * width);
+        for (int n = threadIdx.x; n < width / 8; n += 32)
+            ((uint4*)(to + (u64)row * width))[n] = from ? from[n] : make_uint4(0, 0, 0, 0);
     }
 }

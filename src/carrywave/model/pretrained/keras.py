@@ -1,14 +1,15 @@
-"""Reads the LSTM layers of a Keras 3 model from its weights (.weights.h5) or from the whole model (.keras).
+"""Reads the LSTM or GRU layers of a Keras 3 model from its weights (.weights.h5) or from the whole model (.keras).
 
-Keras and torch order the gates alike: input, forget, cell, output. Keras' matrices are transposed, and it has one bias where torch has two:
-the second becomes zero. A .keras file also says how its layers compute, and those that compute something else are refused; a .weights.h5
-file does not say it.
+Keras' matrices are transposed. Of an LSTM, Keras and torch order the gates alike, but Keras has one bias where torch has two: the second
+becomes zero. Of a GRU, Keras has the update gate first, and both biases, as rows of one; but only if its reset gate acts on the product, as
+torch's does (`reset_after`, the default), and one that does not is refused. A .keras file also says how its layers compute, and those that
+compute something else are refused; a .weights.h5 file does not say it.
 
 In a file, layers have no order but that of their names: Keras numbers those of one kind in a list (lstm, lstm_1, …), whatever the user
 calls them. Attributes of a model class have the user's names (encoder, decoder), and then only a list of layers in a .keras file tells the
 order; without one, they are refused.
 
-Shapes: I input, H hidden, G = 4H.
+Shapes: I input, H hidden, G = gates · H.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from carrywave.errors import DataError, UserError
 SUFFIXES = (".h5", ".keras")
 _WEIGHTS, _CONFIG = "model.weights.h5", "config.json"  # in a .keras archive
 _USUAL = {"activation": "tanh", "recurrent_activation": "sigmoid"}
+_ORDERS = {4: (0, 1, 2, 3), 3: (1, 0, 2)}  # of an LSTM and of a GRU: the number in Keras of each gate in torch
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The LSTM layers of a file, in their order, under the names of one torch.nn.LSTM."""
+    """The layers of a file, in their order, under the names of one torch.nn.LSTM or nn.GRU."""
     h5py = _h5py()
     data, config = path.read_bytes(), None
     if path.suffix.lower() == ".keras":
@@ -50,7 +52,7 @@ def read(path: Path) -> dict[str, Tensor]:
             cells = {name: [np.asarray(group[key]) for key in sorted(group, key=int)] for name, group in _cells(h5py, file, "")}
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a weights file of Keras 3 ({error}); save it with model.save_weights('NAME.weights.h5')") from error
-    return _stack({name: cells[name] for name in _in_order(list(cells), config, str(path))}, str(path))
+    return _stack({name: cells[name] for name in _in_order(list(cells), config, str(path))}, str(path), told=config is not None)
 
 
 def _h5py() -> Any:
@@ -73,32 +75,43 @@ def _cells(h5py: Any, group: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _cells(h5py, inner, whole)
 
 
-def _stack(cells: dict[str, list[Any]], where: str) -> dict[str, Tensor]:
+def _stack(cells: dict[str, list[Any]], where: str, *, told: bool) -> dict[str, Tensor]:
+    """`told`: the file says how its layers compute, and they have been checked."""
     state: dict[str, Tensor] = {}
     layers: dict[str, int] = {}
     for path, values in cells.items():
         name = path.rpartition("/")[2] or path
-        hidden = values[1].shape[0] if len(values) > 1 else 0
-        shapes = [value.shape for value in values]
-        if (
-            len(values) not in (2, 3)
-            or shapes[1] != (hidden, 4 * hidden)
-            or shapes[0][1:] != (4 * hidden,)
-            or shapes[2:] not in ([], [(4 * hidden,)])
-        ):
-            raise DataError(
-                f"{where}: layer {path.strip('/')} has variables of shapes {shapes}, which are not an LSTM's; use LSTM layers only"
-            )
+        gates = _gates(values, f"{where}: layer {path.strip('/')}", told=told)
+        rows = gates * values[1].shape[0]
         layer = layers.setdefault(path.rpartition("/")[0] if name in ("forward_layer", "backward_layer") else path, len(layers))
         suffix = f"_l{layer}" + ("_reverse" if name == "backward_layer" else "")
-        kernel_IG, recurrent_HG = (torch.from_numpy(value.astype(np.float32)) for value in values[:2])
-        bias_G = torch.from_numpy(values[2].astype(np.float32)) if len(values) == 3 else torch.zeros(4 * hidden)
-        state[f"weight_ih{suffix}"] = kernel_IG.T.contiguous()
-        state[f"weight_hh{suffix}"] = recurrent_HG.T.contiguous()
-        state[f"bias_ih{suffix}"], state[f"bias_hh{suffix}"] = bias_G, torch.zeros_like(bias_G)
+        biases = np.zeros((2, rows))
+        biases[: 1 if gates == 4 else 2] = values[2] if len(values) == 3 else 0.0
+        given = {"weight_ih": values[0].T, "weight_hh": values[1].T, "bias_ih": biases[0], "bias_hh": biases[1]}
+        for part, value in given.items():
+            blocks = np.split(value.astype(np.float32), gates)
+            state[part + suffix] = torch.from_numpy(np.concatenate([blocks[gate] for gate in _ORDERS[gates]]))
     if not state:
-        raise DataError(f"{where} holds no LSTM layers; save a Keras 3 model that has some")
+        raise DataError(f"{where} holds no LSTM or GRU layers; save a Keras 3 model that has some")
+    if len({tensor.shape[0] // tensor.shape[1] for name, tensor in state.items() if name.startswith("weight_hh")}) > 1:
+        raise DataError(f"{where} mixes LSTM and GRU layers, and a carrywave model has one kind; use layers of one kind")
     return state
+
+
+def _gates(values: list[Any], where: str, *, told: bool) -> int:
+    """How many gates a layer has, by the shapes of its variables; those of other layers are refused."""
+    shapes = [value.shape for value in values]
+    hidden = shapes[1][0] if len(shapes) in (2, 3) and len(shapes[1]) == 2 else 0
+    for gates in _ORDERS:
+        rows = gates * hidden
+        if hidden and len(shapes[0]) == 2 and (shapes[0][1], shapes[1][1]) == (rows, rows):
+            if gates == 3 and shapes[2:] == [(rows,)]:
+                raise DataError(f"{where} is a GRU with reset_after=False, which computes something else; train one with reset_after=True")
+            if gates == 3 and len(shapes) == 2 and not told:
+                raise DataError(f"{where} is a GRU without biases, which does not tell if it has reset_after; save the model as NAME.keras")
+            if shapes[2:] in ([], [(rows,)] if gates == 4 else [(2, rows)]):
+                return gates
+    raise DataError(f"{where} has variables of shapes {shapes}, which are no LSTM's or GRU's; use such layers only")
 
 
 def _in_order(paths: list[str], config: Any, where: str) -> list[str]:
@@ -147,7 +160,9 @@ def _check(config: Any, where: str) -> None:
     if not isinstance(config, dict):
         return
     kind, own = config.get("class_name"), config.get("config")
-    if kind in ("LSTM", "LSTMCell") and isinstance(own, dict):
+    if kind in ("LSTM", "LSTMCell", "GRU", "GRUCell") and isinstance(own, dict):
+        if own.get("reset_after") is False:
+            raise DataError(f"{where}: layer {own.get('name')} has reset_after=False, and carrywave's have it; use reset_after=True")
         for name, usual in _USUAL.items():
             if own.get(name, usual) != usual:
                 raise DataError(f"{where}: layer {own.get('name')} has {name}={own[name]}, and carrywave's have {usual}; use that")

@@ -1,4 +1,4 @@
-"""Loads the layers of an LSTM that was trained elsewhere: the weights of a torch.nn.LSTM, or of Keras' LSTM layers (`keras`).
+"""Loads layers that were trained elsewhere: the weights of a torch.nn.LSTM or of another cell's module, or of Keras' layers (`keras`).
 
 Only the layers are loaded. An embedding or a head from elsewhere would need the vocabulary or the labels that it was trained with.
 """
@@ -48,10 +48,10 @@ def one_stack(given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         if (found := _NAME.fullmatch(name)) is not None:
             stacks.setdefault(found["prefix"], {})[name] = tensor
     if not stacks:
-        raise DataError(f"{where} holds no LSTM: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM")
+        raise DataError(f"{where} holds no recurrent layers: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM or nn.GRU")
     numbers = [re.fullmatch(r"(.*?)(\d+)\.", prefix) for prefix in stacks]
     if len(stacks) > 1 and (None in numbers or len({found[1] for found in numbers if found is not None}) > 1):
-        raise DataError(f"{where} holds several LSTMs ({', '.join(sorted(stacks))}); save one of them by itself")
+        raise DataError(f"{where} holds several stacks of layers ({', '.join(sorted(stacks))}); save one of them by itself")
     one: dict[str, Tensor] = {}
     depth = 0
     for prefix in sorted(stacks, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)]):
@@ -68,7 +68,9 @@ def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the st
     The LSTM is unchanged if anything does not fit.
     """
     state = one_stack(given, where)
-    if (gates := _gates(state)) not in (None, lstm.cell.gates):
+    if lstm.cell_norm:
+        raise DataError(f"{where} has no norms inside the cell, but the model has (cell_norm); remove that")
+    if (gates := _gates(state)) not in (None, lstm.cell.gates * lstm.num_heads):
         cell = lstm.cell
         raise DataError(f"{where} has layers of {gates} gates, but the cell {cell.name} has {cell.gates}; use weights of that cell")
     own = {name: parameter for name, parameter in lstm.named_parameters() if _NAME.fullmatch(name)}

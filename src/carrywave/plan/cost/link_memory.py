@@ -60,5 +60,5 @@ def _largest_tensor(unit: Unit) -> int:
     if unit.kind == "numbers":
         return largest
     if unit.cell is not None:
-        return unit.cell.gates * unit.outputs * max(unit.inputs, unit.projection or unit.outputs)
+        return unit.cell.gates * unit.outputs * max(unit.inputs, (unit.projection or unit.outputs) // unit.heads)
     return max(largest, unit.inputs * unit.outputs)

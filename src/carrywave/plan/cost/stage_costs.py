@@ -102,6 +102,9 @@ class Costs:
             rows = 1 if self.units.pooled and unit.width_out == 0 else steps * (self.units.stride if unit.front else 1)
             fit = self._kind(unit.kind)
             found = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
+        if unit.launches:
+            launched = steps * unit.directions * unit.launches * LAUNCH_SECONDS
+            found = Seconds(found.forward + launched / 3, found.backward + found.put_off + launched * 2 / 3, 0.0)
         after = [("dropout", unit.dropout, steps), ("norm", unit.norm, steps)]
         for layer in unit.front:
             # A convolution is priced as the product that it is.
@@ -118,7 +121,7 @@ class Costs:
 
     def _together(self, unit: Unit, count: int, lanes: int, steps: int) -> float:
         """Time of `count` equal layers in one call, where they may run concurrently, relative to running them one after another."""
-        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.cell is None:
+        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.cell is None or unit.launches:
             return 1.0
         fit = self._kind(unit.kind)
         nearest = min(
@@ -169,6 +172,8 @@ def far_off(units: Units, profile: Profile) -> str | None:
     timed = [s for s in profile.samples if s.kind == layers[0].kind and s.precision in (units.precision, _ALIKE.get(units.precision))]
     if not timed and layers[0].kind != lstm.CELL.name:
         return f"profile {profile.name} has no layer of cell {layers[0].kind}: the times are guesses from those of {lstm.CELL.name}"
+    if layers[0].launches:
+        return f"profile {profile.name} has no layer that runs step by step: the times are guesses from those of {layers[0].kind}'s kernels"
     known = {s.outputs for s in timed}
     for unit in layers:
         if known:

@@ -44,6 +44,8 @@ class Unit:
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
     norm: int = 0  # width of the layer norm applied to its output; 0 for none
+    launches: int = 0  # of a layer that its cell's kernels do not run: operations per step; samples are of the kernels
+    heads: int = 1
     tensors: int = 0  # number of parameter tensors
     front: tuple[Convolution, ...] = ()  # of the encoder
 
@@ -119,13 +121,19 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
     """One recurrent layer; `dropout`: the width of that on its output."""
     model = spec.model
     cell, directions, back = by_name(model.cell), 2 if model.bidirectional else 1, model.projection or hidden
-    rows, extra = cell.gates * hidden, cell.extra(hidden).values()
-    one = cell.multiply_adds(width, hidden, model.projection) + 2 * rows + sum(math.prod(each.shape) for each in extra)
+    rows, extra = cell.gates * hidden, cell.further(hidden, model.cell_norm).values()
+    one = cell.multiply_adds(width, hidden, model.projection, model.heads) + 2 * rows + sum(math.prod(each.shape) for each in extra)
     norm = out if model.layer_norm else 0
-    carry = directions * sum(cell.widths(hidden, model.projection))
-    parameters = directions * one + 2 * norm + (carry if model.learned_carry else 0)
+    widths = cell.widths(hidden, model.projection)
+    carry = directions * sum(widths)
+    learned = [size for part, size in zip(cell.parts, widths, strict=True) if part in cell.free_parts] if model.learned_carry else []
+    parameters = directions * one + 2 * norm + directions * sum(learned)
+    zoned = sum(chance > 0 for chance in cell.zoneout(model.zoneout))
+    by_steps = model.heads > 1 or model.cell_norm or zoned or model.recurrent_dropout
+    # Inside the cell: both products and the memory before their norms, the candidate and its mask, and the masks of zoneout.
+    inside = (2 * cell.gates + 1 if model.cell_norm else 0) + (2 if model.recurrent_dropout else 0) + zoned
     # What the cell keeps, the output (also before the projection), then what dropout and norm save.
-    kept = directions * (cell.kept * hidden + (hidden if model.projection else 0)) + out + dropout + norm
+    kept = directions * ((cell.kept + inside) * hidden + (hidden if model.projection else 0)) + out + dropout + norm
     return Unit(
         f"layer {layer + 1}",
         cell.name,
@@ -135,12 +143,14 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
         out,
         parameters,
         kept,
-        deferred=directions * (rows + back) + width if cell.backends else 0,  # autograd alone defers nothing
+        deferred=directions * (rows + back) + width if cell.backends and not by_steps else 0,  # autograd alone defers nothing
         carry=carry,
         work=directions * cell.kept * hidden + width,
         projection=model.projection,
         directions=directions,
         dropout=dropout,
         norm=norm,
-        tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(cell.parts) * model.learned_carry,
+        launches=cell.launches if cell.backends and by_steps else 0,
+        heads=model.heads,
+        tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(learned),
     )

@@ -59,6 +59,7 @@ class Chunks:
             full,
             None if window is None else WindowChunk(window, chunk),
             None if self.most is None else self.most[micro_batch],
+            self.counts[micro_batch] == 1 and batch.steps * batch.lanes.shape[0] == batch.cells[1],
             None if batch.history is None else batch.history[first : end + batch.history.shape[0] - batch.steps],
             None if batch.resets is None else batch.resets[first:end],
             batch.sequences,

@@ -1,0 +1,1 @@
+"""The backends of GRU layers: which there are, and which runs a layer."""

@@ -1,0 +1,101 @@
+"""Calls torch's own kernel of a recurrent layer: cuDNN on CUDA, oneDNN or torch's native loop on the CPU. Every step is real.
+
+Resets cut the sequence: the kernel runs from one step at which any lane starts again to the next, and the carry of these lanes is replaced
+in between. Where to cut is read on the host, which waits for the device once; inside a CUDA graph, which cannot, the definition runs (see
+`serves`).
+
+Shapes: T time, B lane, I input, G gates · hidden, O outputs of all directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.carry import AnyCarry
+from carrywave.kernels.derivatives import traced
+from carrywave.kernels.lengths import both_ways
+from carrywave.kernels.step_marks import StepMarks, begins, where_any
+from carrywave.kernels.weights import Layer, LayerWeights
+
+CUDNN_STEPS = 65_535  # the longest sequence that cuDNN takes in one call; beyond it, it reports CUDNN_STATUS_NOT_SUPPORTED
+Kernel = Callable[..., tuple[Tensor, ...]]  # torch.lstm and the like
+OneWay = Callable[[Tensor, AnyCarry], tuple[Tensor, AnyCarry]]  # inputs and carry to outputs and the carry at the end
+
+
+def run(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, onednn: bool = False) -> tuple[Tensor, AnyCarry]:
+    """Run torch's kernel over one or both directions: outputs [T, B, O] and the carry after the last step. `onednn`: on the CPU."""
+    if x_TBI.is_cuda and x_TBI.shape[0] > CUDNN_STEPS:
+        return in_pieces(kernel, x_TBI, carry, weights, CUDNN_STEPS)
+    if x_TBI.is_cuda and weights[0].b_ih is None:
+        # cuDNN's weight buffer has room for biases whether they are used or not; zeros fill it.
+        none_G = x_TBI.new_zeros(weights[0].w_ih.shape[0])
+        weights = tuple(direction._replace(b_ih=none_G, b_hh=none_G) for direction in weights)
+    biased = weights[0].b_ih is not None
+    flat = _flat(weights, x_TBI)
+    parts = tuple(part.to(x_TBI.dtype).contiguous() for part in carry)
+    # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs. A traced
+    # graph may be run for training later.
+    train = torch.is_grad_enabled() or traced()
+    given = parts if len(parts) > 1 else parts[0]
+    with contextlib.nullcontext() if x_TBI.is_cuda or onednn else without_onednn():
+        y_TBO, *ends = kernel(x_TBI, given, flat, biased, 1, 0.0, train, len(weights) == 2, False)
+    of_parts: Any = type(carry)
+    return y_TBO, of_parts(*ends)
+
+
+def serves(x_TBI: Tensor, marks: StepMarks | None) -> bool:
+    """True if torch's kernels can run a layer with these marks: without noise, and with resets only where the host can read them."""
+    if marks is None:
+        return True
+    in_graph = x_TBI.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return marks.noise is None and not traced() and not x_TBI.is_meta and not in_graph
+
+
+def cut_at_resets(run: OneWay, x_TBI: Tensor, carry: AnyCarry, way: StepMarks | None) -> tuple[Tensor, AnyCarry]:
+    """Run one direction in pieces that begin where any lane starts again, from the initial carry."""
+    *initial, resets_TB = begins(way, [part[0] for part in carry])
+    of_parts: Any = type(carry)
+    resets, ys = where_any(resets_TB), list[Tensor]()
+    if not resets:
+        return run(x_TBI, carry)
+    for start, end in pairwise((*sorted({0, *resets}), x_TBI.shape[0])):
+        if start in resets:
+            again = resets[start]
+            carry = of_parts(*(torch.where(again, new, old) for new, old in zip(initial, carry, strict=True) if new is not None))
+        y_TBP, carry = run(x_TBI[start:end], carry)
+        ys.append(y_TBP)
+    return torch.cat(ys), carry
+
+
+def in_pieces(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, most_steps: int) -> tuple[Tensor, AnyCarry]:
+    """The same in pieces of at most so many steps, with the carry passed from each to the next; one direction at a time."""
+    of_parts: Any = type(carry)
+
+    def one_way(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, _: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
+        passed, pieces = of_parts(*(part[None] for part in parts)), []
+        for piece_TBI in torch.split(x_TBI, most_steps):
+            y_TBP, passed = run(kernel, piece_TBI, passed, (each,))
+            pieces.append(y_TBP)
+        return torch.cat(pieces), [part[0] for part in passed]
+
+    return both_ways(one_way, x_TBI, carry, weights, None)
+
+
+def _flat(weights: Layer, like: Tensor) -> list[Tensor]:
+    """The weights in the order of torch's modules; on CUDA, views of one buffer in cuDNN's order, which torch would else build and warn."""
+    each = [[tensor.to(like.dtype) for tensor in (w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr) if tensor is not None] for w in weights]
+    if not like.is_cuda:
+        return [tensor for tensors in each for tensor in tensors]
+    # cuDNN stores the matrices of all directions first, then the biases.
+    order = [(d, n) for want in (2, 1) for d, tensors in enumerate(each) for n, tensor in enumerate(tensors) if tensor.dim() == want]
+    parts = torch.split(torch.cat([each[d][n].reshape(-1) for d, n in order]), [each[d][n].numel() for d, n in order])
+    for (d, n), part in zip(order, parts, strict=True):
+        each[d][n] = part.view_as(each[d][n])
+    return [tensor for tensors in each for tensor in tensors]
