@@ -2,8 +2,8 @@
 
 It walks as the kernel does: blocks that own units, lanes dealt to groups, passes, heads that know nothing of each other, warpgroups that
 share K, quads that swap partial sums, four rows for each unit, interleaved and padded, buffers that hold NaN until a word is written, once,
-resets that are bits, and noise that is bytes. The formulas of a step are read out of the source itself (`_formulas`). The GPU adds
-rounding, and who waits for whom; `tests/gpu` has these.
+resets that are bits in forward and notes in the memory for backward, and noise that is bytes. The formulas of a step are read out of the
+source itself (`_formulas`). The GPU adds rounding, and who waits for whom; `tests/gpu` has these.
 
 Shapes: T time, B lane, I input (J padded), H hidden (P padded), K units of a head (padded; P without heads), G = gates · H, Q = 4P
 interleaved, S = T + 1, N lanes of a pass or rows, M numbers of a unit's memory, W words of a lane's resets, E groups.
@@ -191,7 +191,7 @@ def forward(
                 _write_once(hs_SBP, h, step + 1, at, own)
                 if cells_TBPM is not None:
                     gates[step, at, own] = kept.to(gates.dtype)
-                    cells_TBPM[step, at, own] = c_BPM[at, own]
+                    cells_TBPM[step, at, own] = c_BPM[at, own] if marks.resets is None else _noted(c_BPM[at, own], again)
     by_unit(last_c, shape).copy_(c_BPM)
     for lane, length in enumerate(lengths):
         hs_SBP[length + 1 :, lane] = 0.0
@@ -246,14 +246,15 @@ def backward(
                 recurrent = torch.zeros(lanes, shape.hidden, dtype=grads.dtype)
                 recurrent[after] = _of_quads(turned_PQ[own], behind[after, own].flatten(1), shape)
                 # What the next step multiplied was not h if it started again.
-                recurrent[after] = torch.where(starts_again(marks, after, step + 1), 0.0, recurrent[after])
+                cut = starts_again(marks, after, steps) if follows else _note_in(cells_TBPM[step + 1, after, own], marks)
+                recurrent[after] = torch.where(cut, 0.0, recurrent[after])
                 dh = dh + recurrent[at]
             if step < 0:
                 first_h[at, own] = dh.to(first_h.dtype)
                 continue
             ends = torch.tensor([[lengths[lane] == step + 1] for lane in at])
             dh = dh + grad_y_TBP[step, at, own] + torch.where(ends, grad_h[at, own], 0.0)
-            again = starts_again(marks, at, step)
+            again = _note_in(cells_TBPM[step, at, own], marks)
             c_before = torch.where(again[..., None], begin_PM[own], cells_TBPM[step - 1, at, own] if step else first_BPM[at, own])
             c_now = torch.full_like(c_before, torch.nan) if shape.cell == "gru" else cells_TBPM[step, at, own]
             noise = noise_at(marks, step, at, own)
@@ -270,6 +271,20 @@ def backward(
         first_h[some] = past[some]
     grad_first[0].copy_(first_h)
     by_unit(grad_first[1], shape).copy_(dc)
+
+
+def _noted(memory: Tensor, again: Tensor) -> Tensor:
+    """The memory, in whose first number the last bit says whether the lane has started again."""
+    bits = memory.contiguous().view(torch.int64).clone()
+    bits[..., 0] = bits[..., 0] & ~1 | again.to(torch.int64)
+    return bits.view(torch.float64)
+
+
+def _note_in(memory: Tensor, marks: LayerMarks) -> Tensor:
+    """Bool, for each unit: what was noted."""
+    if marks.resets is None:
+        return torch.zeros(memory.shape[:-1], dtype=torch.bool)
+    return (memory[..., 0].contiguous().view(torch.int64) & 1).bool()
 
 
 def _of_head(shape: LayerShape, head: int) -> slice:
