@@ -204,7 +204,7 @@ def test_a_backend_that_refuses_is_not_timed(host: None) -> None:
 
 
 def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
+    monkeypatch.setattr(persistent, "refusal", lambda *given: "")
     monkeypatch.setattr(BACKENDS, "choose", lambda asked, x, layer, marks=None: "aten")
     found = kernels.measure(replace(SMALL, lengths=True), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "reference"}
@@ -213,7 +213,7 @@ def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monk
 
 def test_ours_is_timed_where_it_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
+    monkeypatch.setattr(persistent, "refusal", lambda *given: "")
     monkeypatch.setattr(BACKENDS, "choose", lambda asked, x, layer, marks=None: "reference" if asked == "reference" else "persistent")
     plain = BACKENDS.backends["reference"]
     monkeypatch.setattr(persistent, "layer", lambda x, carry, layer, lengths, *chunk, **clean: plain(x, carry, layer, lengths))

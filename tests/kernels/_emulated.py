@@ -1,17 +1,18 @@
 """The launches of `persistent.cu` on the CPU, block by block, with the same arguments as `recurrence` has.
 
-It walks as the kernel does: blocks that own units, lanes dealt to groups, passes, warpgroups that share K, quads that swap partial
-sums, four rows for each unit, interleaved and padded, buffers that hold NaN until a word is written, once, resets that are bits, and noise
-that is bytes. The formulas of a step are read out of the source itself (`_formulas`). The GPU adds rounding, and who waits for whom;
-`tests/gpu` has these.
+It walks as the kernel does: blocks that own units, lanes dealt to groups, passes, heads that know nothing of each other, warpgroups that
+share K, quads that swap partial sums, four rows for each unit, interleaved and padded, buffers that hold NaN until a word is written, once,
+resets that are bits, and noise that is bytes. The formulas of a step are read out of the source itself (`_formulas`). The GPU adds
+rounding, and who waits for whom; `tests/gpu` has these.
 
-Shapes: T time, B lane, I input (J padded), H hidden (P padded), G = gates · H, Q = 4P interleaved, S = T + 1, N lanes of a pass or rows,
-W words of a lane's resets, E groups.
+Shapes: T time, B lane, I input (J padded), H hidden (P padded), K units of a head (padded; P without heads), G = gates · H, Q = 4P
+interleaved, S = T + 1, N lanes of a pass or rows, M numbers of a unit's memory, W words of a lane's resets, E groups.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ Table = list[tuple[int, int]]  # (lane, length) at each place of a group
 # The launches beside the recurrence itself.
 AROUND = ("pack", "states", "gradients", "unpack", "deal", "real_rows", "last_state", "set_reset_bits", "begun_rows", "prepare_backward")
 # The rows of a unit for each gate of the cell, in the products with the inputs and with h.
-ROWS = {"lstm": ((0, 1, 2, 3), (0, 1, 2, 3)), "gru": ((0, 1, 2), (0, 1, 3))}
+ROWS = {"lstm": ((0, 1, 2, 3),) * 2, "gru": ((0, 1, 2), (0, 1, 3)), "slstm": ((0, 1, 2, 3),) * 2}
 
 
 def interleaved(weight_GI: Tensor, rows: tuple[int, ...], padded: int, width: int) -> Tensor:
@@ -49,17 +50,18 @@ def plain(grad_QI: Tensor, rows: tuple[int, ...], hidden: int, inputs: int) -> T
 
 def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     of_input, of_h = ROWS[shape.cell]
-    w_hh_QP = interleaved(weights.w_hh.detach(), of_h, shape.hidden, shape.hidden).to(like.dtype)
-    bias_Q = like.new_zeros(4 * shape.hidden)
+    w_hh_QK = interleaved(weights.w_hh.detach(), of_h, shape.width, shape.hidden).to(like.dtype)
+    bias_Q = like.new_zeros(4 * shape.width)
     for bias_G, rows in ((weights.b_ih, of_input), (weights.b_hh, of_h)):
         if bias_G is not None:
-            bias_Q += interleaved(bias_G.detach()[:, None].to(like.dtype), rows, shape.hidden, 1)[:, 0]
-    w_ih_QJ = interleaved(weights.w_ih.detach(), of_input, shape.hidden, pitch).to(like.dtype)
-    return Packed(w_ih_QJ, w_hh_QP, w_hh_QP.t().contiguous() if transposed else None, bias_Q)
+            bias_Q += interleaved(bias_G.detach()[:, None].to(like.dtype), rows, shape.width, 1)[:, 0]
+    w_ih_QJ = interleaved(weights.w_ih.detach(), of_input, shape.width, pitch).to(like.dtype)
+    turned = torch.cat([of_head.t() for of_head in w_hh_QK.chunk(shape.heads)]) if transposed else None
+    return Packed(w_ih_QJ, w_hh_QK, turned, bias_Q)
 
 
 def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
-    hs_SBP = torch.full((steps + 1, len(h_BH), shape.hidden), torch.nan, dtype=like.dtype)
+    hs_SBP = torch.full((steps + 1, len(h_BH), shape.width), torch.nan, dtype=like.dtype)
     hs_SBP[0] = 0.0
     hs_SBP[0, :, : h_BH.shape[1]] = h_BH
     return hs_SBP
@@ -81,7 +83,7 @@ def unpack(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     of_input, of_h = ROWS[shape.cell]
     dw_ih = None if grad_ih_QJ is None else plain(grad_ih_QJ, of_input, hidden, inputs).to(dtype)
-    dw_hh = None if grad_hh_QP is None else plain(grad_hh_QP, of_h, hidden, hidden).to(dtype)
+    dw_hh = None if grad_hh_QP is None else plain(grad_hh_QP, of_h, hidden, hidden // shape.heads).to(dtype)
     sums_Q1 = bias_EQ.sum(0)[:, None]
     return dw_ih, dw_hh, torch.stack([plain(sums_Q1, rows, hidden, 1)[:, 0].to(dtype) for rows in (of_input, of_h)])
 
@@ -107,7 +109,7 @@ def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtyp
     return hs_SBP[lengths_B, torch.arange(len(lengths_B)), :hidden].to(dtype)
 
 
-def prepare_backward(shape: LayerShape, like: Tensor, kinds: tuple[bool, bool]) -> None:
+def prepare_backward(shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> None:
     pass
 
 
@@ -133,9 +135,14 @@ def starts_again(marks: LayerMarks, lanes: list[int], step: int) -> Tensor:
     return (marks.resets.bits_BW[lanes, number // 32] >> number % 32 & 1).bool()[:, None]
 
 
-def memory_begin(marks: LayerMarks, like_BP: Tensor) -> Tensor:
-    """[P]: the memory of a lane that starts again."""
-    return torch.zeros_like(like_BP[0]) if marks.memory_P is None else marks.memory_P
+def by_unit(memory: Tensor, shape: LayerShape) -> Tensor:
+    """[…, P, M]: a view of memory in which a unit's numbers are apart."""
+    return memory.view(*memory.shape[:-1], shape.width, shape.memory)
+
+
+def memory_begin(marks: LayerMarks, like_BPM: Tensor) -> Tensor:
+    """[P, M]: the memory of a lane that starts again."""
+    return torch.zeros_like(like_BPM[0]) if marks.memory_P is None else marks.memory_P[:, None]
 
 
 def noise_at(marks: LayerMarks, step: int, lanes: list[int], units: slice = slice(None)) -> _formulas.NoiseOf | None:
@@ -151,38 +158,41 @@ def forward(
     packed: Packed,
     hs_SBP: Tensor,
     gates_NQ: Tensor,
-    cells_TBP: Tensor | None,
-    first_c_BP: Tensor,
-    last_c_BP: Tensor,
+    cells: Tensor | None,
+    first_c: Tensor,
+    last_c: Tensor,
     dealt: Dealt,
     marks: LayerMarks,
 ) -> None:
     steps, lanes, units = hs_SBP.shape[0] - 1, hs_SBP.shape[1], shape.units
-    gates = gates_NQ.view(steps, lanes, shape.hidden, 4)
+    gates = gates_NQ.view(steps, lanes, shape.width, 4)
+    cells_TBPM = None if cells is None else by_unit(cells, shape)
     lengths = _lengths(dealt, lanes, steps)
-    c, h_before, begin = first_c_BP.clone(), hs_SBP[0].clone(), memory_begin(marks, first_c_BP)
-    for group in range(shape.groups):
+    c_BPM, h_before = by_unit(first_c, shape).clone(), hs_SBP[0].clone()
+    begin_PM = memory_begin(marks, c_BPM)
+    for group, head in product(range(shape.groups), range(shape.heads)):
         table = _table(shape, group, dealt, lengths)
-        for step, turn in ((step, turn) for step in range(table[0][1]) for turn in range(shape.passes)):
+        for step, turn in product(range(table[0][1]), range(shape.passes)):
             if not (at := _active(table, shape, turn, step)):
                 continue
             again = starts_again(marks, at, step)
             for member in range(shape.hidden // units):
-                own = slice(member * units, (member + 1) * units)
+                low = head * shape.hidden + member * units
+                own = slice(low, low + units)
                 # Tiles of 16 units, in each the rows of one gate after those of another.
-                rows = [(member * units + tile * 16 + row % 16) * 4 + row // 16 for tile in range(units // 16) for row in range(64)]
-                sums = _multiply(packed.w_hh_QP[rows], hs_SBP[step, at], shape)
+                rows = [(low + tile * 16 + row % 16) * 4 + row // 16 for tile in range(units // 16) for row in range(64)]
+                sums = _multiply(packed.w_hh_QP[rows], hs_SBP[step, at, _of_head(shape, head)], shape)
                 recurrent = sums.view(len(at), units // 16, 4, 16).transpose(2, 3).reshape(len(at), units, 4)
                 a = gates[step, at, own] + torch.where(again[..., None], 0.0, recurrent)
-                memory = torch.where(again, begin[own], c[at, own])
+                memory = torch.where(again[..., None], begin_PM[own], c_BPM[at, own])
                 past = torch.where(again, 0.0, h_before[at, own])
                 h, kept, memory = _formulas.forward(shape.cell, noise_at(marks, step, at, own), a.unbind(-1), memory, past)
-                c[at, own], h_before[at, own] = memory.to(c.dtype), h.to(h_before.dtype)
+                c_BPM[at, own], h_before[at, own] = memory.to(c_BPM.dtype), h.to(h_before.dtype)
                 _write_once(hs_SBP, h, step + 1, at, own)
-                if cells_TBP is not None:
+                if cells_TBPM is not None:
                     gates[step, at, own] = kept.to(gates.dtype)
-                    cells_TBP[step, at, own] = c[at, own]
-    last_c_BP.copy_(c)
+                    cells_TBPM[step, at, own] = c_BPM[at, own]
+    by_unit(last_c, shape).copy_(c_BPM)
     for lane, length in enumerate(lengths):
         hs_SBP[length + 1 :, lane] = 0.0
 
@@ -191,8 +201,8 @@ def backward(
     shape: LayerShape,
     turned_PQ: Tensor,
     gates_NQ: Tensor,
-    cells_TBP: Tensor,
-    first_c_BP: Tensor,
+    cells: Tensor,
+    first_c: Tensor,
     grad_y_TBP: Tensor,
     grad_last: tuple[Tensor | None, Tensor | None],
     grads_NQ: Tensor,
@@ -206,58 +216,78 @@ def backward(
     *,
     before: bool = False,
 ) -> None:
-    steps, lanes, units, padded = *cells_TBP.shape[:2], shape.units, shape.hidden
-    gates, grads = gates_NQ.view(steps, lanes, padded, 4), grads_NQ.view(steps, lanes, padded, 4)
-    lengths = _lengths(dealt, lanes, steps)
-    grad_h, dc = (torch.zeros_like(first_c_BP) if grad is None else grad.clone() for grad in grad_last)
-    past, begin = torch.zeros_like(dc), memory_begin(marks, first_c_BP)
+    assert shape.continues or not (before or after_BQ is not None)
+    assert (of_resets_EP2 is not None) == (marks.kinds[0] == 2)
+    steps, lanes = grad_y_TBP.shape[:2]
+    gates, grads = gates_NQ.view(steps, lanes, -1, 4), grads_NQ.view(steps, lanes, -1, 4)
+    cells_TBPM, first_BPM = by_unit(cells, shape), by_unit(first_c, shape)
+    lengths, begin_PM = _lengths(dealt, lanes, steps), memory_begin(marks, first_BPM)
+    last_h, last_memory = grad_last
+    grad_h = torch.zeros_like(first_BPM[..., 0]) if last_h is None else last_h.clone()
+    dc = torch.zeros_like(first_BPM) if last_memory is None else by_unit(last_memory, shape).clone()
+    past = torch.zeros_like(grad_h)
     first_h = grad_h.clone()  # of lanes without a real step
     bias_EQ.zero_()
     if of_resets_EP2 is not None:
         of_resets_EP2.zero_()
     for lane, length in enumerate(lengths):
         grads[length:, lane] = 0.0
-    for group in range(shape.groups):
-        table = _table(shape, group, dealt, lengths)
-        for step, turn in ((step, turn) for step in range(table[0][1] - 1, -1 if before else -2, -1) for turn in range(shape.passes)):
+    for group, head in product(range(shape.groups), range(shape.heads)):
+        table, own = _table(shape, group, dealt, lengths), _of_head(shape, head)
+        for step, turn in product(range(table[0][1] - 1, -1 if before else -2, -1), range(shape.passes)):
             after, at = _active(table, shape, turn, step + 1), _active(table, shape, turn, max(step, 0))
             follows = after_BQ is not None and step + 1 == steps
             after = at if follows else after
             if not at:
                 continue
-            recurrent = torch.zeros(lanes, padded, dtype=grads.dtype)
-            for member in range(padded // units if after else 0):
-                # A quarter of K for all units of the quad; what belongs to the others goes to them.
-                quad, part = divmod(member, 4)
-                of_quad, of_K = slice(quad * 4 * units, (quad + 1) * 4 * units), slice(part * padded, (part + 1) * padded)
-                behind = after_BQ if follows else grads.view(steps, lanes, 4 * padded)[step + 1]
-                assert behind is not None
-                recurrent[after, of_quad] += _multiply(turned_PQ[of_quad, of_K], behind[after, of_K], shape)
+            dh = past[at, own]
             if after:
+                behind = after_BQ.view(lanes, -1, 4) if follows and after_BQ is not None else grads[step + 1]
+                recurrent = torch.zeros(lanes, shape.hidden, dtype=grads.dtype)
+                recurrent[after] = _of_quads(turned_PQ[own], behind[after, own].flatten(1), shape)
                 # What the next step multiplied was not h if it started again.
                 recurrent[after] = torch.where(starts_again(marks, after, step + 1), 0.0, recurrent[after])
-            dh = recurrent[at] + past[at]
+                dh = dh + recurrent[at]
             if step < 0:
-                first_h[at] = dh.to(first_h.dtype)
+                first_h[at, own] = dh.to(first_h.dtype)
                 continue
             ends = torch.tensor([[lengths[lane] == step + 1] for lane in at])
-            dh = dh + grad_y_TBP[step, at] + torch.where(ends, grad_h[at], 0.0)
+            dh = dh + grad_y_TBP[step, at, own] + torch.where(ends, grad_h[at, own], 0.0)
             again = starts_again(marks, at, step)
-            c_before = torch.where(again, begin, cells_TBP[step - 1, at] if step else first_c_BP[at])
-            c_now = cells_TBP[step, at] if shape.cell == "lstm" else torch.full_like(c_before, torch.nan)
-            each, memory, left = _formulas.backward(
-                shape.cell, noise_at(marks, step, at), gates[step, at].unbind(-1), c_before, c_now, dh, dc[at]
-            )
-            _write_once(grads, each, step, at)
-            bias_EQ[group] += each.sum(0).view(-1)
+            c_before = torch.where(again[..., None], begin_PM[own], cells_TBPM[step - 1, at, own] if step else first_BPM[at, own])
+            c_now = torch.full_like(c_before, torch.nan) if shape.cell == "gru" else cells_TBPM[step, at, own]
+            noise = noise_at(marks, step, at, own)
+            each, memory, left = _formulas.backward(shape.cell, noise, gates[step, at, own].unbind(-1), c_before, c_now, dh, dc[at, own])
+            _write_once(grads, each, step, at, own)
+            bias_EQ[group].view(-1, 4)[own] += each.sum(0)
             if of_resets_EP2 is not None:
-                of_resets_EP2[group] += torch.stack([torch.where(again, part, 0.0).sum(0) for part in (memory, left)], dim=-1)
-            dc[at], past[at] = (torch.where(again, 0.0, part).to(dc.dtype) for part in (memory, left))
+                parts = memory[..., 0], left
+                of_resets_EP2[group, own] += torch.stack([torch.where(again, part, 0.0).sum(0) for part in parts], dim=-1)
+            dc[at, own] = torch.where(again[..., None], 0.0, memory).to(dc.dtype)
+            past[at, own] = torch.where(again, 0.0, left).to(past.dtype)
     if before:
         some = [lane for lane, length in enumerate(lengths) if length]
         first_h[some] = past[some]
     grad_first[0].copy_(first_h)
-    grad_first[1].copy_(dc)
+    by_unit(grad_first[1], shape).copy_(dc)
+
+
+def _of_head(shape: LayerShape, head: int) -> slice:
+    """Its units among those of all heads."""
+    return slice(head * shape.hidden, (head + 1) * shape.hidden)
+
+
+def _of_quads(turned_KQ: Tensor, behind_NQ: Tensor, shape: LayerShape) -> Tensor:
+    """[N, K]: the gradient of h through the product. Each block takes a quarter of the inner dimension for all units of its quad; what
+    belongs to the others goes to them.
+    """
+    recurrent = torch.zeros(len(behind_NQ), shape.hidden, dtype=behind_NQ.dtype)
+    for member in range(shape.hidden // shape.units):
+        quad, part = divmod(member, 4)
+        of_quad = slice(quad * 4 * shape.units, (quad + 1) * 4 * shape.units)
+        quarter = slice(part * shape.hidden, (part + 1) * shape.hidden)
+        recurrent[:, of_quad] += _multiply(turned_KQ[of_quad, quarter], behind_NQ[:, quarter], shape)
+    return recurrent
 
 
 def _lengths(dealt: Dealt, lanes: int, steps: int) -> list[int]:

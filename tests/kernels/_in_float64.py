@@ -3,7 +3,7 @@
 Every buffer holds NaN until it is written, and a launch may only read what was written before it in the order of the streams: so this also
 shows that chunks and layers come after what they need, and that nothing is left out.
 
-Shapes: T time, B lane, I input, H hidden, P padded, Q = 4P.
+Shapes: T time, B lane, I input, H hidden, P padded, K units of a head, Q = 4P, M numbers of a unit's memory, N lanes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import _emulated
 import _formulas
-from _emulated import memory_begin, noise_at, starts_again
+from _emulated import by_unit, memory_begin, noise_at, starts_again
 
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.hopper.layout import LayerShape
@@ -41,21 +41,28 @@ def forward(
 ) -> None:
     hs = hs.data  # as a kernel, it writes without torch's noticing
     steps, lanes = hs.shape[0] - 1, hs.shape[1]
-    by_step, c = gates.view(steps, lanes, -1, 4), first_c.clone()
+    by_step, c_BPM = gates.view(steps, lanes, -1, 4), by_unit(first_c, shape).clone()
+    begin_PM = memory_begin(marks, c_BPM)
     for step in range(steps):
         at = _active(dealt, lanes, steps, step)
         again = starts_again(marks, at, step)
-        recurrent = (hs[step, at] @ packed.w_hh_QP.t()).view(-1, shape.hidden, 4)
+        recurrent = _by_heads(hs[step, at], packed.w_hh_QP, shape).unflatten(-1, (-1, 4))
         a = by_step[step, at] + torch.where(again[..., None], 0.0, recurrent)
-        memory = torch.where(again, memory_begin(marks, c), c[at])
+        memory = torch.where(again[..., None], begin_PM, c_BPM[at])
         past = torch.where(again, 0.0, hs[step, at])
-        h, kept, c[at] = _formulas.forward(shape.cell, noise_at(marks, step, at), a.unbind(-1), memory, past)
+        h, kept, c_BPM[at] = _formulas.forward(shape.cell, noise_at(marks, step, at), a.unbind(-1), memory, past)
         hs[step + 1] = 0.0
         hs[step + 1, at] = h
         by_step[step, at] = kept
         if cells is not None:
-            cells[step, at] = c[at]
-    last_c.copy_(c)
+            by_unit(cells, shape)[step, at] = c_BPM[at]
+    by_unit(last_c, shape).copy_(c_BPM)
+
+
+def _by_heads(rows_NI: Tensor, weights_OI: Tensor, shape: LayerShape) -> Tensor:
+    """[N, …]: the product of each head's part of the rows with its block of weights."""
+    parts = zip(rows_NI.chunk(shape.heads, dim=1), weights_OI.chunk(shape.heads), strict=True)
+    return torch.cat([part @ block.t() for part, block in parts], dim=1)
 
 
 def backward(
@@ -77,12 +84,16 @@ def backward(
     *,
     before: bool = False,
 ) -> None:
+    assert (of_resets is not None) == (marks.kinds[0] == 2)
     steps, lanes = cells.shape[:2]
-    dh, dc = (torch.zeros_like(first_c) if each is None else each.clone() for each in grad_last)
+    cells_TBPM, first_BPM = by_unit(cells, shape), by_unit(first_c, shape)
+    begin_PM, (last_h, last_memory) = memory_begin(marks, first_BPM), grad_last
+    dh = torch.zeros_like(first_BPM[..., 0]) if last_h is None else last_h.clone()
+    dc = torch.zeros_like(first_BPM) if last_memory is None else by_unit(last_memory, shape).clone()
     by_step, past = grads.view(steps, lanes, -1, 4), torch.zeros_like(dh)
     if after is not None:
         going_on = _active(dealt, lanes, steps, steps - 1)
-        dh[going_on] += torch.where(starts_again(marks, going_on, steps), 0.0, after[going_on] @ turned.t())
+        dh[going_on] += torch.where(starts_again(marks, going_on, steps), 0.0, _by_heads(after[going_on], turned, shape))
     bias.zero_()
     if of_resets is not None:
         of_resets.zero_()
@@ -90,22 +101,21 @@ def backward(
         at = _active(dealt, lanes, steps, step)
         by_step[step] = 0.0
         again = starts_again(marks, at, step)
-        c_before = torch.where(again, memory_begin(marks, first_c), cells[step - 1, at] if step else first_c[at])
+        c_before = torch.where(again[..., None], begin_PM, cells_TBPM[step - 1, at] if step else first_BPM[at])
         a = gates.view(steps, lanes, -1, 4)[step, at].unbind(-1)
-        own = dh[at] + grad_y[step, at]
-        by_step[step, at], memory, left = _formulas.backward(
-            shape.cell, noise_at(marks, step, at), a, c_before, cells[step, at], own, dc[at]
-        )
-        recurrent = by_step[step, at].flatten(1) @ turned.t()
+        own, noise = dh[at] + grad_y[step, at], noise_at(marks, step, at)
+        by_step[step, at], memory, left = _formulas.backward(shape.cell, noise, a, c_before, cells_TBPM[step, at], own, dc[at])
+        recurrent = _by_heads(by_step[step, at].flatten(1), turned, shape)
         if of_resets is not None:
-            of_resets[0] += torch.stack([torch.where(again, part, 0.0).sum(0) for part in (memory, left)], dim=-1)
-        dh[at], dc[at], past[at] = (torch.where(again, 0.0, part) for part in (recurrent + left, memory, left))
+            of_resets[0] += torch.stack([torch.where(again, part, 0.0).sum(0) for part in (memory[..., 0], left)], dim=-1)
+        dh[at], past[at] = (torch.where(again, 0.0, part) for part in (recurrent + left, left))
+        dc[at] = torch.where(again[..., None], 0.0, memory)
         bias[0] += by_step[step].sum(0).flatten()
     if before:  # the rest of it is computed from the gate gradients, by a launch for earlier steps
         some = _active(dealt, lanes, steps, 0)
         dh[some] = past[some]
-    for to, value in zip(grad_first, (dh, dc), strict=True):
-        to.copy_(value)
+    grad_first[0].copy_(dh)
+    by_unit(grad_first[1], shape).copy_(dc)
 
 
 def _active(dealt: Dealt, lanes: int, steps: int, step: int) -> list[int]:

@@ -17,16 +17,18 @@ from carrywave.cells.cell import by_name
 from carrywave.kernels import random, reference
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.hopper import wave
-from carrywave.kernels.hopper.layout import Wave
+from carrywave.kernels.hopper.layout import LayerShape, Wave
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import LayerWeights
 
+CELLS = ("lstm", "gru", "slstm")
 # What is always tested, whatever hypothesis draws.
 KINDS = [
-    {"cell": cell, "noise": noise, "resets": resets}
-    for cell in ("lstm", "gru")
+    {"cell": cell, "noise": noise, "resets": resets, "heads": heads}
+    for cell in CELLS
     for noise in ("", "training", "evaluation")
     for resets in (0.0, 0.3)
+    for heads in (1, 2)
 ]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=[" ".join(map(str, kind.values())) for kind in KINDS])
 
@@ -48,10 +50,12 @@ class Stack:
     biased: bool = True
     seed: int = 0
     cell: str = "lstm"
-    hidden: int = 20
+    hidden: int = 20  # of a layer without heads
+    heads: int = 1
+    units: int = 64  # of each of several heads
     resets: float = 0.0  # the share of steps at which a lane starts again
     every: int = 0  # half of the lanes start again at each multiple of so many steps
-    learned: bool = False  # resets go back to a carry that is trained
+    learned: bool = False  # resets go back to a carry that is trained, where the kernels can
     noise: str = ""  # inside the cell: "training" or "evaluation"
     dropped: float = 0.3
     zoned: tuple[float, float] = (0.4, 0.2)
@@ -59,9 +63,11 @@ class Stack:
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
+        self.hidden = self.hidden if self.heads == 1 else self.units * self.heads
         made, hidden = by_name(self.cell), self.hidden
-        rows, parts = made.gates * hidden, len(made.parts)
-        shapes = [((rows, hidden if layer else self.inputs), (rows, hidden), *([(rows,)] * 2 * self.biased)) for layer in range(self.count)]
+        rows, of_head, parts = made.gates * hidden, hidden // self.heads, len(made.parts)
+        biases = [(rows,)] * 2 * self.biased
+        shapes = [((rows, hidden if layer else self.inputs), (rows, of_head), *biases) for layer in range(self.count)]
         self.layers = [LayerWeights(*[make(*each).mul_(0.3).requires_grad_() for each in of_layer]) for of_layer in shapes]
         self.carries: AnyCarries = self._carries(self.lanes)
         self.x = make(self.steps, self.lanes, self.inputs)
@@ -76,7 +82,15 @@ class Stack:
 
     def _carries(self, lanes: int) -> AnyCarries:
         made = by_name(self.cell)
-        return tuple(made.carry(*(make(1, lanes, self.hidden).requires_grad_() for _ in made.parts)) for _ in range(self.count))
+        drawn = [{part: make(1, lanes, self.hidden) for part in made.parts} for _ in range(self.count)]
+        for parts in drawn if self.cell == "slstm" else ():
+            parts["n"] = parts["n"].abs() + 0.1  # a sum of weights
+        return tuple(made.carry(*(part.requires_grad_() for part in parts.values())) for parts in drawn)
+
+    @property
+    def takes_learned(self) -> bool:
+        """True if the kernels start such layers again from a learned carry."""
+        return self.cell != "slstm" and self.heads == 1 and not self.noise
 
     def _marks(self, parts: int) -> list[StepMarks] | None:
         if not (self.resets or self.every or self.noise):
@@ -85,14 +99,12 @@ class Stack:
         if self.resets or self.every:
             resets = torch.rand(self.steps, self.lanes) < self.resets
             resets[:: self.every or self.steps] |= torch.rand(self.lanes) < (0.5 if self.every else 0.0)
-        self.initial = self._carries(1) if self.learned and resets is not None else [None] * self.count
+        self.initial = self._carries(1) if self.learned and self.takes_learned and resets is not None else [None] * self.count
         noises: list[CellNoise | None] = [None] * self.count
         if self.noise:
             key, lanes = random.key(self.seed) if self.noise == "training" else None, torch.randperm(2 * self.lanes)[: self.lanes]
-            noises = [
-                CellNoise(self.dropped, self.zoned[:parts], (tuple(range(10 * n, 10 * n + 1 + parts)),), self.locked, key, lanes, 5)
-                for n in range(self.count)
-            ]
+            zoned = (self.zoned[0], 0.0, 0.0, 0.0) if self.cell == "slstm" else self.zoned[:parts]
+            noises = [CellNoise(self.dropped, zoned, (f"layer {n}",), self.locked, key, lanes, 5) for n in range(self.count)]
         return [StepMarks(resets, *of_layer) for of_layer in zip(self.initial, noises, strict=True)]
 
     def marks_of(self, first: int, end: int) -> list[StepMarks] | None:
@@ -115,10 +127,18 @@ class Stack:
         learned = [part for marks in self.marks or () for part in marks.initial or ()]
         return [*(part for carry in self.carries for part in carry), *self.weights, *learned]
 
+    def fitted(self, how: Wave) -> Wave:
+        """The same for this cell and, if it is not for heads already, for these heads, whose groups are clusters."""
+        if self.heads == how.shape.heads:
+            return how.of_cell(self.cell)
+        width = how.shape.lanes
+        shape = LayerShape(self.units, -(-self.lanes // width), width, 1, 16, self.units // 16, self.cell, self.heads)
+        return Wave(shape, how.streams, how.chunk_steps)
+
     def at_once(self, how: Wave) -> list[Tensor]:
         """Outputs, last carries, and the gradients of x and of the leaves, by the persistent kernels."""
         x = self.x.clone().requires_grad_()
-        y, ends = wave.run(x, self.carries, self.layers, self.masks, self.lengths, how.of_cell(self.cell), marks=self.marks)
+        y, ends = wave.run(x, self.carries, self.layers, self.masks, self.lengths, self.fitted(how), marks=self.marks)
         return self.results(x, y, ends)
 
     def defined(self) -> list[Tensor]:
@@ -141,7 +161,6 @@ class Stack:
 @st.composite
 def stacks(draw: st.DrawFn, made: type[Stack] = Stack, *, learned: bool = True, **fixed: Any) -> Any:
     """Any stack: of some layers, or as `fixed` says."""
-    noise = draw(st.sampled_from(["", "", "training", "evaluation"]))
     some: dict[str, st.SearchStrategy[Any]] = {
         "count": st.integers(1, 3),
         "steps": st.integers(1, 9),
@@ -151,16 +170,18 @@ def stacks(draw: st.DrawFn, made: type[Stack] = Stack, *, learned: bool = True, 
         "masked": st.sampled_from(["", "steps", "locked"]),
         "biased": st.booleans(),
         "seed": st.integers(0, 99),
-        "cell": st.sampled_from(["lstm", "gru"]),
+        "cell": st.sampled_from(CELLS),
+        "heads": st.sampled_from([1, 1, 2]),
         "resets": st.sampled_from([0.0, 0.2, 0.7, 1.0]),
         "every": st.sampled_from([0, 1, 2, 3]),
-        "learned": st.booleans() if learned and not noise else st.just(False),  # the kernels take either
+        "learned": st.booleans() if learned else st.just(False),
+        "noise": st.sampled_from(["", "", "training", "evaluation"]),
         "dropped": st.sampled_from([0.0, 0.3]),
         "zoned": st.sampled_from([(0.4, 0.2), (0.0, 0.3), (0.5, 0.0)]),
         "locked": st.booleans(),
     }
     drawn = {name: draw(strategy) for name, strategy in some.items() if name not in fixed}
-    return made(**drawn, noise=noise, **{name: draw(each) if isinstance(each, st.SearchStrategy) else each for name, each in fixed.items()})
+    return made(**drawn, **{name: draw(each) if isinstance(each, st.SearchStrategy) else each for name, each in fixed.items()})
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-11) -> None:

@@ -45,8 +45,8 @@ def on_gpu(dtype: torch.dtype, steps: int = 40, lanes: int = 2) -> Tensor:
         return torch.empty(steps, lanes, 3, dtype=dtype, device="cuda")
 
 
-def refusing(why: str) -> Callable[[Tensor, Layer, StepMarks | None], str]:
-    return lambda x, layer, marks: why
+def refusing(why: str) -> Callable[[Tensor, Layer, StepMarks | None, str], str]:
+    return lambda x, layer, marks, cell: why
 
 
 def carry(dtype: torch.dtype = torch.float32) -> Carry:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
-from _problems import Stack, assert_same, each_kind, stacks
+from _problems import CELLS, Stack, assert_same, each_kind, stacks
 
 from carrywave.cells.cell import by_name
 from carrywave.kernels import random, reference
@@ -30,7 +30,7 @@ from carrywave.kernels.backends import backends_of
 from carrywave.kernels.carry import changed
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence
-from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone
+from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone, heads_for
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
@@ -63,16 +63,17 @@ def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Stack, Wave])
 @pytest.mark.usefixtures("_block_by_block")
 @each_kind
 def test_the_algorithm_of_each_kind_is_the_definition(kind: dict[str, Any]) -> None:
-    given_stack = Stack(1, 7, 20, 3, short=True, hidden=70, learned=not kind["noise"], **kind)
+    given_stack = Stack(1, 7, 20, 3, short=True, hidden=70, learned=True, **kind)
     assert_same(given_stack.at_once(Wave(LayerShape(128, 2, 8, 2), 1, 3)), given_stack.defined())
 
 
 @pytest.mark.usefixtures("_block_by_block")
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(("hidden", "lanes"), [(65, 9), (128, 70), (192, 33), (257, 9)])
 def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int, cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used, backward = alone(H200, hidden, lanes, 4), recurrence.backward
     assert used is not None
+    assert used.of_cell(cell).back.valid
 
     def noted(shape: LayerShape, *given: Any, **named: Any) -> None:
         backward(shape, *given, **named)
@@ -84,16 +85,26 @@ def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int, cel
 
 
 @pytest.mark.usefixtures("_block_by_block")
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_a_layer_in_both_directions_is_the_definition(cell: str) -> None:
-    ways = [Stack(1, 6, 5, 4, cell=cell, hidden=66, seed=seed, resets=0.3, learned=True) for seed in (1, 2)]
-    carry, initial = (
-        changed(one, lambda *parts: torch.cat(parts), other)
-        for one, other in (
-            [each.carries[0] for each in ways],
-            [each.initial[0] for each in ways],
-        )
-    )
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("units", "heads", "lanes"), [(64, 3, 9), (128, 2, 20), (256, 2, 5)])
+def test_heads_on_the_layouts_that_are_used(units: int, heads: int, lanes: int, cell: str) -> None:
+    case = Stack(1, 4, lanes, 3, short=True, cell=cell, heads=heads, units=units, resets=0.2, noise="training")
+    used = heads_for(H200, units, heads, lanes, cell)
+    assert used is not None
+    assert used.valid
+    assert used.near
+    assert_same(case.at_once(Wave(used, 1, 3)), case.defined())
+
+
+@pytest.mark.usefixtures("_block_by_block")
+@pytest.mark.parametrize(("cell", "heads"), [("lstm", 1), ("gru", 1), ("slstm", 1), ("lstm", 2), ("gru", 2), ("slstm", 2)])
+def test_a_layer_in_both_directions_is_the_definition(cell: str, heads: int) -> None:
+    ways = [Stack(1, 6, 5, 4, cell=cell, hidden=66, heads=heads, seed=seed, resets=0.3, learned=True) for seed in (1, 2)]
+
+    def joined(one: Any, other: Any) -> Any:
+        return None if one is None else changed(one, lambda *parts: torch.cat(parts), other)
+
+    carry, initial = joined(*(each.carries[0] for each in ways)), joined(*(each.initial[0] for each in ways))
     layer, x = tuple(way.layers[0] for way in ways), ways[0].x.clone().requires_grad_()
     assert ways[0].marks is not None
     resets = ways[0].marks[0].resets
@@ -111,7 +122,7 @@ def test_a_layer_in_both_directions_is_the_definition(cell: str) -> None:
 
 @pytest.mark.usefixtures("_block_by_block")
 @pytest.mark.parametrize("noise", ["", "training"])
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("locked", [False, True])
 def test_layers_at_the_same_time_are_layers_one_after_the_other(
     locked: bool, cell: str, noise: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +133,7 @@ def test_layers_at_the_same_time_are_layers_one_after_the_other(
     options |= {"backends": backends_of(by_name(cell)), "marks": case.marks}
     layers = [(layer,) for layer in case.layers]
     expected, ends = run_layers(case.x, case.carries, layers, case.lengths, backend="reference", **options)
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer, marks=None: "")
+    monkeypatch.setattr(persistent, "refusal", lambda *given: "")
     asked = []
 
     def wave_of(x: Tensor, layers: object, cell: str) -> Wave:
@@ -159,26 +170,29 @@ def compile_source(constants: tuple[tuple[str, int], ...], folder: Path) -> str:
 
 
 SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (2048, 16), (2048, 64)]
-KINDS = [("lstm", True, False), ("lstm", True, True), ("gru", False, False), ("gru", True, False)]  # with resets, with noise
+# With resets to zeros (1) or to a learned carry (2), with noise from bytes (1) or constants (2).
+KINDS = [("lstm", 1, 0), ("lstm", 2, 0), ("lstm", 1, 1), ("lstm", 1, 2), ("gru", 0, 0), ("gru", 2, 0), ("slstm", 0, 0), ("slstm", 1, 1)]
 
 
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize(
     ("hidden", "lanes", "cell", "resets", "noise"),
     [
-        (64, 1, "lstm", False, False),
-        (64, 1, "gru", True, True),
-        *(pytest.param(*sizes, "lstm", False, False, marks=pytest.mark.slow) for sizes in SLOW),
+        (64, 1, "lstm", 0, 0),
+        (64, 1, "gru", 1, 1),
+        (64, 1, "slstm", 1, 2),
+        *(pytest.param(*sizes, "lstm", 0, 0, marks=pytest.mark.slow) for sizes in SLOW),
         *(pytest.param(1024, 64, *kind, marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
 def test_the_source_compiles(
-    hidden: int, lanes: int, cell: str, resets: bool, noise: bool, fp16: bool, tmp_path: Path, record_property: pytest.RecordProperty
+    hidden: int, lanes: int, cell: str, resets: int, noise: int, fp16: bool, tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
     used = alone(H200, hidden, lanes, 4)
     assert used is not None
-    used = used.of_cell(cell)
-    constants = (each.constants(fp16=fp16, resets=resets, noise=noise) for each in dict.fromkeys((used.shape, used.back)))
+    used, heads = used.of_cell(cell), heads_for(H200, hidden, 4, lanes, cell) if hidden <= 64 else None
+    shapes = dict.fromkeys(each for each in (used.shape, used.back, heads) if each is not None)
+    constants = (each.constants(fp16=fp16, resets=resets, noise=noise) for each in shapes)
     said = "".join(compile_source(each, tmp_path) for each in constants)
     # Told, not judged: what they come to differs from compiler to compiler.
     for count, what in re.findall(r"(\d+) (bytes spill stores|registers)", said):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
-from _problems import Stack, assert_same, each_kind, stacks
+from _problems import CELLS, Stack, assert_same, each_kind, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels import deferred_gradients
@@ -56,7 +56,7 @@ class Windowed(Stack):
         first, end = self.window.spans[index]
         masks = [mask if mask is None or len(mask) == 1 else mask[first:end] for mask in self.masks]
         lengths = None if self.lengths is None else (self.lengths - first).clamp(0, end - first)
-        how = Wave(SHAPE, 1, min(piece, end - first)).of_cell(self.cell)
+        how = self.fitted(Wave(SHAPE, 1, min(piece, end - first)))
         marks = self.marks_of(first, end)
         return windowed.run(x, carries, self.layers, masks, lengths, how, WindowChunk(self.window, index), marks=marks)
 
@@ -107,7 +107,7 @@ def test_chunks_of_each_kind_are_the_definition(kind: dict[str, Any], piece: int
     assert_same(given_stack.by_chunks(piece), given_stack.defined())
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", CELLS)
 def test_resets_of_more_steps_than_a_word_has_bits(cell: str) -> None:
     given_stack = Windowed(1, 70, 3, 5, chunk=20, short=True, cell=cell, resets=0.1, every=20)
     assert_same(given_stack.by_chunks(7), given_stack.defined())
@@ -138,7 +138,7 @@ def test_resets_in_some_chunks_only_are_refused(first_has: bool) -> None:
 
 
 @pytest.mark.parametrize("masked", ["", "steps", "locked"])
-@pytest.mark.parametrize(("short", "cell", "resets"), [(False, "lstm", 0.0), (True, "lstm", 0.0), (True, "gru", 0.2)])
+@pytest.mark.parametrize(("short", "cell", "resets"), [(False, "lstm", 0.0), (True, "lstm", 0.0), (True, "gru", 0.2), (True, "slstm", 0.2)])
 def test_the_same_launches_give_the_same_bits(short: bool, cell: str, resets: float, masked: str) -> None:
     """A wave whose pieces are the chunks has the same products and launches; weight gradients are one product over the window in both."""
     given_stack = Windowed(3, 10, 5, 12, short, masked, chunk=4, cell=cell, resets=resets)
@@ -165,11 +165,11 @@ def test_a_chunk_is_its_launches_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 def test_inputs_that_lie_in_one_buffer_are_not_copied() -> None:
     rows = torch.arange(24.0).view(12, 2)
     for parts in ([rows[2:4], rows[4:9]], [rows]):
-        found = windowed.joined(parts)
+        found = stack.joined(parts)
         assert found.data_ptr() == parts[0].data_ptr()
         assert torch.equal(found, torch.cat(parts))
     for parts in ([rows[2:4], rows[5:9]], [rows[:4], rows[4:].clone()], [rows[:, :1], rows[4:, :1]]):
-        assert torch.equal(windowed.joined(parts), torch.cat(parts))
+        assert torch.equal(stack.joined(parts), torch.cat(parts))
 
 
 def test_a_chunk_without_a_gradient_of_its_own_gets_that_of_the_next() -> None:
@@ -247,9 +247,10 @@ def test_weight_gradients_may_be_asked_for_in_between() -> None:
         torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cell", "heads"), [("lstm", 1), ("gru", 2), ("slstm", 1), ("slstm", 2)])
+def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(cell: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the step's own backward a chunk is differentiated by itself, as often as wanted, and the step's backward is not disturbed."""
-    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, masked="steps")
+    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, masked="steps", cell=cell, heads=heads)
     expected = given_stack.at_once(Wave(SHAPE, 1, 9))
     asked: list[Tensor] = []
     run = given_stack.part
@@ -267,7 +268,8 @@ def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(monkeypatch: p
     x = given_stack.x[:4].clone().requires_grad_()
     masks = [None if mask is None else mask[:4] for mask in given_stack.masks]
     assert given_stack.lengths is not None
-    y, _ = wave.run(x, given_stack.carries, given_stack.layers, masks, given_stack.lengths.clamp(0, 4), Wave(SHAPE, 1, 4))
+    how = given_stack.fitted(Wave(SHAPE, 1, 4))
+    y, _ = wave.run(x, given_stack.carries, given_stack.layers, masks, given_stack.lengths.clamp(0, 4), how)
     for one, other in zip(asked[:2], torch.autograd.grad(y.sum(), [x, given_stack.layers[0].w_hh]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
