@@ -167,8 +167,15 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     else:
         inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
         inputs[padded_TB] = VOCABULARY - 1 if odd else 0
-    lead = (lanes,) if task in POOLED else (steps, lanes)
-    unused = lengths_B == 0 if task in POOLED else padded_TB
+    share = case.get("resets")  # of the steps at which a lane starts again
+    resets = None if share is None else torch.rand((steps, lanes), generator=generator) < share
+    by_lane = task in POOLED and resets is None
+    lead = (lanes,) if by_lane else (steps, lanes)
+    unused = lengths_B == 0 if by_lane else padded_TB
+    if task in POOLED and resets is not None:  # of every sequence, the last step has the target
+        ends_TB = torch.arange(steps)[:, None] == lengths_B - 1
+        ends_TB[:-1] |= resets[1:] & ~padded_TB[1:]
+        unused = ~ends_TB
     if task in ("regression", "forecasting"):
         shape = (*lead, NUMBERS) if task == "regression" else (*lead, HORIZON, NUMBERS)
         targets = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -184,8 +191,10 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = 1 if odd else 0
     past = model.get("past", 0)
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
+    if task in POOLED and resets is not None:
+        targets[unused] = math.nan if targets.is_floating_point() else -100
     fresh, pooled, epoch = torch.tensor(asked["fresh"]), task in POOLED, case.get("epoch", 0)
-    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history)
+    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets)
 
 
 def train(case: Case, mesh: Mesh) -> Run:

@@ -93,7 +93,10 @@ class Case:
         return self._with_gradients(y, ends)
 
     def _with_gradients(self, y: Tensor, ends: list[tuple[Tensor, ...]]) -> list[Tensor]:
-        total = (y * self.by.to(y.dtype)).double().sum() + torch.stack([part.double().sum() for end in ends for part in end]).sum()
+        read = [part for end in ends for part in end]
+        if self.cell == "slstm":  # c and n mean something only together, and m has a derivative that jumps where rounding may decide
+            read = [part for h, c, n, _ in ends for part in (h, c / n)]
+        total = (y * self.by.to(y.dtype)).double().sum() + torch.stack([part.double().sum() for part in read]).sum()
         found = torch.autograd.grad(total, self.leaves, allow_unused=True)
         return [y.detach(), *(part.detach() for end in ends for part in end), *(grad for grad in found if grad is not None)]
 
@@ -151,9 +154,8 @@ def test_heads_are_the_definition(
         assert len(got) == len(expected)
         for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
             error = (own.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12)
-            # An sLSTM's gates are exponentials of sums that are rounded, to 8 bits in bf16 and 11 in fp16.
-            most = 6e-2 if cell == "slstm" else 1.2e-2
-            assert error <= (most if dtype == torch.bfloat16 else most / 6), (number, float(error))
+            most = 1.2e-2 if dtype == torch.bfloat16 else 2e-3  # 8 bits, and 11
+            assert error <= most, (number, float(error))
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

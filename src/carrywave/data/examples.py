@@ -26,6 +26,7 @@ from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
+RESETS = ("language", "tagging")  # tasks in which a row may hold several sequences, each with a new state
 TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target
 
 
@@ -154,7 +155,7 @@ def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     """Return a line that names the fields of the first row that are ignored, if any."""
     first = next(iter(rows), None)
     wanted = {codec.field: data.text, TARGETS.get(codec.task, ""): data.label}  # with the names that the data has for them
-    others = [] if first is None else [str(name) for name in first[1] if name not in wanted]
+    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets")]
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
@@ -195,9 +196,9 @@ def ids_of(row: Row, where: str) -> NDArray[np.int64]:
     return tokens
 
 
-def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool) -> Sequences:
-    """Encode all rows with a codec; `join` concatenates them into one sequence."""
-    writer = _Writer(codec, new, labelled)
+def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool, documents: bool = False) -> Sequences:
+    """Encode all rows with a codec; `join` concatenates them into one sequence, in which each starts anew if they are `documents`."""
+    writer = _Writer(codec, new, labelled, documents=join and documents)
     shortest = 0 if join else 2 if codec.task == "language" and labelled else 1
     count = 0
     for number, row in rows:
@@ -222,8 +223,9 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
 class _Writer:
     """Appends rows to the arrays of one `Sequences`."""
 
-    def __init__(self, codec: Codec, new: NewArray, labelled: bool) -> None:
-        self.codec, self.rows = codec, 0
+    def __init__(self, codec: Codec, new: NewArray, labelled: bool, *, documents: bool = False) -> None:
+        self.codec, self.rows, self.new, self.documents = codec, 0, new, documents
+        self.resets: Appender | None = None  # made when a row has some
         self.inputs = new(np.float32, len(codec.columns)) if codec.kind is None else new(token_dtype(codec.size), None)
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
@@ -281,6 +283,7 @@ class _Writer:
         elif self.labels is not None:
             scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
+        self._add_resets(len(steps), row, where)
         self.inputs.append(steps)
         self.starts.append(np.array([self.rows], np.int64))
         self.lengths.append(np.array([len(steps)], np.int64))
@@ -291,6 +294,22 @@ class _Writer:
         if to is not None:
             sets = label_sets.sets_of(row, where, steps=None if to is self.labels else steps)
             to.append(label_sets.encode(sets, self.codec.label_sets, self.codec.label_numbers, where))
+
+    def _add_resets(self, steps: int, row: Row, where: str) -> None:
+        given = row.get("resets") is not None
+        if given and self.codec.task not in RESETS:
+            raise DataError(f"{where}: resets begin new sequences, but {self.codec.task} has one label for a row; write a row for each")
+        if given and self.codec.field == "text":
+            raise DataError(f"{where}: resets are for tokens and steps, and this row has text; set data.reset to what ends a document")
+        found = fields.resets_of(row, steps, where)
+        if self.resets is None and (found is not None or self.documents):
+            self.resets = self.new(np.bool_, None)
+            self.resets.append(np.zeros(self.rows, np.bool_))
+        if self.resets is not None:
+            found = np.zeros(steps, np.bool_) if found is None else found
+            if self.documents and steps:
+                found = np.concatenate(([True], found[1:]))
+            self.resets.append(found)
 
     def _class(self, label: str, where: str) -> int:
         number = self.codec.label_numbers.get(label)
@@ -307,4 +326,5 @@ class _Writer:
         if join:
             starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
         labels = None if self.labels is None else self.labels.close()
-        return Sequences(self.inputs.close(), starts, lengths, labels, None if self.tags is None else self.tags.close())
+        tags, resets = (None if each is None else each.close() for each in (self.tags, self.resets))
+        return Sequences(self.inputs.close(), starts, lengths, labels, tags, resets)

@@ -24,7 +24,7 @@ from carrywave.cells.cell import Cell
 from carrywave.kernels import torch_kernels
 from carrywave.kernels.backends import Backend, Backends, has_heads, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
-from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.cuda import normed, nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
@@ -64,6 +64,7 @@ class Dispatch(Backends):
         self.backends |= {} if aten is None else {"aten": aten.layer}
         self.backends |= {} if manual is None else {"manual": manual.layer}
         self.backends |= {"persistent": partial(persistent.layer, cell=cell.name)}
+        self.normed = partial(normed.layer, cell=cell)
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
@@ -73,8 +74,8 @@ class Dispatch(Backends):
         """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
         name = self.check(asked)
         forced = name != "auto"
-        if layer[0].extra is not None:  # norms
-            return "reference"
+        if layer[0].extra is not None:
+            return "normed" if not forced and normed.serves(self.of, x_TBI, layer, marks) else "reference"
         whole = not has_heads(self.of, layer)
         torchs = "aten" if whole and self.aten is not None and torch_kernels.serves(x_TBI, marks) else "reference"
         if only := without_choice(name, x_TBI):
@@ -120,7 +121,8 @@ class Dispatch(Backends):
                     raise
                 _give_up(error)
                 name = self.choose(asked, x_TBI, layer, marks)
-        backend = partial(self.backends[name], clean=clean) if name == "manual" else self.backends[name]
+        backend = self.normed if name == "normed" else self.backends[name]
+        backend = partial(backend, clean=clean) if name == "manual" else backend
         compute = torch.promote_types(x_TBI.dtype, torch.float32) if self.wide else x_TBI.dtype
         return in_dtype(compute, x_TBI, carry, layer, lengths_B, backend, marks)
 

@@ -116,7 +116,8 @@ def _texts(saved: Saved, data: Sequences) -> list[Sample]:
         after = max(1, min(after, int(data.lengths[0]) - before))
     tokens = [np.asarray(data.inputs[start : start + before + after]).astype(np.int64) for start in starts]
     how = Sampling(temperature=TEMPERATURE, seed=1)
-    written = generate(saved.model, [each[:before].tolist() for each in tokens], after, how=how, device=saved.mesh.device)
+    prompts, ends = [each[:before].tolist() for each in tokens], saved.task.document_ends
+    written = generate(saved.model, prompts, after, how=how, device=saved.mesh.device, ends=ends)
     return [
         Continued(codec.decode(each[:before]), _further(codec, each[:before], more), _further(codec, each[:before], each[before:]))
         for each, more in zip(tokens, written, strict=True)

@@ -79,6 +79,12 @@ def _augment(spec: Spec) -> str | None:
     return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
 
 
+def _reset(spec: Spec) -> str | None:
+    if (why := _tasks("language")(spec)) is not None:
+        return why
+    return None if spec.streams else "is for streams: separate sequences start anew in any case; remove it"
+
+
 def _dropout(spec: Spec) -> str | None:
     model = spec.model
     own = (model.dropout_input, model.dropout_hidden, model.dropout_output)
@@ -98,6 +104,7 @@ ACTS: Mapping[str, Rule] = {
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging"),
     "data.multi_label": _tasks(*LABELS),
+    "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (
         None
@@ -120,6 +127,7 @@ ACTS: Mapping[str, Rule] = {
     "model.pool": _tasks(*POOLED),
     "model.linear": _tasks("forecasting"),
     "batch.windows": _tasks("forecasting"),
+    "batch.pack": lambda spec: "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None,
     "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),
     "train.betas": _optimizers("adam", "adamw"),

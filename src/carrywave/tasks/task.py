@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST
-from carrywave.errors import SpecError
+from carrywave.data.text.documents import DocumentEnds
+from carrywave.errors import DataError, SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
@@ -80,7 +82,9 @@ class Task:
         """Return the steps and targets of a part."""
         match self.spec.task:
             case "language":
-                view = views.language(data)
+                view = views.language(data, self.document_ends)
+                if name == "train" and self.document_ends is not None and not self.document_ends.any_in(data.inputs):
+                    raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
@@ -100,6 +104,11 @@ class Task:
         notes = self._short_of_season(name, data) + unseen + self._without_mase(name, data)
         notes += () if no_line is None else (f"{name}: {no_line}",)
         return Part(name, data, view, simple, self._baseline(simple), notes, change_SC)
+
+    @cached_property
+    def document_ends(self) -> DocumentEnds | None:
+        """What ends a document in a stream of tokens, by `data.reset`."""
+        return DocumentEnds.of(self.spec.data.reset, self.codec)
 
     def _baseline(self, simple: Mapping[str, Errors]) -> dict[str, float]:
         """Return the metrics of simple forecasts, under the model's metric names prefixed with theirs."""
@@ -236,7 +245,7 @@ class Task:
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
-            return View(data.inputs, data.starts, data.lengths)
+            return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends))
         layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
         return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes))
 

@@ -177,6 +177,17 @@ def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
 
 
+def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
+    """Return true or false for each step, True if a new sequence starts with it; None if the row does not say."""
+    if row.get("resets") is None:
+        return None
+    value = as_plain(row["resets"])
+    array = np.asarray(value if isinstance(value, (list, np.ndarray)) else [])
+    if array.shape != (steps,) or array.dtype != np.bool_:
+        raise DataError(f"{where}: resets must be a list of true and false, one for each of the {steps} steps; got {value!r:.60}")
+    return array
+
+
 def _ignored(label: Any) -> bool:
     return label is None or (not isinstance(label, (str, bool)) and label == IGNORED)
 

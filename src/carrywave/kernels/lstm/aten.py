@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels import torch_kernels
-from carrywave.kernels.blas import ONEDNN_IS_FAST
 from carrywave.kernels.carry import AnyCarry, Carry
 from carrywave.kernels.lengths import both_ways, last_real, real_steps
 from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.torch_kernels import ONEDNN_IS_FAST
 from carrywave.kernels.weights import Layer, LayerWeights
 
 # sigmoid(±1e4) is exactly 1 and 0 in every precision, whatever the other inputs add, and 1e4 is still within fp16's range.

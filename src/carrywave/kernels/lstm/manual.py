@@ -21,11 +21,11 @@ from torch import Tensor
 
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.backends import in_dtype
-from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import AnyCarry, Carry
 from carrywave.kernels.deferred_gradients import deferred_for
 from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
 from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, where_any
+from carrywave.kernels.torch_kernels import without_onednn
 from carrywave.kernels.weights import Layer, LayerWeights
 
 _SATURATED = 1.0e4  # as in `aten`

@@ -74,15 +74,22 @@ struct Noise {
 };
 __device__ __forceinline__ float mixed(float now, float before, float weight) { return NOISE ? now + weight * (before - now) : now; }
 
-// Where lanes start again: a bit for each step of the window, of which this launch's steps begin with number `first`.
+// Where lanes start again: a bit for each step of the window, of which this launch's steps begin with number `first`. Forward prefetches the
+// word of each step with its gates, and notes for backward in the last bit of the step's memory whether the lane has started again: a
+// conditional load every 32 steps would cost every step a wait.
 struct Resets {
     const u32* bits;  // [B, words]
     int words, first;
 
-    __device__ __forceinline__ u32 word(int lane, int step) const { return bits[(u64)lane * words + ((first + step) >> 5)]; }
+    __device__ __forceinline__ const u32* word(int lane, int step) const { return bits + (u64)lane * words + ((first + step) >> 5); }
     __device__ __forceinline__ bool in(u32 word, int step) const { return word >> ((first + step) & 31) & 1; }
-    __device__ __forceinline__ bool starts_word(int step) const { return ((first + step) & 31) == 0; }
 };
+__device__ __forceinline__ float noted(float memory, bool again) { return __uint_as_float((__float_as_uint(memory) & ~1u) | (u32)again); }
+__device__ __forceinline__ bool note_in(float memory) { return __float_as_uint(memory) & 1; }
+#if CELL == SLSTM
+__device__ __forceinline__ Memory noted(Memory memory, bool again) { return make_float4(noted(memory.x, again), memory.y, memory.z, memory.w); }
+__device__ __forceinline__ bool note_in(Memory memory) { return note_in(memory.x); }
+#endif
 
 // The next h; `a` becomes what backward needs, and the memory is updated. `h_before` is read only with NOISE.
 __device__ __forceinline__ float cell_forward(float (&a)[4], Memory& memory, float h_before, const NoiseOf& noise) {

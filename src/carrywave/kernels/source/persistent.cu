@@ -141,13 +141,14 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
 
     Memory c[PASSES];
     float h_before[PASSES];
-    u32 reset_word[PASSES], noise_byte[PASSES];
+    u32 noise_byte[PASSES];
     Memory begin = RESETS == 2 && owner ? reset_memory[column] : nothing();
     int active[PASSES];
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
         Slot to = {slot.address + pass * OWNERS * SLOT};
         if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * WIDTH + column) * 4);
+        if (RESETS && owner && table.length[at] > step) to.fetch_4(8, resets.word(table.lane[at], step));
         if (NOISE && owner && table.length[at] > step) noise_byte[pass] = noise.fetch(step * step_h + (u64)table.lane[at] * WIDTH + column);
         to.close();
     };
@@ -158,7 +159,6 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
         u64 cell = (u64)table.lane[at] * WIDTH + column;
         c[pass] = there ? first_memory[cell] : nothing();
         if (NOISE) h_before[pass] = there ? half_at(hs, cell) : 0.0f;
-        if (RESETS) reset_word[pass] = there ? resets.word(table.lane[at], 0) : 0;
         active[pass] = table.active(pass, 0);
         fetch(0, pass);
     }
@@ -180,11 +180,10 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
             uint4 input = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
             u32 noisy = NOISE ? noise_byte[pass] : 0;
             fetch(step + 1, pass);
-            if (RESETS && real && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step);
             own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
             float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            bool again = RESETS && real && resets.in(reset_word[pass], step);
+            bool again = RESETS && real && resets.in(input.z, step);
             if (owner) {
                 unpack(input.x, a[0], a[1]);
                 unpack(input.y, a[2], a[3]);
@@ -211,7 +210,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
                     }
                     if (keep) {
                         *(uint2*)(gates + cell * 4) = make_uint2(pack(a[0], a[1]), pack(a[2], a[3]));
-                        memories[cell] = c[pass];
+                        memories[cell] = RESETS ? noted(c[pass], again) : c[pass];
                     }
                 }
             }
@@ -267,7 +266,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
 
     Memory dc[PASSES], c_now[PASSES];
     float past[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
-    u32 reset_word[PASSES], noise_byte[PASSES];
+    u32 noise_byte[PASSES];
     bool cut[PASSES];  // the next step starts again
     Memory begin = RESETS == 2 && owner ? reset_memory[column] : nothing();
     int active[PASSES];  // lanes that reach step + 1
@@ -292,13 +291,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
         bool there = owner && group + at * lanes.groups < lanes.count;
         u64 cell = (u64)table.lane[at] * WIDTH + column;
         dc[pass] = there && grad_last_memory ? grad_last_memory[cell] : nothing();
-        c_now[pass] = CELL != GRU && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : nothing();
+        c_now[pass] = (CELL != GRU || RESETS) && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : nothing();
         past[pass] = 0.0f;
-        if (RESETS) {
-            reset_word[pass] = there ? resets.word(table.lane[at], longest - 1) : 0;
-            // The step that follows this launch may start again; so may none that follows a lane's last one.
-            cut[pass] = there && after && resets.in(resets.word(table.lane[at], longest), longest);
-        }
+        if (RESETS) cut[pass] = there && after && resets.in(*resets.word(table.lane[at], longest), longest);
         active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
@@ -342,7 +337,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             float a[4];
             unpack(kept.x, a[0], a[1]);
             unpack(kept.y, a[2], a[3]);
-            bool again = RESETS && step >= 0 && resets.in(reset_word[pass], step);
+            bool again = RESETS && step >= 0 && note_in(c_now[pass]);
             Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[pass], noisy);
             if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
             fetch(step - 1, pass);
@@ -350,11 +345,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
             float dh = chosen(follows && !(RESETS && cut[pass]), recurrent, 0.0f);
             if (NOISE && CELL != GRU) dh += past[pass];
-            if (RESETS) {
-                cut[pass] = again && length > step;
-                // The word of the next step to come, if it is another one.
-                if (owner && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step - 1);
-            }
+            if (RESETS) cut[pass] = again && length > step;
             if (step >= 0 && length > step) {
                 float low, high, d[4];
                 unpack(kept.w, low, high);
@@ -364,7 +355,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 u32 first = pack(d[0], d[1]), second = pack(d[2], d[3]);
                 if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
                 store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
-                if (CELL != GRU) c_now[pass] = c_before;
+                if (CELL != GRU || RESETS) c_now[pass] = c_before;
 #pragma unroll
                 for (int n = 0; n < 4; n++) bias[n] += d[n];
 #if RESETS == 2 && CELL != SLSTM

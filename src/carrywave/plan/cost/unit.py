@@ -162,5 +162,5 @@ def _persistent(spec: Spec, hidden: int, *, noise: bool) -> bool:
     model = spec.model
     if model.heads == 1 and not noise:
         return True
-    fits = model.heads == 1 or hidden // model.heads % 64 == 0
+    fits = model.heads == 1 or hidden // model.heads in (64, 128, 256, 512)
     return spec.train.precision in HALF_PRECISIONS and fits and not model.projection and not (noise and model.bidirectional)

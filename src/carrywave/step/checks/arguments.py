@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.data.batch import IGNORED, Batch
+from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
+from carrywave.model.stage import check_resets
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -165,6 +166,13 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             raise _other_targets(model)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {why_no_carry(model)}remove fresh")
+        if batch.resets is not None:
+            if isinstance(model, OpaqueModel):
+                name = type(model.module).__name__
+                raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
+            check_resets(model)
+            if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
+                check_ends(batch.targets, batch.resets, batch.lengths)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "

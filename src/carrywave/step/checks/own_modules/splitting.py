@@ -246,7 +246,7 @@ class SplitCheck:
         stage, device = self.stage, self.mesh.device
         if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None or stage.stride > 1:
             return None
-        chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device), whole=True)
+        chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device), whole=True, resets=batch.resets)
         own = [each for each in (stage.encoder, stage.lstm, stage.head) if not is_known(stage, each)]
         with suppress(Exception), untouched(own, device, stage.dtype):
             with torch.no_grad(), autocast(self.precision, device):
@@ -258,12 +258,17 @@ class SplitCheck:
         """The full batch, put together from the replicas' parts of it if workers have only their own. Collective: every rank calls it."""
         if batch.part_of is None or self.mesh.plan.replicas == 1:
             return batch
-        pooled = self.stage.pooled
+        pooled = self.stage.pooled and batch.resets is None
         tensors = {"inputs": (batch.inputs, 1), "lengths": (batch.lengths, 0), "lanes": (batch.lanes, 0)}
         if batch.targets is not None:
             tensors["targets"] = batch.targets, 0 if pooled else 1
+        if batch.resets is not None:
+            tensors["resets"] = batch.resets.to(torch.uint8), 1  # flags cannot be summed
         joined = self.mesh.join_lanes(tensors, batch.cells[1] // batch.steps)
-        return Batch.of(joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=pooled)
+        resets = None if batch.resets is None else joined["resets"].bool()
+        return Batch.of(
+            joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=self.stage.pooled, resets=resets
+        )
 
     def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None) -> str | None:
         """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report."""
