@@ -66,7 +66,7 @@ class Stepper:
         self.codec = codec
         self._function = StepFunction(model.eval())
         head = self._function.head
-        if type(head).__module__.startswith("carrywave.") and not isinstance(head, HEADS):
+        if type(head).__module__.startswith("carrywave.") and type(head) not in HEADS:
             raise UserError(f"a stepper cannot name the outputs of a head {type(head).__name__}; use predict")
         self._clients = Clients(self._function.initial)
         self._lock = Lock()
