@@ -189,6 +189,7 @@ def test_every_start_that_a_program_names_is_tested() -> None:
     alone = {f"python examples/{name}.py" for name in MANY}
     # What two do without the number; and tests/test_recipes.py has what writes data.
     defaults = {"python examples/replicas.py 2", "python examples/stages.py 2", "python examples/python_data.py"}
+    defaults |= {"python examples/music_data.py JSB_Chorales.mat data/jsb-chorales"}
     assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
 
 
@@ -196,7 +197,7 @@ def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    assert {f"{name}.py" for name in (*ALONE, *MANY, "python_data")} == {name for name in there if name.endswith(".py")}
+    assert {f"{name}.py" for name in (*ALONE, *MANY, "python_data", "music_data")} == {name for name in there if name.endswith(".py")}
 
 
 @pytest.mark.parametrize("page", ["docs/python.md", "docs/policies.md", "README.md"])

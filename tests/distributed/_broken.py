@@ -16,9 +16,11 @@ from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
 from carrywave.model.over_time import pooling
+from carrywave.model.state import Chunk
 from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.step import trainer, worker_setup
 from carrywave.step.passes import executor
+from carrywave.step.passes.chunks import Chunks
 from carrywave.step.passes.job import BatchOutcome, Job
 from carrywave.step.trainer import Trainer
 
@@ -87,6 +89,23 @@ def _tail_counted_twice(rank: int) -> Any:
 def _carry_not_reset(rank: int) -> Any:
     """A lane that starts anew goes on from where the sequence before it ended."""
     return mock.patch.object(LSTM, "reset", lambda self, carries, fresh_B, layers=None: carries)
+
+
+def _resets_of_the_first_chunk(rank: int) -> Any:
+    """Of every chunk, the lanes are reset where those of the first are."""
+    at = Chunks.at
+
+    def wrong(self: Chunks, micro_batch: int, chunk: int, *others: Any, **named: Any) -> Chunk:
+        found, first = at(self, micro_batch, chunk, *others, **named), at(self, micro_batch, 0, *others, **named)
+        resets = None if found.resets is None or first.resets is None else first.resets[: len(found.resets)]
+        return replace(found, resets=resets)
+
+    return mock.patch.object(Chunks, "at", wrong)
+
+
+def _changes_across_resets(rank: int) -> Any:
+    """The mean of changes from step to step is over all steps, as if no lane started again."""
+    return mock.patch.object(Batch, "changes", property(lambda batch: batch.cells[0] - batch.cells[1] // batch.steps))
 
 
 def _rank_keyed_dropout(rank: int) -> Any:
@@ -176,6 +195,8 @@ MISTAKES: dict[str, Callable[[int], Any]] = {
     "tail dropped": _tail_dropped,
     "tail counted twice": _tail_counted_twice,
     "carry not reset": _carry_not_reset,
+    "resets of the first chunk": _resets_of_the_first_chunk,
+    "changes across resets": _changes_across_resets,
     "rank-keyed dropout": _rank_keyed_dropout,
     "local lanes": _local_lanes,
     "carry gradient dropped": _carry_gradient_dropped,

@@ -25,7 +25,7 @@ from carrywave.data.batch import Batch
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
@@ -114,9 +114,11 @@ def model_of(case: Case) -> Model:
                 head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
             smoothing = asked.get("label_smoothing", 0.0)
-            head = Chain(width, CLASSES) if asked.get("chain") else Softmax(width, CLASSES, weights=weights, label_smoothing=smoothing)
+            kind = Sigmoid if asked.get("multi_label") else Softmax
+            head = Chain(width, CLASSES) if asked.get("chain") else kind(width, CLASSES, weights=weights, label_smoothing=smoothing)
         case "classification":
-            head = PooledSoftmax(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
+            pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
+            head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
@@ -165,21 +167,34 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     else:
         inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
         inputs[padded_TB] = VOCABULARY - 1 if odd else 0
-    lead = (lanes,) if task in POOLED else (steps, lanes)
-    unused = lengths_B == 0 if task in POOLED else padded_TB
+    share = case.get("resets")  # of the steps at which a lane starts again
+    resets = None if share is None else torch.rand((steps, lanes), generator=generator) < share
+    by_lane = task in POOLED and resets is None
+    lead = (lanes,) if by_lane else (steps, lanes)
+    unused = lengths_B == 0 if by_lane else padded_TB
+    if task in POOLED and resets is not None:  # of every sequence, the last step has the target
+        ends_TB = torch.arange(steps)[:, None] == lengths_B - 1
+        ends_TB[:-1] |= resets[1:] & ~padded_TB[1:]
+        unused = ~ends_TB
     if task in ("regression", "forecasting"):
         shape = (*lead, NUMBERS) if task == "regression" else (*lead, HORIZON, NUMBERS)
         targets = torch.randn(shape, generator=generator, dtype=torch.float64)
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
+    elif model.get("multi_label"):
+        drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
+        targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing
+        targets[unused] = math.nan if odd else 1.0
     else:
         targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
         targets[unused] = 1 if odd else 0
     past = model.get("past", 0)
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
+    if task in POOLED and resets is not None:
+        targets[unused] = math.nan if targets.is_floating_point() else -100
     fresh, pooled, epoch = torch.tensor(asked["fresh"]), task in POOLED, case.get("epoch", 0)
-    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history)
+    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets)
 
 
 def train(case: Case, mesh: Mesh) -> Run:

@@ -36,6 +36,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
         "seed": draw(st.integers(0, 10_000)),
         "task": task,
         "model": model,
+        "resets": None if model["front"] else draw(st.sampled_from((None, 0.1, 0.5))),
         "groups": draw(_streams(replicas * micro_batches) if task in ("language", "forecasting") else _sequences()),
         "train": {
             **OPTIMIZERS[draw(st.sampled_from(optimizers))],
@@ -91,6 +92,7 @@ def _models(draw: st.DrawFn, task: str, layers: int) -> dict[str, Any]:
         "dropout_in": draw(share),
         "dropout_out": draw(share),
         "class_weights": task in ("tagging", "classification") and draw(chance),
+        "multi_label": task in ("tagging", "classification") and draw(chance),
         "pool": draw(st.sampled_from(POOLS)),
         "label_smoothing": draw(st.sampled_from((0.0, 0.1))),
         "front": front,

@@ -51,6 +51,21 @@ def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, cr
     check_drawn(workers, examples, crew)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_resets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
+    """In lanes that go on from window to window, whose initial carry is learned."""
+    check(a_case(plan=PLANS[plan], resets=0.3), crew)
+    check(a_case(plan={**PLANS[plan], "recompute": "twice"}, resets=0.3), crew)
+    check(sequences(task="tagging", plan={**PLANS[plan], "chunk_steps": None}, model__bidirectional=True, resets=0.3), crew)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pool", ["last", "mean_max", "attention"])
+def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool: str, plan: str, crew: Crew) -> None:
+    check(sequences(plan=PLANS[plan], model__pool=pool, resets=0.3), crew)
+    check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
+
+
 STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
 
 
@@ -148,6 +163,8 @@ WRONG: list[tuple[str, Case]] = [
     ("tail counted twice", windows_of_64()),
     ("carry not reset", a_case()),
     ("carry not reset", a_case(plan=PLANS["stages"], model__learned_carry=False)),
+    ("resets of the first chunk", a_case(plan=PLANS["stages"], resets=0.3)),
+    ("changes across resets", a_case(resets=0.3)),
     ("rank-keyed dropout", a_case()),
     ("rank-keyed dropout", a_case(plan=PLANS["stages"])),
     ("local lanes", a_case()),
@@ -175,6 +192,12 @@ def test_every_mistake_is_tried() -> None:
     assert {mistake for mistake, _ in WRONG} == set(MISTAKES)
 
 
+@pytest.mark.parametrize("task", ["tagging", "classification"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew: Crew) -> None:
+    check(sequences(task=task, model__multi_label=True, model__class_weights=True, plan=PLANS[plan]), crew)
+
+
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
@@ -184,8 +207,9 @@ def test_every_mistake_is_tried() -> None:
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
+        sequences(task="tagging", model__multi_label=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways"],
+    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways", "several labels"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def classification(folder: Path, plan: dict[str, Any] | None = None, **model: An
     }
 
 
+def documents(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sentences that know nothing of each other."""
+    spec = language(folder, plan)
+    return {**spec, "data": {**spec["data"], "reset": "."}, "model": {**spec["model"], "learned_carry": True}}
+
+
+def packed(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any]:
+    spec = classification(folder, plan)
+    return {**spec, "batch": {**spec["batch"], "pack": True}}
+
+
 def forecasting(folder: Path) -> dict[str, Any]:
     return {
         "task": "forecasting",
@@ -57,6 +69,10 @@ def forecasting(folder: Path) -> dict[str, Any]:
         "batch": {"lanes": 2, "steps": 7},
         "train": {"precision": "fp64", "max_steps": 2},
     }
+
+
+KINDS: dict[str, Callable[..., dict[str, Any]]] = {"language": language, "classification": classification}
+RESET: dict[str, Callable[..., dict[str, Any]]] = {"documents": documents, "packed": packed}  # the state starts anew inside a window
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps = [draw.normal(size=(int(draw.integers(1, 10)), 2)).round(3) for _ in range(rows)]
         lines = [json.dumps({"steps": each.tolist(), "label": "up" if each.sum() > 0 else "down"}) for each in steps]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    for name, spec in (("language", language(folder)), ("classification", classification(folder))):
-        train(parse(spec), run=folder / name, device="cpu")
+    for name, make in {**KINDS, **RESET}.items():
+        train(parse(make(folder)), run=folder / name, device="cpu")
     train(parse(classification(folder, bidirectional=True)), run=folder / "both", device="cpu")
     (folder / "prompts.txt").write_text("the\nwave\nmoves\nand\ncarry is\n")
     (folder / "unknown.txt").write_text("the\n€\n")
@@ -114,15 +130,19 @@ SHARED: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("workers", [pytest.param(workers, marks=pytest.mark.slow) if workers > 2 else workers for workers in PLANS])
 def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) -> None:
-    kinds = {"language": language, "classification": classification}
     jobs = [
         {"run": f"{kind}-{workers}-{number}", "spec": make(folder, plan)}
-        for kind, make in kinds.items()
+        for kind, make in KINDS.items()
         for number, plan in enumerate([*PLANS[workers], *(SHARED[workers] if kind == "language" else [])])
     ]
     jobs.append(
         {"run": f"both-{workers}", "spec": classification(folder, {"stages": 2, "micro_batches": 2, "chunk_steps": 2}, bidirectional=True)}
     )
+    jobs += [
+        {"run": f"{kind}-{workers}-{number}", "spec": make(folder, plan)}
+        for kind, make in RESET.items()
+        for number, plan in enumerate(PLANS[workers][:2])
+    ]
     told = carry_out(folder, workers, jobs, f"plans-{workers}")
     assert all(each == told[0] for each in told[1:])  # every worker knows how it ended
     assert [each["ending"] for each in told[0]] == ["done"] * len(jobs)

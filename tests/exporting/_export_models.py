@@ -9,7 +9,7 @@ import torch
 import carrywave as cw
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.spec.step_inputs import StepInputs
 
@@ -55,6 +55,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "tagging, both ways, projection": lambda: Model(
         _tokens(), cw.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4, learned_carry=True), Softmax(8, 5)
     ),
+    "tagging, several labels": lambda: Model(Numbers(4), cw.LSTM(4, 8), Sigmoid(8, 5)),
+    "classification, several labels": lambda: Model(Numbers(4), cw.LSTM(4, 8), PooledSigmoid(8, 3, "mean")),
     "tagging, another cell": lambda: Model(_tokens(), cw.RNN(6, 8, num_layers=2), Softmax(8, 5)),
     "classification, another cell, both ways": lambda: Model(
         Numbers(4), cw.RNN(4, [8, 6], bidirectional=True, learned_carry=True), PooledSoftmax(12, 3)
@@ -73,6 +75,15 @@ MODELS: dict[str, Callable[[], Model]] = {
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
     "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),
 }
+# Of these, ONNX has no form, nor torch a module.
+OWN: dict[str, Callable[[], Model]] = {
+    "tagging, norms inside the cell, zoneout": lambda: Model(
+        _tokens(), cw.LSTM(6, 8, num_layers=2, cell_norm=True, zoneout=(0.1, 0.3), recurrent_dropout=0.5), Softmax(8, 5)
+    ),
+    "classification, heads, both ways": lambda: Model(
+        Numbers(4), cw.SLSTM(4, 8, num_heads=2, bidirectional=True, learned_carry=True), PooledSoftmax(16, 3)
+    ),
+}
 WHOLE = ("both ways", "front")  # what reads whole sequences has no carry to pass on
 FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and any(word in name for word in WHOLE))]
 
@@ -80,7 +91,7 @@ FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if no
 def made(name: str) -> Model:
     """A model by its name, in evaluation mode."""
     draw = torch.Generator().manual_seed(1)
-    model = MODELS[name]()
+    model = (MODELS | OWN)[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5, generator=draw)

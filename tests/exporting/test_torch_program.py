@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _export_models import FORMS, made
+from _export_models import FORMS, OWN, made
 
 from carrywave.errors import UserError
 from carrywave.exporting import torch_program
@@ -23,7 +23,7 @@ from carrywave.kernels.lstm import aten
 pytestmark = pytest.mark.slow  # tracing takes seconds
 
 
-@pytest.mark.parametrize(("name", "stateful"), FORMS)
+@pytest.mark.parametrize(("name", "stateful"), [*FORMS, *((name, False) for name in OWN)])
 def test_a_program_computes_what_the_model_computes(name: str, stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)  # as on x86, where the choice of a kernel looks at the number of steps
     portable = Portable(made(name), stateful=stateful)

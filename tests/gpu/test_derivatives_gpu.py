@@ -53,7 +53,9 @@ def test_the_persistent_kernel_refuses() -> None:
         pytest.skip("the persistent kernel does not run here")
     y, _ = lstm(x)
     torch.autograd.grad(y.sum(), x, retain_graph=True)
-    with pytest.raises(UserError, match="the persistent LSTM kernel has no second derivative; build the LSTM with kernel='reference'"):
+    with pytest.raises(
+        UserError, match="the persistent recurrent kernel has no second derivative; build the layers with kernel='reference'"
+    ):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

@@ -133,4 +133,6 @@ def _apart(text: str, by: str) -> list[str]:
 
 
 def _choose(condition: Any, yes: Any, no: Any) -> Any:
-    return torch.where(condition != 0, yes, no) if isinstance(condition, Tensor) else (yes if condition else no)
+    if not isinstance(condition, Tensor):
+        return yes if condition else no
+    return torch.where(condition != 0, *(torch.as_tensor(each, dtype=torch.float64) for each in (yes, no)))

@@ -114,11 +114,12 @@ def _active(dealt: Dealt, lanes: int, steps: int, step: int) -> list[int]:
     return [lane for lane, length in enumerate(lengths) if length > step]
 
 
-def replace_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for replaced in (forward, backward):
-        monkeypatch.setattr(recurrence, replaced.__name__, replaced)
-    for name in _emulated.AROUND:
+def replace_launches(monkeypatch: pytest.MonkeyPatch, *, blocks: bool = False) -> None:
+    """`blocks`: the recurrence runs block by block, as the kernel does."""
+    for name in (*_emulated.AROUND, "forward", "backward"):
         monkeypatch.setattr(recurrence, name, getattr(_emulated, name))
+    for replaced in () if blocks else (forward, backward):
+        monkeypatch.setattr(recurrence, replaced.__name__, replaced)
     padded_to, new_empty = recurrence.padded_to, Tensor.new_empty
 
     def empty(self: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,5 +1,5 @@
-"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, and both directions; of each cell
-that has backends of its own.
+"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, resets, and both directions; of
+each cell that has backends of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lstm import aten, manual
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
 BACKENDS: dict[tuple[str, str], Backend] = {  # of the CPU
@@ -47,6 +48,8 @@ class Case:
     lengths: tuple[int, ...] | None = None
     seed: int = 0
     cell: str = "lstm"
+    resets: tuple[tuple[bool, ...], ...] | None = None  # of each step, for each lane
+    learned: bool = False  # an initial carry that is not zero
 
 
 @st.composite
@@ -65,6 +68,8 @@ def cases(draw: st.DrawFn, cell: str) -> Case:
         lengths,
         draw(st.integers(0, 1000)),
         cell,
+        draw(st.none() | st.tuples(*[st.tuples(*[st.booleans()] * lanes)] * steps)),
+        draw(st.booleans()),
     )
 
 
@@ -93,15 +98,20 @@ class Problem:
             for _ in range(case.directions)
         )
         self.lengths = None if case.lengths is None else torch.tensor(case.lengths)
+        self.resets, self.initial = None if case.resets is None else torch.tensor(case.resets), None
+        if case.learned and case.resets is not None:
+            self.initial = cell.carry(*(make(case.directions, 1, part.shape[2]) for part in self.carry))
         self.weigh = [make(case.steps, case.lanes, width * case.directions), *(make(*part.shape) for part in self.carry)]
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [self.x, *self.carry, *(tensor for weights in self.layer for tensor in weights if tensor is not None)]
+        weights = (tensor for weights in self.layer for tensor in weights if tensor is not None)
+        return [self.x, *self.carry, *weights, *(self.initial or ())]
 
     def solve(self, backend: Backend | str, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
         run = BACKENDS[self.cell, backend] if isinstance(backend, str) else backend
-        y, end = run(self.x if x is None else x, self.carry, self.layer, self.lengths)
+        marks = {} if self.resets is None else {"marks": StepMarks(self.resets, self.initial)}
+        y, end = run(self.x if x is None else x, self.carry, self.layer, self.lengths, **marks)
         outputs = [y, *end]
         total = sum(((out * weigh.detach()).sum() for out, weigh in zip(outputs, self.weigh, strict=True)), torch.zeros(()))
         return [out.detach() for out in outputs], list(torch.autograd.grad(total, self.leaves, materialize_grads=True))
@@ -120,11 +130,62 @@ def test_backend_is_the_reference(cell: str, name: str, data: st.DataObject) -> 
     torch.testing.assert_close(problem.solve(name), problem.solve("reference"), rtol=1e-10, atol=1e-11)
 
 
+@each_backend
+@given(data=st.data())
+@settings(max_examples=40)
+def test_a_reset_separates_sequences(cell: str, name: str, data: st.DataObject) -> None:
+    """Two sequences one after the other in every lane, the second reset, are what each is alone."""
+    case = replace(data.draw(cases(cell)), lengths=None, resets=None, projection=0)
+    first, hidden = data.draw(st.integers(0, case.steps - 1)), case.hidden
+    backend, problem, of_parts = BACKENDS[cell, name], Problem(case), by_name(cell).carry
+    initial = of_parts(*(torch.randn(case.directions, 1, hidden, dtype=torch.float64) for _ in problem.carry))
+    resets = torch.zeros(case.steps, case.lanes, dtype=torch.bool)
+    resets[first] = True
+    close = {"rtol": 1e-11, "atol": 1e-12}  # float64, another order of sums
+    with torch.no_grad():
+        y, end = backend(problem.x, problem.carry, problem.layer, None, marks=StepMarks(resets, initial))
+        start = of_parts(*(part.expand_as(own) for part, own in zip(initial, problem.carry, strict=True)))
+        second, forward_end = backend(problem.x[first:], start, problem.layer, None)
+        torch.testing.assert_close(y[first:, :, :hidden], second[..., :hidden], **close)
+        torch.testing.assert_close(end[-1][0], forward_end[-1][0], **close)
+        if first:
+            # The reverse direction comes from the last step, and begins again with the last step of the first sequence.
+            begin = of_parts(
+                *(torch.stack([own[0], *part[1:].expand_as(own[1:])]) for part, own in zip(initial, problem.carry, strict=True))
+            )
+            before, reverse_end = backend(problem.x[:first], begin, problem.layer, None)
+            torch.testing.assert_close(y[:first], before, **close)
+            torch.testing.assert_close(end[-1][1:], reverse_end[-1][1:], **close)
+
+
+@each_other
+@given(data=st.data())
+@settings(max_examples=40)
+def test_resets_in_chunks_are_those_of_the_window(cell: str, name: str, data: st.DataObject) -> None:
+    """The steps in two calls, the carry passed between them, with gradients through both."""
+    case = replace(data.draw(cases(cell)), directions=1, projection=0)
+    case = replace(case, resets=case.resets or ((True,) * case.lanes,) * case.steps)
+    cut, problem, twin = data.draw(st.integers(1, case.steps)), Problem(case), Problem(case)
+
+    def in_chunks(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None, *, marks: StepMarks) -> tuple[Tensor, AnyCarry]:
+        ys, at = [], 0
+        for steps in (cut, case.steps - cut):
+            if steps and marks.resets is not None:
+                left = None if lengths is None else (lengths - at).clamp(0, steps)
+                here = StepMarks(marks.resets[at : at + steps], marks.initial)
+                y, carry = BACKENDS[cell, name](x[at : at + steps], carry, layer, left, marks=here)
+                ys.append(y)
+                at += steps
+        return torch.cat(ys), carry
+
+    torch.testing.assert_close(problem.solve(in_chunks), twin.solve("reference"), rtol=1e-10, atol=1e-11)  # as above
+
+
 @each_cell
 @given(data=st.data(), most_steps=st.integers(1, 7))
 @settings(max_examples=60)
 def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(cell: str, data: st.DataObject, most_steps: int) -> None:
-    problem = Problem(replace(data.draw(cases(cell)), lengths=None))
+    problem = Problem(replace(data.draw(cases(cell)), lengths=None, resets=None))
 
     def in_pieces(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, AnyCarry]:
         return torch_kernels.in_pieces(getattr(torch, cell), x, carry, layer, most_steps)
@@ -192,16 +253,22 @@ def test_lengths_are_packed_sequences(cell: str, name: str, directions: int) -> 
 @each_cell
 @pytest.mark.parametrize("lengths", [None, (5, 3)])
 def test_manual_gradient_is_the_slope(cell: str, lengths: tuple[int, ...] | None) -> None:
-    """Against finite differences, so that an error shared by all backends would be seen."""
-    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, cell=cell))
-    parts = len(problem.carry)
+    """Against finite differences, so that an error shared by all backends would be seen; of gradients too."""
+    resets = ((False, True), (False, False), (True, False), (False, False), (True, True))
+    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, cell=cell, resets=resets, learned=True))
+    assert problem.initial is not None
+    parts, of_parts = len(problem.carry), by_name(cell).carry
 
     def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        carry = by_name(cell).carry(*given[:parts])
-        y, end = BACKENDS[cell, "manual"](x, carry, (LayerWeights(*given[parts:]),), problem.lengths)
+        weights, first = given[parts : parts + 4], given[parts + 4 :]
+        marks = StepMarks(problem.resets, of_parts(*first)) if first else None
+        y, end = BACKENDS[cell, "manual"](x, of_parts(*given[:parts]), (LayerWeights(*weights),), problem.lengths, marks=marks)
         return y, *end
 
-    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *problem.layer[0][:4]))
+    given_all = (problem.x, *problem.carry, *problem.layer[0][:4])
+    assert torch.autograd.gradcheck(run, given_all)
+    assert torch.autograd.gradcheck(run, (*given_all, *problem.initial))
+    assert torch.autograd.gradgradcheck(run, (*given_all, *problem.initial), fast_mode=True)
 
 
 @each_cell

@@ -14,17 +14,19 @@ from carrywave.errors import PlanError
 from carrywave.kernels import dispatch
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.dispatch import Dispatch
 from carrywave.kernels.gru.dispatch import BACKENDS as GRU_BACKENDS
 from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lstm import aten
 from carrywave.kernels.lstm.dispatch import BACKENDS
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.plan_spec import PlanSpec
 
 LAYER: Layer = (LayerWeights(torch.full((16, 3), 0.1), torch.full((16, 4), -0.2), torch.full((16,), 0.3), torch.zeros(16)),)
+GRU_LAYER: Layer = (LayerWeights(torch.zeros(12, 3), torch.zeros(12, 4)),)
 PROJECTED: Layer = (LAYER[0]._replace(w_hh=LAYER[0].w_hh[:, :2], w_hr=torch.zeros(2, 4)),)
 
 
@@ -75,7 +77,7 @@ def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choice_of_a_gru(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, layer = torch.zeros(64, 1, 3), (LayerWeights(torch.zeros(12, 3), torch.zeros(12, 4)),)
+    x, layer = torch.zeros(64, 1, 3), GRU_LAYER
     assert [GRU_BACKENDS.choose("auto", each, layer) for each in (x, x.double(), x.bfloat16())] == ["manual"] * 3
     assert GRU_BACKENDS.choose("auto", x[:, :0], layer) == "reference"
     assert GRU_BACKENDS.in_use("aten", x, layer) == "aten (native)"
@@ -85,6 +87,29 @@ def test_choice_of_a_gru(monkeypatch: pytest.MonkeyPatch) -> None:
         GRU_BACKENDS.check("fast")
     monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
     assert GRU_BACKENDS.choose("auto", x, layer) == "reference"
+
+
+@pytest.mark.parametrize(("backends", "layer"), [(BACKENDS, LAYER), (GRU_BACKENDS, GRU_LAYER)], ids=["lstm", "gru"])
+def test_choice_with_resets_and_noise(backends: Dispatch, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, marks = torch.zeros(32, 1, 3), StepMarks(torch.zeros(32, 1, dtype=torch.bool))
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+    assert backends.choose("auto", x, layer, marks) == "manual"  # torch's kernels would be called anew at every reset
+    assert backends.choose("aten", x, layer, marks) == "aten"
+    assert backends.choose("auto", x.to("meta"), layer, marks) == "reference"
+    assert backends.choose("auto", on_gpu(torch.float32), layer, marks) == "aten"
+    noisy = StepMarks(noise=CellNoise(0.1, (0.0, 0.0), ((1, 2, 3),)))
+    for asked in ("auto", "manual", "aten"):
+        assert backends.choose(asked, x, layer, noisy) == "reference"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)  # a tracer cannot read where to cut
+        assert backends.choose("auto", x, layer, marks) == "reference"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # nor can a graph
+    assert backends.choose("auto", on_gpu(torch.float32), layer, marks) == "reference"
+
+
+def test_choice_of_a_projection_with_resets() -> None:
+    assert BACKENDS.choose("auto", torch.zeros(32, 1, 3), PROJECTED, StepMarks(torch.zeros(32, 1, dtype=torch.bool))) == "aten"
 
 
 def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +139,18 @@ def test_on_a_gpu_halves_take_the_persistent_kernel_where_it_runs(monkeypatch: p
     assert BACKENDS.choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
     monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
     assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
+
+
+def test_noise_that_the_persistent_kernel_does_not_run_goes_to_the_definition(a_gpu: Callable[..., list[int]]) -> None:
+    a_gpu(9)
+    x, noise = on_gpu(torch.bfloat16), CellNoise(0.1, (0.2, 0.0), ((1, 2, 3), (4, 5, 6)), key=torch.zeros(2))
+    resets, initial = torch.zeros(40, 2, dtype=torch.bool), Carry(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial)) == "persistent"
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, noise=noise)) == "persistent"
+    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial, noise)) == "reference"
+    assert BACKENDS.choose("auto", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
+    with pytest.warns(UserWarning, match="it supports noise inside the cell in one direction, and not together with resets to a learned"):
+        assert BACKENDS.choose("persistent", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
 
 
 def test_what_cudnn_runs_faster_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +253,7 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", fails)
-    monkeypatch.setattr(BACKENDS, "_fastest", lambda x, layer: "persistent")
+    monkeypatch.setattr(BACKENDS, "_fastest", lambda *_: "persistent")
     x = torch.randn(5, 2, 3)
     expected = aten.layer(x, carry(), LAYER, None)
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") as said:

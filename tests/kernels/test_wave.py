@@ -13,13 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import NAN, replace_launches
+from _problems import Stack, assert_same, each_kind, make, stacks
 
 from carrywave.errors import UserError
-from carrywave.kernels import reference
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.hopper import recurrence, stack, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave, wave_for
@@ -33,54 +32,23 @@ def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_launches(monkeypatch)
 
 
-def make(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+@settings(max_examples=60)
+@given(given_stack=stacks(count=st.integers(1, 4)), piece=st.integers(1, 9))
+def test_a_wave_is_the_definition(given_stack: Stack, piece: int) -> None:
+    assert_same(given_stack.at_once(Wave(SHAPE, 1, min(piece, given_stack.steps))), given_stack.defined())
 
 
-@settings(max_examples=40)
-@given(
-    count=st.integers(1, 4),
-    steps=st.integers(1, 9),
-    lanes=st.integers(1, 6),
-    inputs=st.integers(1, 12),
-    chunk=st.integers(1, 9),
-    short=st.booleans(),
-    dropped=st.sampled_from(["", "steps", "locked"]),
-    biased=st.booleans(),
-    seed=st.integers(0, 9),
-)
-def test_a_wave_is_the_definition(
-    count: int, steps: int, lanes: int, inputs: int, chunk: int, short: bool, dropped: str, biased: bool, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    hidden = 20
-    shapes = [((4 * hidden, hidden if layer else inputs), (4 * hidden, hidden), *([(4 * hidden,)] * 2 * biased)) for layer in range(count)]
-    layers = [LayerWeights(*[make(*each).mul_(0.3).requires_grad_() for each in of_layer]) for of_layer in shapes]
-    carries = tuple(Carry(*(make(1, lanes, hidden).requires_grad_() for _ in "hc")) for _ in range(count))
-    x = make(steps, lanes, inputs).requires_grad_()
-    masks: list[Tensor | None] = [None] * count
-    if dropped:
-        of_mask = (steps if dropped == "steps" else 1, lanes, hidden)
-        masks[:-1] = [(torch.rand(of_mask) > 0.5).to(torch.float64) * 2 for _ in range(count - 1)]
-    lengths = torch.randint(0, steps + 1, (lanes,)) if short else None
-    leaves = [x, *(part for carry in carries for part in carry), *(part for layer in layers for part in layer if part is not None)]
+@each_kind
+@pytest.mark.parametrize("piece", [2, 7])
+def test_a_wave_of_each_kind_is_the_definition(kind: dict[str, Any], piece: int) -> None:
+    given_stack = Stack(2, 7, 4, 5, short=True, learned=not kind["noise"], **kind)
+    assert_same(given_stack.at_once(Wave(SHAPE, 1, piece)), given_stack.defined())
 
-    y_expected, ends_expected = x, []
-    for layer, carry, mask in zip(layers, carries, masks, strict=True):
-        y_expected, end = reference.layer(y_expected, carry, (layer,), lengths)
-        y_expected = y_expected if mask is None else y_expected * mask
-        ends_expected.append(end)
-    y, ends = wave.run(x, carries, layers, masks, lengths, Wave(SHAPE, 1, min(chunk, steps)))
 
-    outputs = [(y, y_expected)]
-    for end, expected_end in zip(ends, ends_expected, strict=True):
-        outputs += zip(end, expected_end, strict=True)
-    for own, expected in outputs:
-        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
-    weights = [make(*own.shape) for own, _ in outputs]
-    sums = [torch.stack([(weight * pair[which]).sum() for weight, pair in zip(weights, outputs, strict=True)]).sum() for which in (0, 1)]
-    for own, expected in zip(*(torch.autograd.grad(total, leaves) for total in sums), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-11, atol=1e-11)
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_resets_of_more_steps_than_a_word_has_bits(cell: str) -> None:
+    given_stack = Stack(1, 70, 3, 5, short=True, cell=cell, resets=0.1, every=31, learned=True)
+    assert_same(given_stack.at_once(Wave(SHAPE, 1, 29)), given_stack.defined())
 
 
 def test_padding_may_hold_anything() -> None:
@@ -104,7 +72,9 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     layers = [LayerWeights(make(80, 20), make(80, 20))]
     y, _ = wave.run(x, (Carry(make(1, 3, 20), make(1, 3, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
     torch.autograd.grad(y.sum(), x, retain_graph=True)
-    with pytest.raises(UserError, match="the persistent LSTM kernel has no second derivative; build the LSTM with kernel='reference'"):
+    with pytest.raises(
+        UserError, match="the persistent recurrent kernel has no second derivative; build the layers with kernel='reference'"
+    ):
         torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(UserError, match="or to compute many at once"):
         torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=torch.float64), is_grads_batched=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
+from _problems import Stack, assert_same, each_kind, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels import deferred_gradients
-from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.hopper import recurrence, stack, wave, windowed
 from carrywave.kernels.hopper.layout import LayerShape, Wave
@@ -32,7 +32,7 @@ from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Window, WindowChunk
 
 SHAPE = LayerShape(64, 1, 8, 1)
-HIDDEN = 20
+HIDDEN = 20  # of `_problems`
 
 
 @pytest.fixture(autouse=True)
@@ -40,64 +40,25 @@ def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_launches(monkeypatch)
 
 
-def make(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 @dataclass
-class Stack:
-    """Layers and one window for them."""
+class Windowed(Stack):
+    """A stack, and one window for it."""
 
-    count: int
-    steps: int
-    lanes: int
-    inputs: int
-    chunk: int
-    short: bool = False
-    masked: str = ""
-    biased: bool = True
-    seed: int = 0
+    chunk: int = 1
     deferred: Deferred = field(default_factory=Deferred)
 
     def __post_init__(self) -> None:
-        torch.manual_seed(self.seed)
-        widths = [(HIDDEN if layer else self.inputs) for layer in range(self.count)]
-        shapes = [((4 * HIDDEN, width), (4 * HIDDEN, HIDDEN), *([(4 * HIDDEN,)] * 2 * self.biased)) for width in widths]
-        self.layers = [LayerWeights(*[make(*each).mul_(0.3).requires_grad_() for each in of_layer]) for of_layer in shapes]
-        self.carries: Carries = tuple(Carry(*(make(1, self.lanes, HIDDEN).requires_grad_() for _ in "hc")) for _ in range(self.count))
-        self.x = make(self.steps, self.lanes, self.inputs)
-        self.masks: list[Tensor | None] = [None] * self.count
-        if self.masked:
-            of_mask = (self.steps if self.masked == "steps" else 1, self.lanes, HIDDEN)
-            self.masks[:-1] = [(torch.rand(of_mask) > 0.5).double() * 2 for _ in range(self.count - 1)]
-        self.lengths = torch.randint(0, self.steps + 1, (self.lanes,)) if self.short else None
+        super().__post_init__()
         firsts = [*range(0, self.steps, self.chunk), self.steps]
         self.window = Window(tuple(pairwise(firsts)), self.lengths)
-        self.by = make(self.steps, self.lanes, HIDDEN)
-        self.by_ends = [make(1, self.lanes, HIDDEN) for _ in range(2 * self.count)]
 
-    @property
-    def weights(self) -> list[Tensor]:
-        return [part for layer in self.layers for part in layer if part is not None]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*(part for carry in self.carries for part in carry), *self.weights]
-
-    def at_once(self, piece: int) -> list[Tensor]:
-        """Outputs, last carries, and the gradients of x and of the leaves."""
-        x = self.x.clone().requires_grad_()
-        y, ends = wave.run(x, self.carries, self.layers, self.masks, self.lengths, Wave(SHAPE, 1, piece))
-        last = [part for end in ends for part in end]
-        found = torch.autograd.grad([y, *last], [x, *self.leaves], [self.by, *self.by_ends])
-        return [y.detach(), *(part.detach() for part in last), *found]
-
-    def part(self, index: int, carries: Carries, x: Tensor, piece: int) -> tuple[Tensor, Carries]:
+    def part(self, index: int, carries: Any, x: Tensor, piece: int) -> tuple[Tensor, Any]:
         first, end = self.window.spans[index]
         masks = [mask if mask is None or len(mask) == 1 else mask[first:end] for mask in self.masks]
         lengths = None if self.lengths is None else (self.lengths - first).clamp(0, end - first)
-        how = Wave(SHAPE, 1, min(piece, end - first))
-        return windowed.run(x, carries, self.layers, masks, lengths, how, WindowChunk(self.window, index))
+        how = Wave(SHAPE, 1, min(piece, end - first)).of_cell(self.cell)
+        marks = self.marks_of(first, end)
+        return windowed.run(x, carries, self.layers, masks, lengths, how, WindowChunk(self.window, index), marks=marks)
 
     def by_chunks(self, piece: int, seen: Callable[[Tensor], None] = lambda x: None) -> list[Tensor]:
         """The same, chunk by chunk as the executor does it."""
@@ -108,9 +69,7 @@ class Stack:
         kept, carries = [], self.carries
         with deferring(self.deferred):
             for index, x in enumerate(xs):
-                entered = carries
-                if index:
-                    entered = tuple(Carry(*(part.detach().requires_grad_() for part in carry)) for carry in carries)
+                entered = detached(carries) if index else carries
                 y, carries = self.part(index, entered, x, piece)
                 kept.append((y, carries, entered))
             last = [part for carry in carries for part in carry]
@@ -130,38 +89,65 @@ class Stack:
         return [torch.cat([y.detach() for y, _, _ in kept]), *(part.detach() for part in last), dx, *grads]
 
 
-@settings(max_examples=40)
-@given(
-    count=st.integers(1, 3),
-    steps=st.integers(1, 9),
-    lanes=st.integers(1, 5),
-    inputs=st.integers(1, 12),
-    chunk=st.integers(1, 9),
-    piece=st.integers(1, 9),
-    short=st.booleans(),
-    masked=st.sampled_from(["", "steps", "locked"]),
-    biased=st.booleans(),
-    seed=st.integers(0, 9),
-)
-def test_chunks_of_a_window_are_the_window(piece: int, **drawn: Any) -> None:
-    given_stack = Stack(**drawn)
-    expected, own = given_stack.at_once(given_stack.steps), given_stack.by_chunks(piece)
-    assert len(own) == len(expected)
-    for one, other in zip(own, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+def detached(carries: Any) -> Any:
+    """What the executor hands to the next chunk: the same carries, which autograd does not follow back."""
+    return tuple(type(carry)(*(part.detach().requires_grad_() for part in carry)) for carry in carries)
+
+
+@settings(max_examples=60)
+@given(given_stack=stacks(Windowed, learned=False, chunk=st.integers(1, 9)), piece=st.integers(1, 9))
+def test_chunks_of_a_window_are_the_definition(given_stack: Windowed, piece: int) -> None:
+    assert_same(given_stack.by_chunks(piece), given_stack.defined())
+
+
+@each_kind
+@pytest.mark.parametrize("piece", [2, 7])
+def test_chunks_of_each_kind_are_the_definition(kind: dict[str, Any], piece: int) -> None:
+    given_stack = Windowed(2, 9, 4, 5, chunk=4, short=True, **kind)
+    assert_same(given_stack.by_chunks(piece), given_stack.defined())
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_resets_of_more_steps_than_a_word_has_bits(cell: str) -> None:
+    given_stack = Windowed(1, 70, 3, 5, chunk=20, short=True, cell=cell, resets=0.1, every=20)
+    assert_same(given_stack.by_chunks(7), given_stack.defined())
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_chunks_with_resets_to_a_learned_carry_run_by_themselves(cell: str) -> None:
+    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, cell=cell, resets=0.3, learned=True)
+    x, carries, ys = given_stack.x.clone().requires_grad_(), given_stack.carries, []
+    with deferring(given_stack.deferred):
+        for index, (first, end) in enumerate(given_stack.window.spans):
+            y, carries = given_stack.part(index, carries, x[first:end], 3)
+            ys.append(y)
+        assert not given_stack.window.kept
+    assert_same(given_stack.results(x, torch.cat(ys), carries), given_stack.defined())
+
+
+@pytest.mark.parametrize("first_has", [False, True])
+def test_resets_in_some_chunks_only_are_refused(first_has: bool) -> None:
+    given_stack = Windowed(1, 8, 3, 6, chunk=4, resets=0.3)
+    marks = given_stack.marks
+    with deferring(given_stack.deferred):
+        given_stack.marks = marks if first_has else None
+        _, carries = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+        given_stack.marks = None if first_has else marks
+        with pytest.raises(ValueError, match="resets in some chunks of a window and none in others; pass them with every chunk"):
+            given_stack.part(1, detached(carries), given_stack.x[4:], 4)
 
 
 @pytest.mark.parametrize("masked", ["", "steps", "locked"])
-@pytest.mark.parametrize("short", [False, True])
-def test_the_same_launches_give_the_same_bits(short: bool, masked: str) -> None:
+@pytest.mark.parametrize(("short", "cell", "resets"), [(False, "lstm", 0.0), (True, "lstm", 0.0), (True, "gru", 0.2)])
+def test_the_same_launches_give_the_same_bits(short: bool, cell: str, resets: float, masked: str) -> None:
     """A wave whose pieces are the chunks has the same products and launches; weight gradients are one product over the window in both."""
-    given_stack = Stack(3, 10, 5, 12, 4, short, masked)
-    for one, other in zip(given_stack.by_chunks(4), given_stack.at_once(4), strict=True):
+    given_stack = Windowed(3, 10, 5, 12, short, masked, chunk=4, cell=cell, resets=resets)
+    for one, other in zip(given_stack.by_chunks(4), given_stack.at_once(Wave(SHAPE, 1, 4)), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_chunk_is_its_launches_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_stack, ran = Stack(1, 12, 5, 64, 3), list[str]()
+    given_stack, ran = Windowed(1, 12, 5, 64, chunk=3), list[str]()
     for name in ("pack", "states", "gradients", "forward", "backward", "unpack", "real_rows", "last_state", "padded_to"):
         made = getattr(recurrence, name)
 
@@ -188,9 +174,9 @@ def test_inputs_that_lie_in_one_buffer_are_not_copied() -> None:
 
 def test_a_chunk_without_a_gradient_of_its_own_gets_that_of_the_next() -> None:
     """Only the last chunk's outputs are differentiated: what comes before is reached through the carry alone."""
-    given_stack = Stack(2, 9, 4, 6, 4, short=True)
+    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True)
     given_stack.by[:8] = 0.0
-    expected = given_stack.at_once(9)
+    expected = given_stack.at_once(Wave(SHAPE, 1, 9))
     kept, carries, xs = (
         [],
         given_stack.carries,
@@ -198,7 +184,7 @@ def test_a_chunk_without_a_gradient_of_its_own_gets_that_of_the_next() -> None:
     )
     with deferring(given_stack.deferred):
         for index, x in enumerate(xs):
-            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            entered = carries if index == 0 else detached(carries)
             y, carries = given_stack.part(index, entered, x, 9)
             kept.append((y, carries, entered))
         roots, grads = [kept[2][0], *(p for carry in carries for p in carry)], [given_stack.by[8:], *given_stack.by_ends]
@@ -216,14 +202,14 @@ def test_a_chunk_without_a_gradient_of_its_own_gets_that_of_the_next() -> None:
 
 def test_chunks_that_no_gradient_reached_are_left_out() -> None:
     """Only the first two chunks of three are differentiated."""
-    given_stack = Stack(2, 9, 4, 6, 4)
+    given_stack = Windowed(2, 9, 4, 6, chunk=4)
     x = given_stack.x.clone().requires_grad_()
     y, _ = wave.run(x[:8], given_stack.carries, given_stack.layers, given_stack.masks, None, Wave(SHAPE, 1, 9))
     expected = torch.autograd.grad(y, given_stack.weights, given_stack.by[:8])
     ys, carries, tokens = [], given_stack.carries, []
     with deferring(given_stack.deferred):
         for index, (first, end) in enumerate(given_stack.window.spans):
-            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            entered = carries if index == 0 else detached(carries)
             tokens.append(entered)
             y, carries = given_stack.part(index, entered, given_stack.x[first:end], 4)
             ys.append((y, carries))
@@ -237,14 +223,14 @@ def test_chunks_that_no_gradient_reached_are_left_out() -> None:
 
 def test_weight_gradients_may_be_asked_for_in_between() -> None:
     """Flushed after every chunk, they add up to the same."""
-    given_stack = Stack(2, 9, 4, 6, 4, short=True, masked="steps")
-    expected = given_stack.at_once(9)
+    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, masked="steps")
+    expected = given_stack.at_once(Wave(SHAPE, 1, 9))
     deferred, flushed = given_stack.deferred, list[Tensor]()
     chunks = given_stack.window.spans
     with deferring(deferred):
         carries, kept = given_stack.carries, []
         for index, (first, end) in enumerate(chunks):
-            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            entered = carries if index == 0 else detached(carries)
             y, carries = given_stack.part(index, entered, given_stack.x[first:end], 4)
             kept.append((y, carries, entered))
         roots, grads = [p for carry in carries for p in carry], list(given_stack.by_ends)
@@ -263,12 +249,12 @@ def test_weight_gradients_may_be_asked_for_in_between() -> None:
 
 def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the step's own backward a chunk is differentiated by itself, as often as wanted, and the step's backward is not disturbed."""
-    given_stack = Stack(2, 9, 4, 6, 4, short=True, masked="steps")
-    expected = given_stack.at_once(9)
+    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, masked="steps")
+    expected = given_stack.at_once(Wave(SHAPE, 1, 9))
     asked: list[Tensor] = []
     run = given_stack.part
 
-    def asking(index: int, carries: Carries, x: Tensor, piece: int) -> tuple[Tensor, Carries]:
+    def asking(index: int, carries: Any, x: Tensor, piece: int) -> tuple[Tensor, Any]:
         y, left = run(index, carries, x, piece)
         asked.extend(torch.autograd.grad(y.sum(), [x, given_stack.layers[0].w_hh], retain_graph=True))
         with pytest.raises(UserError, match="has no second derivative"):
@@ -287,7 +273,7 @@ def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(monkeypatch: p
 
 
 def test_another_carry_than_the_token_runs_by_itself() -> None:
-    given_stack = Stack(1, 8, 3, 6, 4)
+    given_stack = Windowed(1, 8, 3, 6, chunk=4)
     with deferring(given_stack.deferred):
         given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
         y, [end] = given_stack.part(1, given_stack.carries, given_stack.x[4:], 4)
@@ -297,7 +283,7 @@ def test_another_carry_than_the_token_runs_by_itself() -> None:
 
 
 def test_derived_weights_run_by_themselves() -> None:
-    given_stack = Stack(1, 8, 3, 6, 4)
+    given_stack = Windowed(1, 8, 3, 6, chunk=4)
     [layer] = given_stack.layers
     given_stack.layers = [layer._replace(w_hh=layer.w_hh * 1.0)]
     with deferring(given_stack.deferred):
@@ -309,7 +295,7 @@ def test_derived_weights_run_by_themselves() -> None:
 @pytest.mark.parametrize("reached", [1, 2, 3])  # chunks that a gradient reaches
 def test_derived_weights_that_are_the_same_in_every_chunk_get_one_gradient(reached: int) -> None:
     """Only the first chunk derives them; their gradient goes through autograd once, with the first chunk's backward."""
-    given_stack = Stack(2, 9, 4, 6, 4, short=True)
+    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True)
     given_stack.by[given_stack.window.spans[reached - 1][1] :] = 0.0
     own = given_stack.layers[0].w_hh
     once = own * 0.5
@@ -322,7 +308,7 @@ def test_derived_weights_that_are_the_same_in_every_chunk_get_one_gradient(reach
     kept, carries = [], given_stack.carries
     with deferring(given_stack.deferred):
         for index, (first, end) in enumerate(given_stack.window.spans):
-            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            entered = carries if index == 0 else detached(carries)
             y, carries = given_stack.part(index, entered, x[first:end], 4)
             kept.append((y, carries, entered))
         roots: list[tuple[Tensor, Tensor]] = []
@@ -340,7 +326,7 @@ def test_derived_weights_that_are_the_same_in_every_chunk_get_one_gradient(reach
 
 
 def test_an_output_that_somebody_writes_to_is_noticed() -> None:
-    given_stack = Stack(1, 8, 3, 6, 4)
+    given_stack = Windowed(1, 8, 3, 6, chunk=4)
     with deferring(given_stack.deferred):
         y, _ = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
         with torch.no_grad():
@@ -350,7 +336,7 @@ def test_an_output_that_somebody_writes_to_is_noticed() -> None:
 
 
 def test_frozen_weights_get_no_gradient_and_pass_it_on() -> None:
-    given_stack = Stack(2, 8, 3, 6, 4)
+    given_stack = Windowed(2, 8, 3, 6, chunk=4)
     frozen = torch.nn.Parameter(given_stack.layers[0].w_hh.detach(), requires_grad=False)
     given_stack.layers[0] = given_stack.layers[0]._replace(w_hh=frozen)
     trained = [weight for weight in given_stack.weights if weight.requires_grad]
@@ -359,7 +345,7 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on() -> None:
     expected = torch.autograd.grad(y, trained, given_stack.by)
     with deferring(given_stack.deferred):
         y0, left = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
-        entered = tuple(Carry(*(part.detach().requires_grad_() for part in carry)) for carry in left)
+        entered = detached(left)
         y1, _ = given_stack.part(1, entered, given_stack.x[4:], 4)
         deferred_gradients.backward([y1], [given_stack.by[4:]])
         deferred_gradients.backward([y0, left[0].h], [given_stack.by[:4], entered[0].h.grad])
@@ -372,7 +358,7 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on() -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_weight_that_two_layers_share_gets_both_of_its_gradients(given: bool) -> None:
     """`given`: it has a gradient already, to which both are added."""
-    given_stack = Stack(2, 8, 3, HIDDEN, 4)
+    given_stack = Windowed(2, 8, 3, HIDDEN, chunk=4)
     first, second = given_stack.layers
     given_stack.layers = [first, second._replace(w_ih=first.w_ih, b_hh=first.b_hh)]
     weights = list({id(weight): weight for weight in given_stack.weights}.values())
@@ -384,7 +370,7 @@ def test_a_weight_that_two_layers_share_gets_both_of_its_gradients(given: bool) 
     ready: list[Tensor] = []
     with deferring(given_stack.deferred):
         y0, left = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
-        entered = tuple(Carry(*(part.detach().requires_grad_() for part in carry)) for carry in left)
+        entered = detached(left)
         y1, _ = given_stack.part(1, entered, given_stack.x[4:], 4)
         deferred_gradients.backward([y1], [given_stack.by[4:]])
         deferred_gradients.backward([y0, left[0].h], [given_stack.by[:4], entered[0].h.grad])
@@ -395,7 +381,7 @@ def test_a_weight_that_two_layers_share_gets_both_of_its_gradients(given: bool) 
 
 
 def test_weights_are_packed_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_stack, packed, pack = Stack(2, 8, 3, 6, 4), list[Tensor](), recurrence.pack
+    given_stack, packed, pack = Windowed(2, 8, 3, 6, chunk=4), list[Tensor](), recurrence.pack
 
     def noted(weights: LayerWeights, *args: Any, **named: Any) -> Any:
         packed.append(weights.w_ih)
@@ -409,14 +395,14 @@ def test_weights_are_packed_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
         assert [id(each) for each in packed] == [id(layer.w_ih) for layer in given_stack.layers]
         with torch.no_grad():
             given_stack.layers[0].w_hh.mul_(2.0)
-        given_stack.at_once(8)
+        given_stack.at_once(Wave(SHAPE, 1, 8))
         assert len(packed) == 3  # what was written to is packed again
-    given_stack.at_once(8)
+    given_stack.at_once(Wave(SHAPE, 1, 8))
     assert len(packed) == 5
 
 
 def test_chunks_out_of_order_are_refused() -> None:
-    given_stack = Stack(1, 8, 3, 6, 4)
+    given_stack = Windowed(1, 8, 3, 6, chunk=4)
     with deferring(given_stack.deferred):
         given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
         chunk = WindowChunk(given_stack.window, 1)

@@ -64,6 +64,7 @@ CASES = {
     "plain": ({}, None),
     "lengths and dropout": ({"num_layers": 2, "dropout": 0.5}, torch.tensor([4, 2])),
     "all that nn.LSTM does not have": ({"num_layers": 2, "weight_drop": 0.3, "layer_norm": True, "learned_carry": True}, None),
+    "noise and norms inside the cell": ({"recurrent_dropout": 0.3, "zoneout": 0.2, "cell_norm": True}, None),
     "the definition": ({"kernel": "reference"}, None),
 }
 

@@ -60,14 +60,61 @@ def test_evaluation_and_zero_share_leave_x_alone() -> None:
     assert Dropout(0.0)(x) is x
 
 
-def test_shape_without_lanes_is_refused() -> None:
-    with random.scope(KEY, torch.arange(4), 0), pytest.raises(UserError, match=r"dropout flat got x of shape \[12, 9\] for 4 lanes"):
+def test_shape_without_lanes_is_refused_in_a_part_of_a_batch() -> None:
+    message = r"dropout flat got x of shape \[12, 9\] for 4 lanes, a part of the batch; keep x as \[time, lane, …\]"
+    with random.scope(KEY, torch.arange(4), 0), pytest.raises(UserError, match=message):
         Dropout(0.5, name="flat")(ones(12, 9))
+
+
+@pytest.mark.parametrize("shape", [(12, 9), (4, 3, 9), (108,)], ids=["flat", "lanes first", "one axis"])
+def test_a_whole_batch_is_dropped_in_any_shape(shape: tuple[int, ...]) -> None:
+    flat = Dropout(0.5, name="flat")
+    found = []
+    for _ in range(2):
+        with random.scope(KEY, torch.arange(4), 0, whole=True):
+            found.append(flat(ones(*shape)))
+    assert torch.equal(*found)
+    assert set(found[0].unique().tolist()) == {0.0, 2.0}
+    assert flat(ones(*shape)).shape == shape  # outside any scope
 
 
 def test_dropout_of_everything_is_refused() -> None:
     with pytest.raises(UserError, match=r"p=1\.0"):
         Dropout(1.0)
+    with pytest.raises(UserError, match=r"p=1\.0"):
+        keyed(nn.Sequential(nn.Dropout(1.0)), "head")
+    dropout = Dropout(0.5)
+    dropout.p = 1.0
+    with pytest.raises(UserError, match=r"p=1\.0"):
+        dropout(ones(2, 3, 4))
+
+
+def test_a_keyed_dropout_is_the_users_own_object_and_one_of_torch() -> None:
+    drop = nn.Dropout(0.5, inplace=True)
+    calls: list[Tensor] = []
+    drop.register_forward_hook(lambda module, given, out: calls.append(out))
+    net = keyed(nn.Sequential(drop), "encoder")
+    assert [module for module in net.modules() if isinstance(module, nn.Dropout)] == [drop]
+    x = ones(3, 4, 9)
+    with random.scope(KEY, torch.arange(4)):
+        y = net(x)
+        assert torch.equal(x, y)
+        assert len(calls) == 1
+        drop.inplace, drop.p = False, 0.9
+        more = net(ones(3, 4, 9))
+    assert (more == 0).sum() > (y == 0).sum()
+    assert more.unique().tolist() == pytest.approx([0.0, 10.0])
+    assert "p=0.9, inplace=False, locked=False, name='encoder.0'" in repr(net)
+    drop.eval()
+    assert torch.equal(net(ones(3, 4, 9)), ones(3, 4, 9))
+
+
+def test_what_encoder_and_head_share_draws_other_numbers_in_each() -> None:
+    drop, x = Dropout(0.5, name="encoder.drop"), ones(3, 4, 9)
+    with random.scope(KEY, torch.arange(4)):
+        first = drop(x)
+    with random.scope(KEY, torch.arange(4), part="head"):
+        assert not torch.equal(drop(x), first)
 
 
 class Encoder(nn.Module):
@@ -89,7 +136,7 @@ def test_torch_dropout_becomes_keyed_by_its_path() -> None:
         "net.1": (0.3, "encoder.net.1"),
         "net.2.1": (0.4, "encoder.net.2.1"),
         "shared": (0.2, "encoder.shared"),
-        "again": (0.2, "encoder.again"),
+        "again": (0.2, "encoder.shared"),  # the same module; within a scope its second use draws another mask
     }
     assert not [module for module in encoder.modules() if type(module) is nn.Dropout]
     assert encoder.get_submodule("inner").path == "encoder.inner"

@@ -125,7 +125,7 @@ def _pooled() -> cw.Model:
             "whole sequences, but plan.chunk_steps=3.*use plan.micro_batches",
         ),
         (lambda: cw.Trainer(_pooled(), {"beta": 1.0}), "train.beta=1 penalises changes"),
-        (lambda: cw.Trainer(_pooled(), keep_state=True), "a front"),
+        (lambda: cw.Trainer(_pooled(), keep_state=True), r"keeps the carry .* pools"),
         (lambda: _pooled()(torch.zeros(5, 2, 7)), r"3 features, but got \[5, 2, 7\]"),
         (lambda: cw.Model(_EverySecond(), cw.LSTM(3, 5), PooledSoftmax(5, 3))(torch.zeros(6, 2, 3)), "makes 3 steps of 6.*cw.Front"),
     ],

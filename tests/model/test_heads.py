@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax, tie
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax, tie
 from carrywave.model.over_time.pooling import POOLS
 
 DOUBLE = torch.float64
@@ -54,6 +54,39 @@ def test_softmax_quotient_is_torch_mean(weights: Tensor | None) -> None:
     (gradient,) = torch.autograd.grad(total, y)
     assert not gradient[target == -100].any()
     assert gradient[target != -100].all()
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 2.0, 1.0, 4.0])])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_several_labels_sum_binary_cross_entropies_over_labels_and_count_steps(weights: Tensor | None, smoothing: float) -> None:
+    head = Sigmoid(3, 4, weights, label_smoothing=smoothing).double()
+    nn.init.uniform_(head.bias)
+    y, target = numbers(5, 2, 3), (torch.rand(5, 2, 4) < 0.5).double()
+    target[1, 0], target[2, 1, 0] = torch.nan, torch.nan
+    total, count = head.loss(y, target)
+    assert count == 9
+    real, wanted = target.isfinite(), (1 - smoothing) * target.nan_to_num() + smoothing / 2
+    positive = None if weights is None else weights.double()
+    errors = binary_cross_entropy_with_logits(linear(y, head.weight, head.bias), wanted, pos_weight=positive, reduction="none")
+    torch.testing.assert_close(total, errors[real].sum(), rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(total, y)
+    assert not gradient[1, 0].any()
+    assert gradient[2, 1].all()
+    plain, _ = head.eval().loss(y, target)
+    wanted = target.nan_to_num()
+    errors = binary_cross_entropy_with_logits(linear(y, head.weight, head.bias), wanted, pos_weight=positive, reduction="none")
+    torch.testing.assert_close(plain, errors[real].sum(), rtol=1e-12, atol=0)
+
+
+def test_several_labels_for_each_sequence_read_what_was_pooled() -> None:
+    head = PooledSigmoid(3, 4, "mean").double()
+    y, target = numbers(5, 2, 3), torch.tensor([[1.0, 0.0, 1.0, 1.0], [torch.nan] * 4], dtype=DOUBLE)
+    total, count = head.loss(head.pool(y, torch.tensor([5, 2]), head.start(2)), target)
+    assert count == 1
+    expected = binary_cross_entropy_with_logits(linear(y[:, 0].mean(0), head.weight, head.bias), target[0], reduction="sum")
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(total, y)
+    assert not gradient[:, 1].any()
 
 
 def test_softmax_without_any_target_is_zero() -> None:

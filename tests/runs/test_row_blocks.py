@@ -93,6 +93,14 @@ def test_parquet_has_the_columns_of_csv_and_lists_as_lists(tmp_path: Path, monke
     assert pq.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
 
 
+def test_lists_that_begin_empty_hold_text_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carrywave.runs.rows.parquet_writer.GROUP_ROWS", 1)
+    rows: list[dict[str, Any]] = [{"label": [], "labels": [[], []]}, {"label": ["a"], "labels": [["a"], []]}]
+    with writing(tmp_path / "out.parquet") as writer:
+        writer.add(rows)
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == rows
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

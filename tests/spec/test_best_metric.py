@@ -8,7 +8,7 @@ import pytest
 
 from carrywave.errors import SpecError
 from carrywave.spec.load import parse
-from carrywave.spec.train_spec import HIGHER, OF_TASK, score
+from carrywave.spec.train_spec import HIGHER, MULTI_LABEL, OF_TASK, score
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,13 @@ from carrywave.spec.train_spec import HIGHER, OF_TASK, score
     [
         ("language", {}, "accuracy", "use loss, perplexity, bits"),
         ("classification", {}, "mae", "use loss, unweighted_loss, accuracy, macro_f1"),
+        ("classification", {}, "micro_f1", "use loss, unweighted_loss, accuracy, macro_f1"),
+        (
+            "tagging",
+            {"multi_label": True},
+            "accuracy",
+            r"several labels \(data.multi_label\); use loss, unweighted_loss, micro_f1",
+        ),
         ("tagging", {}, "unweighted_loss", r"is for train\.class_weights, without which it is the loss; use loss"),
         ("forecasting", {}, "pinball", "needs data.quantiles"),
         ("forecasting", {"quantiles": [0.1, 0.9]}, "mase", "add 0.5 to data.quantiles"),
@@ -32,6 +39,9 @@ def test_every_metric_of_a_task_is_accepted() -> None:
             data = {"quantiles": [0.1, 0.5]} if metric == "pinball" else {}
             weights = {"class_weights": "balanced"} if metric == "unweighted_loss" else {}
             assert parse({"task": task, "data": data, "train": {"best": metric, **weights}}).train.best == metric
+    for metric in MULTI_LABEL:
+        how = {"best": metric, "class_weights": "balanced"}
+        assert parse({"task": "tagging", "data": {"multi_label": True}, "train": how}).train.best == metric
 
 
 def test_lower_scores_are_better() -> None:

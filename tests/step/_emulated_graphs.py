@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.torch_kernels import without_onednn
 
 
 class Graph:

@@ -74,7 +74,10 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) ->
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("options", [{"learned_carry": True}, {"weight_drop": 0.4, "locked": True}, {"layer_norm": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"learned_carry": True}, {"weight_drop": 0.4, "locked": True}, {"layer_norm": True}, {"recurrent_dropout": 0.3, "zoneout": 0.2}],
+)
 @pytest.mark.parametrize("plan", [Plan.serial(), Plan(chunk_steps=5, micro_batches=2), Plan(chunk_steps=5, recompute=True)])
 def test_options_and_plans(monkeypatch: pytest.MonkeyPatch, options: dict[str, object], plan: Plan) -> None:
     """Short windows between long ones, and evaluation between steps: recorded and unrecorded steps hand the carry to each other."""

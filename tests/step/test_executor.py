@@ -91,7 +91,20 @@ def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, cell: str, p
         torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{"locked": True, "weight_drop": 0.4}, {"layer_norm": True}, {"learned_carry": True}, {"proj_size": 3}])
+NOISE = {"recurrent_dropout": 0.3, "zoneout": 0.2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"locked": True, "weight_drop": 0.4},
+        {"layer_norm": True},
+        {"learned_carry": True},
+        {"proj_size": 3},
+        {"cell_norm": True, **NOISE},
+        {"num_heads": 2, "locked": True, **NOISE},
+    ],
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_options_survive_chunks(cell: str, options: dict[str, object]) -> None:
     if options.get("proj_size") and not CELLS[cell].cell.projects:

@@ -15,6 +15,8 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.heads import Softmax
 from carrywave.model.parameter_placement import Holding, hold
+from carrywave.plan.plan import Plan
+from carrywave.step.checks.hooks import Hooks
 from carrywave.step.optim.optimizer import NTASGD
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
@@ -327,6 +329,9 @@ def test_hooks_that_would_see_parts_of_a_gradient_are_refused() -> None:
     other.head.register_full_backward_hook(lambda *_: None)
     with pytest.raises(UserError, match="the backward hook on a Head would see parts"):
         cw.Trainer(other, SGD, plan={"chunk_steps": 2}).step(batch())
+    for plan in (Plan(replicas=2), Plan(stages=2), Plan(micro_batches=2)):
+        with pytest.raises(UserError, match="the backward hook on a Head would see parts"):
+            Hooks({}, other, plan).any_registered(None)
 
 
 def test_an_optimizers_hooks_see_the_final_gradient() -> None:

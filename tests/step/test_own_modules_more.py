@@ -13,12 +13,30 @@ from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.step.checks.own_modules.probe_sample import few_of
+from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects
 from carrywave.step.trainer import Trainer
 
 
+class Over(nn.Module):
+    """A head that looks at all steps through a module in it, or at all lanes."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mean, self.out = Mean(dim), nn.Linear(4, 2)
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(self.out(self.mean(y)).flatten(0, 1), target.flatten(), reduction="sum"), torch.tensor(
+            target.numel()
+        )
+
+
 class Mean(nn.Module):
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
     def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(1, keepdim=True)
+        return x - x.mean(self.dim, keepdim=True)
 
 
 @pytest.mark.parametrize("part", ["dropout_in", "dropout_out"])
@@ -67,3 +85,94 @@ def test_a_first_stage_tries_its_encoder_without_targets() -> None:
     few = few_of(batch.without(inputs=False, targets=True), torch.zeros(2, dtype=torch.int32), 4, pooled=False, whole_time=False)
     assert few.targets is None
     assert isinstance(Model(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), cw.LSTM(3, 4), PooledSoftmax(4, 2)).head, PooledSoftmax)
+
+
+def test_a_refusal_names_the_part_what_is_wrong_in_it_and_only_what_the_plan_cuts() -> None:
+    def refused(dim: int, plan: dict[str, int], **train: bool) -> str:
+        trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Over(dim)), {**train}, plan=plan)
+        with pytest.raises(PlanError) as told:
+            trainer.step(Batch.of(torch.randn(6, 8, 3), torch.randint(2, (6, 8))))
+        return str(told.value)
+
+    begins = "head (Over), through head.mean (Mean), gives different results for a"
+    steps, lanes = (
+        f"{begins} {each} depending on the other {each}s in its input; make it work {each} by {each}" for each in ("step", "lane")
+    )
+    assert refused(0, {"chunk_steps": 2}) == f"{steps}, or remove plan.chunk_steps"
+    assert refused(1, {"micro_batches": 2}) == f"{lanes}, or remove plan.micro_batches"
+    assert refused(1, {}, reproducible=True) == f"{lanes}, or remove train.reproducible"
+    trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Over(0)))
+    with pytest.warns(
+        UserWarning, match=r"step by step, or set reads_whole = True in the head, so that no plan cuts the time that it reads; this"
+    ):
+        trainer.step(Batch.of(torch.randn(6, 8, 3), torch.randint(2, (6, 8))))
+
+
+@pytest.mark.parametrize("keep_state", [None, True])
+def test_a_head_that_pools_says_why_it_cannot_go_on(keep_state: bool | None) -> None:
+    why = r"but the head PooledSoftmax pools \(pooled = True\): what it has pooled ends with the batch; pass whole sequences, and remove"
+    model = Model(Numbers(3), cw.LSTM(3, 4), PooledSoftmax(4, 2))
+    batch = Batch.of(torch.randn(6, 8, 3), torch.randint(2, (8,)), fresh=False)
+    with pytest.raises(UserError, match=why):
+        Trainer(model, keep_state=keep_state).step(batch)
+
+
+class Keeps(nn.Linear):
+    """Keeps its result for a skip connection."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+class Reads(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+
+def test_a_result_kept_in_a_module_that_the_head_has_too_is_found() -> None:
+    encoder = Keeps(3, 3)
+    shared = shared_objects(encoder, Reads(encoder))
+    assert changed_by(lambda: encoder(torch.randn(2, 2, 3)), shared) == "Keeps"
+    assert changed_by(lambda: encoder.weight.data.zero_(), shared) is None
+
+
+class HiddenPool(nn.Module):
+    """Pools in an attribute, which is begun anew with every batch, instead of in the accumulator."""
+
+    pooled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.total = nn.Linear(4, 2), torch.zeros(())
+
+    def start(self, lanes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        self.total = torch.zeros(lanes, 4, dtype=dtype, device=device)
+        return (self.total,)
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.total = self.total + y.sum(0)
+        return (acc[0] + y.sum(0),)
+
+    def loss(self, acc: tuple[Tensor, ...], target: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(self.out(self.total), target, reduction="sum"), torch.tensor(target.numel())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+def test_what_a_head_pools_beside_its_accumulator_is_missed_in_chunks(recompute: bool) -> None:
+    batch = Batch.of(torch.randn(6, 8, 3), torch.randint(2, (8,)), pooled=True)
+    Trainer(Model(Numbers(3), cw.LSTM(3, 4), HiddenPool())).step(batch)
+    trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), HiddenPool()), plan={"chunk_steps": 2, "recompute": recompute})
+    with pytest.raises(PlanError, match=r"head \(HiddenPool\) .*when split by time; .*pass all that it pools through the accumulator"):
+        trainer.step(batch)
+
+
+def test_dropout_put_into_a_finished_model_is_told_to_come_earlier() -> None:
+    model = Model(nn.Sequential(nn.Linear(3, 3), Mean(2)), cw.LSTM(3, 4), Softmax(4, 2))
+    model.encoder[1] = nn.Dropout(0.5)  # type: ignore[operator]
+    with pytest.raises(PlanError, match=r"encoder\.1 \(Dropout\) draws .*its nn.Dropout before the model is made of it"):
+        Trainer(model, plan={"micro_batches": 2}).step(Batch.of(torch.randn(6, 8, 3), torch.randint(2, (6, 8))))

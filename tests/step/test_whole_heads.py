@@ -127,7 +127,9 @@ def test_chunks_of_time_are_refused(make: Any) -> None:
 
 @heads
 def test_streams_are_refused(make: Any) -> None:
-    with pytest.raises(UserError, match="reads whole sequences has no state to keep"):
+    with pytest.raises(
+        UserError, match=r"keep_state=True keeps the carry from batch to batch, but the head .* reads whole sequences; remove keep_state"
+    ):
         cw.Trainer(model(make), SGD, keep_state=True)
     spec = parse({"task": "language", "batch": {"lanes": 4, "steps": 8}})
     with pytest.raises(SpecError, match=f"the head {type(make()).__name__} reads whole sequences, but a stream is read in windows"):

@@ -128,6 +128,8 @@ def test_chunks_are_the_window(
         ({"learned_carry": True}, True),
         ({"dropout": 0.0, "layers": 3}, True),
         ({"bias": False}, True),
+        ({"zoneout": 0.3}, False),
+        ({"cell_norm": True}, False),
     ],
 )
 def test_options_survive_chunks(

@@ -10,6 +10,7 @@ turns (a round gives each one block of calls; the median over rounds counts):
 - cuDNN in a graph: the same call, captured. Packing reads the lengths on the host and cannot be captured, so with lengths cuDNN runs all
   steps with the padding masked (our `aten` backend);
 - reference: the loop in plain PyTorch, timed once, only without dropout and only if it takes at most a second;
+- compiled eager: for norms inside the cell, a loop over steps that torch.compile has compiled;
 - plain: ours in a graph, without the resets or the noise of the row.
 
 Dropout is applied between layers. The error is the largest relative error of any output or gradient against the same stack in float64,
@@ -53,11 +54,14 @@ GRU_SHAPES = ((1, 512, 64, 256), (2, 650, 20, 35), (1, 1024, 64, 256), (1, 256, 
 GRU_RATIOS = {(1, 512, 64, 256): 2.5, (2, 650, 20, 35): 2.5, (1, 1024, 64, 256): 1.7}  # times cuDNN in a graph, at least
 MARKED_SHAPES = ((1, 256, 128, 128), (1, 512, 256, 128))
 MARKS = {"resets": 0.03, "zoneout": 0.1, "recurrent_dropout": 0.25}
+NORM_SHAPES = ((1, 512, 64, 128), (1, 1024, 64, 128))
+HEAD_SHAPES = (((1, 768, 16, 1024), 12), ((1, 768, 16, 1024), 6), ((1, 1024, 64, 256), 8))  # with the number of heads
+NORM_RATIO = 5.0  # times the compiled loop, at least
 RESETS_SHARE, NOISE_SHARE = 1.05, 1.1  # of the time without them, at most
 LENGTHS_SHARE = 0.8  # of the time without padding, at most
 MOST_ERROR = 1.5  # times cuDNN's error, at most
 
-PEERS = ("cudnn_eager", "cudnn_graph", "reference")
+PEERS = ("cudnn_eager", "cudnn_graph", "reference", "compiled_eager")
 OURS = ("ours_eager", "ours_graph", "plain_graph")
 BLOCK_MS, BUDGET_MS, ROUNDS = 4.0, 400.0, (3, 15)
 ERROR_STEPS = 32
@@ -106,6 +110,9 @@ def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[StackCase]:
     ]
     shapes = QUICK[:1] if quick else MARKED_SHAPES
     every += [StackCase(*shape, dtype, cell="gru") for dtype in ("bf16", "fp16") for shape in (QUICK if quick else GRU_SHAPES)]
+    if not quick:
+        every += [StackCase(*shape, cell=cell, norm=True) for cell in ("lstm", "gru") for shape in NORM_SHAPES]
+        every += [StackCase(*shape, cell=cell, heads=heads) for cell in ("slstm", "lstm") for shape, heads in HEAD_SHAPES]
     unmarked = [StackCase(*shape, cell=cell) for cell in ("lstm", "gru") for shape in shapes]
     every += [replace(case, **{mark: share}) for case in unmarked for mark, share in MARKS.items()]  # type: ignore[arg-type]
     asked = [frozenset(words.split()) for words in rows]
@@ -156,6 +163,10 @@ def target_ms(case: StackCase, ms: Mapping[str, float], padded_ms: float | None)
     if case.dtype == "fp16":
         return _best(ms)
     graph_ms = ms.get("cudnn_graph")
+    if case.norm:
+        return None if "compiled_eager" not in ms else ms["compiled_eager"] / NORM_RATIO
+    if case.heads > 1:
+        return None
     if case.cell == "gru":
         return None if graph_ms is None else graph_ms / GRU_RATIOS.get(case.shape, 1.0)
     if case.shape == WAVE:
@@ -179,7 +190,7 @@ def row_of(case: StackCase, device: str, measured: Measured, padded_ms: float | 
     return {
         "case": case.name,
         "cell": case.cell,
-        "marks": case.marks,
+        "marks": " ".join(filter(None, (case.marks, "norm" * case.norm, f"{case.heads} heads" * (case.heads > 1)))),
         "device": device,
         "dtype": case.dtype,
         "input": "lengths" if case.lengths else "padded",
@@ -199,8 +210,8 @@ def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measu
     """Run a case with every implementation that supports it."""
     stack, measured = Stack(case, device), Measured()
     # Check first: a backend that cannot run a layer falls back to another, which would then be timed instead.
-    refused = persistent.refusal(stack.x_TBI, stack.layers[0], None if stack.marks is None else stack.marks[0])
-    if refused:
+    refused = persistent.refusal(stack.x_TBI, stack.layers[0], None if stack.marks is None else stack.marks[0], case.cell)
+    if refused and not case.norm:
         measured.notes.append(f"ours: {refused}")
     unmarked = Stack(replace(case, resets=0.0, zoneout=0.0, recurrent_dropout=0.0), device) if case.marked else None
     calls = _calls(stack, unmarked, refused, measured)
@@ -208,7 +219,9 @@ def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measu
         _time_reference(case, stack, measured)
     timed = gpu_timing.time_calls(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
     measured.ms |= {name: statistics.median(values) for name, values in timed.items()}
-    compared = ("ours",) if case.marked else ("ours", "cudnn")  # on a marked stack, `aten` is not cuDNN alone
+    compared = (
+        ("ours",) if case.marked or case.norm or case.heads > 1 else ("ours", "cudnn")
+    )  # on a marked stack, `aten` is not cuDNN alone
     measured.errors = _errors(case, device, [who for who in compared if f"{who}_eager" in calls], measured)
     measured.auto = stack.backends.choose("auto", stack.x_TBI, stack.layers[0], None if stack.marks is None else stack.marks[0])
     del calls, stack, unmarked
@@ -219,11 +232,13 @@ def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measu
 
 def _calls(stack: Stack, unmarked: Stack | None, refused: str, measured: Measured) -> dict[str, Call]:
     """Every implementation, warmed up. A failure is noted and does not stop the others."""
-    ours = partial(stack.ours, "persistent")
+    ours = partial(stack.ours, "auto" if stack.case.norm else "persistent")
     plain: dict[str, Call] = {}
-    if not stack.case.zoneout and not stack.case.recurrent_dropout:
+    if stack.case.norm:
+        plain |= {"compiled_eager": stack.compiled}
+    elif stack.case.heads == 1 and not stack.case.zoneout and not stack.case.recurrent_dropout:
         plain |= {"cudnn_eager": stack.torchs, "cudnn_graph": partial(stack.ours, "aten") if stack.case.lengths else stack.torchs}
-    if not refused:
+    if not refused or stack.case.norm:
         plain |= {"ours_eager": ours, "ours_graph": ours}
         plain |= {} if unmarked is None else {"plain_graph": partial(unmarked.ours, "persistent")}
     calls: dict[str, Call] = {}
@@ -231,7 +246,7 @@ def _calls(stack: Stack, unmarked: Stack | None, refused: str, measured: Measure
         try:
             ready = gpu_timing.graphed(call) if name.endswith("_graph") else gpu_timing.warmed_up(call)
             # After a failure the dispatcher warns and falls back permanently.
-            if call is ours and stack.backends.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
+            if call is ours and stack.backends.choose(ours.args[0], stack.x_TBI, stack.layers[0]) in ("reference", "aten"):
                 measured.notes.append("ours: the kernel failed (see the warning)")
                 break
             calls[name] = ready
@@ -253,7 +268,7 @@ def _errors(case: StackCase, device: torch.device, wanted: Sequence[str], measur
     """Relative errors against float64, over at most `ERROR_STEPS` steps."""
     short = Stack(replace(case, steps=min(case.steps, ERROR_STEPS)), device)
     exact = short.exact()
-    backends = {"ours": "persistent", "cudnn": "aten"}
+    backends = {"ours": "auto" if case.norm else "persistent", "cudnn": "aten"}
     errors: dict[str, float] = {}
     for who in wanted:
         try:

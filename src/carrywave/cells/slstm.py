@@ -51,6 +51,7 @@ CELL = Cell(
     memory=True,
     free=("h",),  # the others are one number in three parts
     forget_gate=1,
+    backends="carrywave.kernels.hopper.slstm",
     kept=18,  # gates, weights, memory, normaliser and stabiliser, and what autograd keeps between them
     launches=75,
     wide=True,

@@ -1,4 +1,4 @@
-"""A `Batch` holds the data of one training step: tensors [time, lane, …], the length of each lane, and which lanes start a new sequence.
+"""A `Batch` holds the data of one training step: tensors [time, lane, …], the length of each lane, and where lanes start a new sequence.
 
 Padding is marked in the targets: -100 for integer targets, NaN for float targets. The mask can therefore be derived from the
 targets, and a loss needs no other argument.
@@ -31,7 +31,7 @@ class Batch:
     """
 
     inputs: Tensor  # [T, B] int64 tokens, or [T, B, F] float32
-    targets: Tensor | None  # per step [T, B, …]; pooled [B, …]; None without targets (prediction)
+    targets: Tensor | None  # per step [T, B, …]; pooled [B, …], with resets at the last step of each sequence; None in prediction
     lengths: Tensor  # [B] int64, real steps of each lane in this window; 0 for an idle lane
     fresh: Tensor  # [B] bool, True if the lane starts a new sequence in this window
     lanes: Tensor  # [B] int64, global lane number
@@ -40,13 +40,15 @@ class Batch:
     epoch: int = 0
     step: int = 0  # position in the epoch; (epoch, step) is the cursor and keys the randomness; -1: the trainer counts steps
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
-    begun: int | None = None  # lanes of the full batch that have a real step; None: all
+    begun: int | None = None  # real steps of the full batch that come first in their lane or at a reset; None: one in every lane
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
     pooled: bool | None = None  # whether the targets are one per lane; None: the model knows
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
     numbers: tuple[int, ...] | None = None  # `lanes` of the full batch as the user gave them, on the host; None: 0, 1, …
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values that a head reads: N up to each step; rows before the first repeat it
+    resets: Tensor | None = None  # [T, B] bool, True where a lane starts a new sequence at a step; None: no lane does inside the window
+    sequences: int | None = None  # with resets: the most sequences of a lane, or a bound of it; None: unknown
 
     @staticmethod
     def of(
@@ -60,6 +62,7 @@ class Batch:
         lanes: Tensor | Sequence[int] | None = None,
         pooled: bool | None = None,
         history: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> Batch:
         """Make a batch from time-first tensors: inputs [T, B] of tokens or [T, B, F] of numbers.
 
@@ -68,7 +71,8 @@ class Batch:
         `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step) and by the numbers in `lanes`, by
         default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
         A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed. `history` [N - 1 + T, B, C]
-        holds past values for a head that reads the last N at every step.
+        holds past values for a head that reads the last N at every step. `resets` [T, B], true or false: a new sequence starts in the lane
+        with this step, from the initial carry; targets of a head that pools then are [T, B, …], one at the last step of each sequence.
         """
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
@@ -93,12 +97,20 @@ class Batch:
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
                 raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
+        begun = None if lengths is None else int((lengths_B > 0).sum())
+        sequences = None
+        if resets is not None:
+            resets, inside = _resets(resets, lengths_B, steps, count)
+            begun, sequences = (count if begun is None else begun) + inside, int(resets.sum(0).max()) + 1
         known = pooled
         if targets is not None:
             targets = torch.as_tensor(targets, device=device)
             each_step, each_lane = _readings(targets, steps, count)
-            known = each_lane if pooled is None and each_step != each_lane else pooled
-            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, pooled)
+            known = each_lane if pooled is None and each_step != each_lane and resets is None else pooled
+            by_lane = pooled if resets is None else False
+            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, by_lane)
+            if pooled and resets is not None:
+                check_ends(targets, resets, lengths_B)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
         return Batch(
@@ -112,12 +124,18 @@ class Batch:
             epoch=epoch,
             step=-1 if step is None else step,
             real=real,
-            begun=None if lengths is None else int((lengths_B > 0).sum()),
+            begun=begun,
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
             numbers=None if lanes is None else tuple(lanes_B.tolist()),
             pooled=known,
             history=history,
-            unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
+            resets=resets,
+            sequences=sequences,
+            unsure=pooled is None
+            and resets is None
+            and lengths is not None
+            and targets is not None
+            and targets.shape[:2] == (steps, count) == (count, count),
         )
 
     @property
@@ -138,7 +156,7 @@ class Batch:
 
     @property
     def changes(self) -> int:
-        """Number of real steps of the full batch that follow another one of their lane."""
+        """Number of real steps of the full batch that follow another one of their sequence."""
         real, cells = self.cells
         return real - (cells // self.steps if self.begun is None else self.begun)
 
@@ -162,7 +180,7 @@ class Batch:
             return self
         targets = self.targets
         if targets is not None:
-            targets = targets[low:high] if pooled else targets[:, low:high]
+            targets = targets[low:high] if pooled and self.resets is None else targets[:, low:high]
         full = self.real == self.steps * total
         return replace(
             self,
@@ -174,6 +192,7 @@ class Batch:
             sequence=self.sequence[low:high],
             offset=self.offset[low:high],
             history=None if self.history is None else self.history[:, low:high],
+            resets=None if self.resets is None else self.resets[:, low:high],
             # The number of real steps in a subset of lanes is not known on the host.
             real=self.steps * (high - low) if full else -1,
             part_of=self.part_of or (self.real, total),
@@ -200,6 +219,7 @@ class Batch:
             real=0,
             part_of=one.part_of or (self.real, self.lanes.shape[0]),
             history=None if one.history is None else torch.zeros_like(one.history),
+            resets=None if one.resets is None else torch.zeros_like(one.resets),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -207,7 +227,7 @@ class Batch:
         to_device = device.type != "cpu"  # a non-blocking copy from GPU to CPU would return before the data has arrived
         moved = {
             name: getattr(self, name).to(device, non_blocking=to_device)
-            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history")
+            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history", "resets")
             if getattr(self, name) is not None
         }
         return replace(self, **moved)
@@ -236,6 +256,32 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
         kind = "true or false" if dtype == torch.bool else "a whole number"
         raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; pass {kind} for each of the {count} lanes")
     return value_B.to(device, dtype)
+
+
+def _resets(resets: Any, lengths_B: Tensor, steps: int, count: int) -> tuple[Tensor, int]:
+    """Resets at real steps, on the device of the lengths, and how many of them come after a lane's first step."""
+    resets_TB = torch.as_tensor(resets)
+    if resets_TB.shape != (steps, count) or resets_TB.dtype != torch.bool:
+        raise UserError(
+            f"resets has shape {list(resets_TB.shape)} and dtype {resets_TB.dtype}; pass true or false for each of the {steps} steps of "
+            f"each of the {count} lanes, [{steps}, {count}]"
+        )
+    resets_TB = resets_TB.to(lengths_B.device) & (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)
+    return resets_TB, int(resets_TB[1:].sum())
+
+
+def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
+    """Refuse targets of sequences, of which several lie in a lane, that are not at their last steps."""
+    present_TB = targets.isfinite() if targets.is_floating_point() else targets != IGNORED
+    present_TB = present_TB.flatten(2).any(2) if present_TB.dim() > 2 else present_TB
+    ends_TB = torch.arange(len(targets), device=targets.device)[:, None] == lengths_B - 1
+    ends_TB[:-1] |= resets_TB[1:]
+    if bool((present_TB & ~ends_TB).any()):
+        step, lane = (int(each) for each in (present_TB & ~ends_TB).nonzero()[0])
+        raise UserError(
+            f"a head that pools has one target for each sequence, at its last step, but there is one at step {step} of lane {lane}, before "
+            f"its end; set those of other steps to {'NaN' if targets.is_floating_point() else IGNORED}"
+        )
 
 
 def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:

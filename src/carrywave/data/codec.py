@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from carrywave.data.files.label_sets import NAMES, NONE, VECTORS
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.calendar import FEATURES, calendar_columns
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
@@ -21,7 +22,8 @@ from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
 TRANSFORMS = get_args(Transform)
-LATER = ("date_order", "month_days", "channels", "transform", "scale_season")  # left out if they have their default: hashes stay
+# Left out if they have their default: hashes stay.
+LATER = ("date_order", "month_days", "channels", "transform", "scale_season", "label_sets")
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -34,6 +36,7 @@ SINGLE: dict[str, Any] = {
     "frequency": str | None,
     "date_order": str | None,
     "transform": str,
+    "label_sets": str,
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
@@ -66,6 +69,7 @@ class Codec:
     size: int = 0  # number of tokens; 0 for numeric inputs
     labels: tuple[str, ...] = ()
     label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
+    label_sets: str = NONE  # several labels may hold: the form in which the data lists them
     columns: tuple[str, ...] = ()  # names of the numeric features of a step, those of the calendar last
     targets: tuple[int, ...] = ()  # indices of the columns to forecast
     mean: tuple[float, ...] = ()  # per column; inputs are (value - mean) / std
@@ -145,6 +149,8 @@ class Codec:
             return f"{len(self.categorical)} categorical columns have the values of {len(self.categories)}"
         if self.channels and (len(self.targets) != 1 or len(self.names) % len(self.channels)):
             return f"channels is {list(self.channels)} for {len(self.targets)} targets"
+        if self.label_sets not in (NONE, NAMES, VECTORS):
+            return f"label_sets is {self.label_sets!r:.40}"
         if self.transform not in TRANSFORMS:
             return f"transform is {self.transform!r:.40}"
         unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
@@ -213,6 +219,12 @@ class Codec:
         """Return a label in the type it has in the data."""
         name = self.labels[number]
         return int(name) if self.label_kind == "whole number" else name == "true" if self.label_kind == "boolean" else name
+
+    def listed(self, holds: Sequence[bool]) -> list[str | int | bool]:
+        """Return the labels that hold, in the form that lists of them have in the data."""
+        if self.label_sets == VECTORS:
+            return [int(each) for each in holds]
+        return [self.label(number) for number, each in enumerate(holds) if each]
 
     def encode(self, text: str, where: str = "the text") -> Ids:
         """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""

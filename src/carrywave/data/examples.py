@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec, first_unknown, unknown_token
-from carrywave.data.files import fields
+from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
 from carrywave.data.files.rows import Row, Rows
 from carrywave.data.sequences import Sequences
@@ -26,6 +26,7 @@ from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
+RESETS = ("language", "tagging")  # tasks in which a row may hold several sequences, each with a new state
 TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target
 
 
@@ -37,6 +38,7 @@ class _Learned:
     spec: Spec
     held: Held
     labels: dict[str, str] = dataclasses.field(default_factory=dict)  # name -> kind
+    sets: label_sets.LabelSets = dataclasses.field(default_factory=label_sets.LabelSets)
     features: Moments = dataclasses.field(default_factory=Moments)
     targets: Moments = dataclasses.field(default_factory=Moments)
     columns: int | None = None
@@ -51,11 +53,12 @@ class _Learned:
     def watch(self, index: int, where: str, row: Row) -> None:
         """Record the row's labels or target."""
         task = self.spec.task
-        if task == "classification":
+        if self.spec.data.multi_label:
+            self.sets.watch(label_sets.sets_of(row, where, steps=_count(row, where) if task == "tagging" else None), where)
+        elif task == "classification":
             self._label(*fields.class_of(fields.take(row, "label", where), "label", where), where)
         elif task == "tagging":
-            value = fields.as_plain(fields.take(row, "labels", where))
-            for label in fields.tags_of(row, len(value) if hasattr(value, "__len__") else 0, where):
+            for label in fields.tags_of(row, _count(row, where), where):
                 if label is not None:
                     self._label(*label, where)
         elif task == "regression":
@@ -135,15 +138,24 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         if not spec.data.standardize:
             seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
-    kind = next(iter(seen.labels.values()), "string")  # `_label` has checked that all labels are of one kind
-    return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)
+    labels = seen.sets.labels if spec.data.multi_label else seen.labels
+    if spec.data.multi_label:
+        known["label_sets"] = seen.sets.form
+    kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
+    return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **known)
+
+
+def _count(row: Row, where: str) -> int:
+    """Return how many labels a row of tags has."""
+    value = fields.as_plain(fields.take(row, "labels", where))
+    return len(value) if hasattr(value, "__len__") else 0
 
 
 def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     """Return a line that names the fields of the first row that are ignored, if any."""
     first = next(iter(rows), None)
     wanted = {codec.field: data.text, TARGETS.get(codec.task, ""): data.label}  # with the names that the data has for them
-    others = [] if first is None else [str(name) for name in first[1] if name not in wanted]
+    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets")]
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
@@ -184,9 +196,9 @@ def ids_of(row: Row, where: str) -> NDArray[np.int64]:
     return tokens
 
 
-def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool) -> Sequences:
-    """Encode all rows with a codec; `join` concatenates them into one sequence."""
-    writer = _Writer(codec, new, labelled)
+def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool, documents: bool = False) -> Sequences:
+    """Encode all rows with a codec; `join` concatenates them into one sequence, in which each starts anew if they are `documents`."""
+    writer = _Writer(codec, new, labelled, documents=join and documents)
     shortest = 0 if join else 2 if codec.task == "language" and labelled else 1
     count = 0
     for number, row in rows:
@@ -211,13 +223,18 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
 class _Writer:
     """Appends rows to the arrays of one `Sequences`."""
 
-    def __init__(self, codec: Codec, new: NewArray, labelled: bool) -> None:
-        self.codec, self.rows = codec, 0
+    def __init__(self, codec: Codec, new: NewArray, labelled: bool, *, documents: bool = False) -> None:
+        self.codec, self.rows, self.new, self.documents = codec, 0, new, documents
+        self.resets: Appender | None = None  # made when a row has some
         self.inputs = new(np.float32, len(codec.columns)) if codec.kind is None else new(token_dtype(codec.size), None)
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
         self.tags: Appender | None = None
-        if labelled and codec.task == "classification":
+        self.several = codec.label_sets != label_sets.NONE
+        if labelled and self.several:
+            listed = new(np.float32, len(codec.labels))
+            self.labels, self.tags = (listed, None) if codec.task == "classification" else (None, listed)
+        elif labelled and codec.task == "classification":
             self.labels = new(np.int64, None)
         elif labelled and codec.task == "regression":
             self.labels = new(np.float32, codec.outputs)
@@ -255,7 +272,9 @@ class _Writer:
     def add(self, steps: NDArray[Any], row: Row, where: str) -> None:
         """Append one row."""
         codec = self.codec
-        if self.tags is not None:
+        if self.several:
+            self._add_sets(len(steps), row, where)
+        elif self.tags is not None:
             tags = fields.tags_of(row, len(steps), where)
             self.tags.append(np.array([fields.IGNORED if tag is None else self._class(tag[1], where) for tag in tags], np.int64))
         elif self.labels is not None and codec.task == "classification":
@@ -264,10 +283,33 @@ class _Writer:
         elif self.labels is not None:
             scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
+        self._add_resets(len(steps), row, where)
         self.inputs.append(steps)
         self.starts.append(np.array([self.rows], np.int64))
         self.lengths.append(np.array([len(steps)], np.int64))
         self.rows += len(steps)
+
+    def _add_sets(self, steps: int, row: Row, where: str) -> None:
+        to = self.tags if self.labels is None else self.labels
+        if to is not None:
+            sets = label_sets.sets_of(row, where, steps=None if to is self.labels else steps)
+            to.append(label_sets.encode(sets, self.codec.label_sets, self.codec.label_numbers, where))
+
+    def _add_resets(self, steps: int, row: Row, where: str) -> None:
+        given = row.get("resets") is not None
+        if given and self.codec.task not in RESETS:
+            raise DataError(f"{where}: resets begin new sequences, but {self.codec.task} has one label for a row; write a row for each")
+        if given and self.codec.field == "text":
+            raise DataError(f"{where}: resets are for tokens and steps, and this row has text; set data.reset to what ends a document")
+        found = fields.resets_of(row, steps, where)
+        if self.resets is None and (found is not None or self.documents):
+            self.resets = self.new(np.bool_, None)
+            self.resets.append(np.zeros(self.rows, np.bool_))
+        if self.resets is not None:
+            found = np.zeros(steps, np.bool_) if found is None else found
+            if self.documents and steps:
+                found = np.concatenate(([True], found[1:]))
+            self.resets.append(found)
 
     def _class(self, label: str, where: str) -> int:
         number = self.codec.label_numbers.get(label)
@@ -284,4 +326,5 @@ class _Writer:
         if join:
             starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
         labels = None if self.labels is None else self.labels.close()
-        return Sequences(self.inputs.close(), starts, lengths, labels, None if self.tags is None else self.tags.close())
+        tags, resets = (None if each is None else each.close() for each in (self.tags, self.resets))
+        return Sequences(self.inputs.close(), starts, lengths, labels, tags, resets)

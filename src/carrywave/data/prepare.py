@@ -15,6 +15,7 @@ from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
+from carrywave.data.files.label_sets import NONE
 from carrywave.data.files.rows import Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
@@ -22,6 +23,7 @@ from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange, read_table
 from carrywave.data.text import token_stream
+from carrywave.data.text.documents import BLANK_LINE, ROW
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -54,7 +56,8 @@ READING = (
     "context",
     "standardize",
 )
-READING_LATER = ("channels", "transform", "scale")  # as READING, but left out where they have their default: keys of older versions stay
+# As READING, but left out where they have their default: keys of older versions stay.
+READING_LATER = ("channels", "transform", "scale", "multi_label", "reset")
 LABELLED = ("classification", "tagging", "regression")
 
 
@@ -169,6 +172,9 @@ def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
         raise DataError(f"task={spec.task}, but the codec is for {codec.task}; start from a run of the same task")
+    if codec is not None and spec.data.multi_label != (codec.label_sets != NONE):
+        other = str(not spec.data.multi_label).lower()
+        raise DataError(f"data.multi_label={str(spec.data.multi_label).lower()}, but the codec is of a run with {other}; set it alike")
 
 
 def _reads_bytes(spec: Spec) -> bool:
@@ -261,10 +267,12 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
         tokens = token_stream.encode_stream(source, codec, new)
         if len(tokens) < holdout.LEAST_TOKENS and labelled:
             raise DataError(f"{source.name} has {len(tokens)} token, but a language model needs 2 to have a target; add more text")
+        if spec.data.reset == ROW:
+            raise SpecError(f"data.reset={ROW}, but {source.name} is text without rows; set it to a token, or to {BLANK_LINE!r}")
         return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64))
     rows = _open_rows(source, spec, labelled=labelled)
     join = spec.task == "language" and spec.streams and rows.join
-    return examples.encode(rows, codec, new, labelled=labelled, join=join)
+    return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW)
 
 
 def _open_rows(source: Source, spec: Spec, *, labelled: bool = True) -> Rows:

@@ -31,6 +31,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
+from carrywave.data.text.documents import ROW
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -112,7 +113,7 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     else:
         rows = _named(_rows(data, part, spec), spec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
-        found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join)
+        found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join, documents=spec.data.reset == ROW)
     return replace(found, fingerprint=_fingerprint({part: found}, codec))
 
 
@@ -172,7 +173,7 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
     found = {}
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
-        found[part] = examples.encode(value, codec, new, labelled=True, join=join)
+        found[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW)
     parts = hold_out(found, spec, share, held, "train")
     return Entry(parts, codec, (*examples.not_read(rows["train"], codec, spec.data), *overlap.notes(parts, rows)))
 

@@ -24,8 +24,9 @@ class Sequences:
     inputs: NDArray[Any]  # [rows] tokens (uint8, uint16 or int32), or [rows, features] float32
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
-    labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32
-    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag
+    labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
+    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag; of several labels, [rows, labels] float32, NaN for none
+    resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
@@ -59,3 +60,4 @@ class View:
     inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
     history: History | None = None  # the past values that a head reads beside each step
+    resets_at: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None  # rows [T, B] -> True where the state starts anew

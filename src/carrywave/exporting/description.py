@@ -40,6 +40,8 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
+    if task.spec.data.multi_label:
+        whole["threshold"] = task.spec.train.threshold
     step: dict[str, Any] = {"step": _step(task)} if task.spec.task == "forecasting" else {}
     if task.codec.channels:
         [target] = task.codec.targets

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, Pooled, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
@@ -27,7 +27,9 @@ BATCH, TIME = "batch", "time"  # the sizes that are free
 NEXT = "_next"  # what the name of a state has at its end when it comes out
 OUTPUTS = {
     Softmax: "logits",
+    Sigmoid: "logits",
     PooledSoftmax: "logits",
+    PooledSigmoid: "logits",
     AdaptiveSoftmax: "log_probabilities",
     Forecast: "forecast",
     PooledNumbers: "values",

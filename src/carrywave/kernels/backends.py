@@ -67,11 +67,10 @@ def with_library(name: str, x_TBI: Tensor, *, onednn: bool = False) -> str:
     return name if name != "aten" or library is None else f"{name} ({library})"
 
 
-def defined_only(cell: Cell, layer: Layer) -> bool:
-    """True if only the definition computes a layer, whatever kernels its cell has: one with heads or norms inside the cell."""
+def has_heads(cell: Cell, layer: Layer) -> bool:
+    """True if the recurrent matrix has several blocks."""
     first = layer[0]
-    width = first.w_ih.shape[0] // cell.gates if first.w_hr is None else first.w_hr.shape[0]
-    return first.w_hh.shape[1] != width or first.extra is not None
+    return first.w_hh.shape[1] != (first.w_ih.shape[0] // cell.gates if first.w_hr is None else first.w_hr.shape[0])
 
 
 class Backends:

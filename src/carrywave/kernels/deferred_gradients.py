@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from carrywave.kernels import derivatives, random
-from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.cuda import aligned
+from carrywave.kernels.torch_kernels import without_onednn
 
 Ready = Callable[[Tensor], None]  # called with each weight whose gradient is complete
 

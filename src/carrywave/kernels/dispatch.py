@@ -4,7 +4,8 @@ Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: 
 CPU) and `persistent` (our own kernels, for Hopper GPUs). `auto` takes the fastest that supports the layer. Whatever a backend cannot run
 falls back to `aten`; if `persistent` was requested by name or is broken, the process warns once for each reason. Cases that every
 backend but the definition gets wrong or rejects go to `reference`: batches without lanes, torch.func and forward mode, norms inside the
-cell, and noise unless `persistent` takes it.
+cell, noise unless `persistent` takes it, and resets that a tracer or a CUDA graph would have to read (see `torch_kernels`). Layers with
+resets run on `manual` on the CPU whatever their length: torch's kernels are called anew at every reset.
 
 Shapes: T time, B lane, I input, O outputs of all directions.
 """
@@ -16,12 +17,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from carrywave.cells.cell import Cell
-from carrywave.kernels.backends import Backend, Backends, defined_only, in_dtype, known, with_library, without_choice
+from carrywave.kernels import torch_kernels
+from carrywave.kernels.backends import Backend, Backends, has_heads, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
-from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.cuda import normed, nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
@@ -54,15 +57,14 @@ class Handwritten(Protocol):
 class Dispatch(Backends):
     """The backends of the layers of one cell."""
 
-    def __init__(self, cell: Cell, aten: TorchKernels, manual: Handwritten) -> None:
+    def __init__(self, cell: Cell, aten: TorchKernels | None = None, manual: Handwritten | None = None) -> None:
         super().__init__(cell)
         self.of, self.cell, self.aten, self.manual = cell, cell.name, aten, manual
-        self.backends: dict[str, Backend] = {
-            "reference": self.backend,
-            "aten": aten.layer,
-            "manual": manual.layer,
-            "persistent": partial(persistent.layer, cell=cell.name),
-        }
+        self.backends: dict[str, Backend] = {"reference": self.backend}
+        self.backends |= {} if aten is None else {"aten": aten.layer}
+        self.backends |= {} if manual is None else {"manual": manual.layer}
+        self.backends |= {"persistent": partial(persistent.layer, cell=cell.name)}
+        self.normed = partial(normed.layer, cell=cell)
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
@@ -72,22 +74,24 @@ class Dispatch(Backends):
         """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
         name = self.check(asked)
         forced = name != "auto"
-        if defined_only(self.of, layer):
-            return "reference"
+        if layer[0].extra is not None:
+            return "normed" if not forced and normed.serves(self.of, x_TBI, layer, marks) else "reference"
+        whole = not has_heads(self.of, layer)
+        torchs = "aten" if whole and self.aten is not None and torch_kernels.serves(x_TBI, marks) else "reference"
         if only := without_choice(name, x_TBI):
-            return only if marks is None else "reference"
-        torchs = "aten" if marks is None else "reference"
-        name = name if forced else self._fastest(x_TBI, layer)
-        if name == "manual" and marks is None and self.manual.serves(x_TBI, layer):
+            return torchs if only == "aten" else only
+        name = name if forced else self._fastest(x_TBI, layer, marks)
+        manual = whole and self.manual is not None and (marks is None or marks.noise is None)
+        if name == "manual" and manual and self.manual is not None and self.manual.serves(x_TBI, layer):
             return "manual"
         if name != "persistent":
             return torchs
-        why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks)
+        why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks, self.cell)
         # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
         if why and why not in _told and (forced or _is_broken(why)):
             _tell(why)
         # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
-        return "persistent" if not why and (forced or persistent.pays(x_TBI, layer) or torchs == "reference") else torchs
+        return "persistent" if not why and (forced or marks is not None or persistent.pays(x_TBI, layer)) else torchs
 
     def run(
         self,
@@ -117,8 +121,10 @@ class Dispatch(Backends):
                     raise
                 _give_up(error)
                 name = self.choose(asked, x_TBI, layer, marks)
-        backend = partial(self.manual.layer, clean=clean) if name == "manual" else self.backends[name]
-        return in_dtype(x_TBI.dtype, x_TBI, carry, layer, lengths_B, backend, marks)
+        backend = self.normed if name == "normed" else self.backends[name]
+        backend = partial(backend, clean=clean) if name == "manual" else backend
+        compute = torch.promote_types(x_TBI.dtype, torch.float32) if self.wide else x_TBI.dtype
+        return in_dtype(compute, x_TBI, carry, layer, lengths_B, backend, marks)
 
     def wave_of(
         self,
@@ -168,13 +174,16 @@ class Dispatch(Backends):
 
     def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
         """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
-        return with_library(self.choose(asked, x_TBI, layer), x_TBI, onednn=self.aten.prefers_onednn(x_TBI, layer))
+        return with_library(self.choose(asked, x_TBI, layer), x_TBI, onednn=self._prefers_onednn(x_TBI, layer))
 
-    def _fastest(self, x_TBI: Tensor, layer: Layer) -> str:
+    def _fastest(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> str:
         """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
         if x_TBI.is_cuda and x_TBI.dtype in HALVES:
             return "persistent"
-        return "aten" if self.aten.prefers_onednn(x_TBI, layer) else "manual"
+        return "aten" if marks is None and self._prefers_onednn(x_TBI, layer) else "manual"
+
+    def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
+        return self.aten is not None and self.aten.prefers_onednn(x_TBI, layer)
 
 
 def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:

@@ -8,7 +8,7 @@ Shapes: T time, B lane, I input, P output width of a direction, D directions. Le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,12 @@ from carrywave.errors import UserError
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.weights import Layer, LayerWeights
 
-# One direction over all steps: inputs, the parts of its carry [B, …] and its weights; outputs [T, B, P] and the parts at the end.
-Direction = Callable[[Tensor, Sequence[Tensor], LayerWeights], tuple[Tensor, Sequence[Tensor]]]
+if TYPE_CHECKING:
+    from carrywave.kernels.step_marks import StepMarks
+
+# One direction over all steps: inputs, the parts of its carry [B, …], its weights, and its resets in the order of its steps; outputs
+# [T, B, P] and the parts at the end.
+Direction = Callable[[Tensor, Sequence[Tensor], LayerWeights, "StepMarks | None"], tuple[Tensor, Sequence[Tensor]]]
 
 
 def one_a_lane(value: Tensor | Sequence[int] | Sequence[bool], name: str, count: int, dtype: torch.dtype) -> Tensor:
@@ -62,12 +66,15 @@ def reversed_steps(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
     return x_TBI.gather(0, index_TB[..., None].expand(x_TBI.shape))
 
 
-def both_ways(run: Direction, x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, AnyCarry]:
+def both_ways(
+    run: Direction, x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
     """Each direction of a layer by itself, the second on lanes that are reversed: outputs [T, B, P·D] and the carry at the end."""
     ys, ends = [], []
     for direction, each in enumerate(weights):
         parts = [part[direction] for part in carry]
-        y_TBP, end = run(x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B), parts, each)
+        way = None if marks is None else marks.one_way(direction, lengths_B)
+        y_TBP, end = run(x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B), parts, each, way)
         ys.append(y_TBP if direction == 0 else reversed_steps(y_TBP, lengths_B))
         ends.append(end)
     of_parts: Any = type(carry)

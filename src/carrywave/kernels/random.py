@@ -228,6 +228,8 @@ class Scope:
     lanes: Tensor | None  # [B]; None: 0, 1, …
     start: int = 0
     pooled: bool = False  # x is [lane, …] instead of [time, lane, …]
+    whole: bool = False  # x is a whole batch
+    part: str = ""  # of the model: what another part uses too draws other numbers here
     uses: dict[str, int] = field(default_factory=dict)  # how often each named site has drawn in this scope
 
     def site(self, name: str) -> int:
@@ -240,6 +242,7 @@ class Scope:
         return self.key if self.key is None or numbered == name else fold(self.key, site(numbered))
 
     def _numbered(self, name: str) -> str:
+        name = name if name.startswith(self.part) else f"{self.part}:{name}"
         number = self.uses.get(name, 0)
         self.uses[name] = number + 1
         return f"{name}#{number}" if number else name
@@ -249,9 +252,11 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("carrywave
 
 
 @contextlib.contextmanager
-def scope(key: Tensor | None, lanes: Tensor | None, start: int = 0, *, pooled: bool = False) -> Iterator[Scope]:
+def scope(
+    key: Tensor | None, lanes: Tensor | None, start: int = 0, *, pooled: bool = False, whole: bool = False, part: str = ""
+) -> Iterator[Scope]:
     """Inside this context, keyed modules know their coordinates."""
-    token = _SCOPE.set(Scope(key, lanes, start, pooled))
+    token = _SCOPE.set(Scope(key, lanes, start, pooled, whole, part))
     try:
         yield _SCOPE.get()  # type: ignore[misc]  # set just above
     finally:

@@ -82,7 +82,7 @@ def _marked(steps: Steps, rest: Rest, marks: StepMarks, carry: AnyCarry, directi
     steps = steps if multiplier_TBH is None else steps | {"multiplier": multiplier_TBH}
     shares = []
     for number, part in enumerate(carry):
-        kept = noise.kept(direction, number, part[direction].expand(len(gates_TBG), -1, -1))
+        kept = noise.kept(direction, number, part[direction].expand(gates_TBG.shape[0], -1, -1))
         shares.append(kept if isinstance(kept, float) else 0.0)
         steps = steps | {f"kept {number}": kept.bool()} if isinstance(kept, Tensor) else steps
     return steps, rest._replace(shares=tuple(shares))

@@ -5,6 +5,7 @@ Shapes: T time, B lane, P output width, H hidden, D directions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.dropout import Coordinates, multiplier
+from carrywave.kernels.lengths import real_steps, reversed_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +64,13 @@ class StepMarks:
     """Of one layer, over the steps of one call."""
 
     resets: Tensor | None = None  # [T, B] bool: before this step, the lane's carry is the initial one; None: nowhere
-    initial: AnyCarry | None = None  # the initial carry, [D, 1 or B, P] and so on; None: zeros
+    initial: AnyCarry | None = None  # the initial carry, [D, 1, P] and so on; None: zeros
     noise: CellNoise | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what backends would read as the same for all lanes."""
+        if self.initial is not None and any(part.shape[1] != 1 for part in self.initial):
+            raise ValueError(f"an initial carry for {self.initial[0].shape[1]} lanes; all lanes start again from the same")
 
     def initial_like(self, carry: AnyCarry) -> AnyCarry:
         """The initial carry in the dtype of a carry."""
@@ -82,3 +89,45 @@ class StepMarks:
         if self.resets is None or direction == 0:
             return self.resets
         return torch.cat((self.resets[1:], torch.zeros_like(self.resets[:1])))
+
+    def one_way(self, direction: int, lengths_B: Tensor | None) -> StepMarks:
+        """Where one direction starts again, and from which carry, in the order in which it goes through each lane."""
+        if self.resets is None:
+            return StepMarks()
+        real = self.real(None if lengths_B is None else real_steps(lengths_B, self.resets.shape[0]))
+        resets_TB = real.resets_of(direction)
+        if resets_TB is not None and direction == 1:
+            resets_TB = reversed_steps(resets_TB[..., None], lengths_B)[..., 0]
+        return StepMarks(resets_TB, None if self.initial is None else changed(self.initial, lambda part: part[direction : direction + 1]))
+
+
+def begins(way: StepMarks | None, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Of one direction: what each part of its carry begins with, [1, P] and so on in the dtype of these parts, and where lanes start again,
+    [T, B]; None for all of them without resets.
+    """
+    if way is None or way.resets is None:
+        return (None,) * (len(parts) + 1)
+    if way.initial is None:
+        return *(part.new_zeros(1, part.shape[1]) for part in parts), way.resets
+    return *(new[0].to(old.dtype) for new, old in zip(way.initial, parts, strict=True)), way.resets
+
+
+def where_any(resets_TB: Tensor | None) -> dict[int, Tensor]:
+    """[B, 1] bool for each step at which at least one lane starts again. Reads them on the host."""
+    if resets_TB is None:
+        return {}
+    return {t: resets_TB[t][:, None] for t, some in enumerate(resets_TB.any(1).tolist()) if some}
+
+
+class InitialGradients:
+    """The gradients of the initial carry, added up over the resets on the way back."""
+
+    def __init__(self, initial: Sequence[Tensor | None], wanted: Sequence[bool]) -> None:
+        self.parts = [torch.zeros_like(part) if part is not None and want else None for part, want in zip(initial, wanted, strict=True)]
+
+    def take(self, reset_B1: Tensor, *grads: Tensor) -> None:
+        """Take, out of the gradients of the carry before a step, those of the lanes that start again there."""
+        for part, grad_BH in zip(self.parts, grads, strict=True):
+            if part is not None:
+                part += torch.where(reset_B1, grad_BH, 0.0).sum(0)
+            grad_BH.masked_fill_(reset_B1, 0.0)

@@ -1,4 +1,9 @@
-"""Calls torch's own kernel of a recurrent layer: cuDNN on CUDA, oneDNN or torch's native loop on the CPU. Every step is real.
+"""Calls torch's own kernel of a recurrent layer: cuDNN on CUDA, oneDNN or torch's native loop on the CPU. Every step is real. Also selects
+the library that torch uses on the CPU.
+
+Resets cut the sequence: the kernel runs from one step at which any lane starts again to the next, and the carry of these lanes is replaced
+in between. Where to cut is read on the host, which waits for the device once; inside a CUDA graph, which cannot, the definition runs (see
+`serves`).
 
 Shapes: T time, B lane, I input, G gates · hidden, O outputs of all directions.
 """
@@ -6,20 +11,38 @@ Shapes: T time, B lane, I input, G gates · hidden, O outputs of all directions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.derivatives import traced
 from carrywave.kernels.lengths import both_ways
+from carrywave.kernels.step_marks import StepMarks, begins, where_any
 from carrywave.kernels.weights import Layer, LayerWeights
 
+# Chosen by processor type, not by measuring at run time: the choice changes the last bits, and a run must be reproducible.
+# Training one layer in float32, oneDNN took 0.5 to 1.1 times as long as `manual` on x86, and 1.2 to 2.8 times as long on ARM.
+ONEDNN_IS_FAST = platform.machine().lower() in ("x86_64", "amd64")
 CUDNN_STEPS = 65_535  # the longest sequence that cuDNN takes in one call; beyond it, it reports CUDNN_STATUS_NOT_SUPPORTED
 Kernel = Callable[..., tuple[Tensor, ...]]  # torch.lstm and the like
+OneWay = Callable[[Tensor, AnyCarry], tuple[Tensor, AnyCarry]]  # inputs and carry to outputs and the carry at the end
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Inside this context, torch multiplies with plain BLAS and runs its native LSTM."""
+    backend: Any = torch.backends.mkldnn
+    before = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before
 
 
 def run(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, onednn: bool = False) -> tuple[Tensor, AnyCarry]:
@@ -43,11 +66,35 @@ def run(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, onedn
     return y_TBO, of_parts(*ends)
 
 
+def serves(x_TBI: Tensor, marks: StepMarks | None) -> bool:
+    """True if torch's kernels can run a layer with these marks: without noise, and with resets only where the host can read them."""
+    if marks is None:
+        return True
+    in_graph = x_TBI.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return marks.noise is None and not traced() and not x_TBI.is_meta and not in_graph
+
+
+def cut_at_resets(run: OneWay, x_TBI: Tensor, carry: AnyCarry, way: StepMarks | None) -> tuple[Tensor, AnyCarry]:
+    """Run one direction in pieces that begin where any lane starts again, from the initial carry."""
+    *initial, resets_TB = begins(way, [part[0] for part in carry])
+    of_parts: Any = type(carry)
+    resets, ys = where_any(resets_TB), list[Tensor]()
+    if not resets:
+        return run(x_TBI, carry)
+    for start, end in pairwise((*sorted({0, *resets}), x_TBI.shape[0])):
+        if start in resets:
+            again = resets[start]
+            carry = of_parts(*(torch.where(again, new, old) for new, old in zip(initial, carry, strict=True) if new is not None))
+        y_TBP, carry = run(x_TBI[start:end], carry)
+        ys.append(y_TBP)
+    return torch.cat(ys), carry
+
+
 def in_pieces(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, most_steps: int) -> tuple[Tensor, AnyCarry]:
     """The same in pieces of at most so many steps, with the carry passed from each to the next; one direction at a time."""
     of_parts: Any = type(carry)
 
-    def one_way(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights) -> tuple[Tensor, Sequence[Tensor]]:
+    def one_way(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, _: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
         passed, pieces = of_parts(*(part[None] for part in parts)), []
         for piece_TBI in torch.split(x_TBI, most_steps):
             y_TBP, passed = run(kernel, piece_TBI, passed, (each,))

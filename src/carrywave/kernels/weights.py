@@ -84,7 +84,7 @@ def _blockwise(h_BP: Tensor, blocks: Tensor) -> Tensor:
     """[B, G]: the units of each head times its own block, [K, P/K, G/K]; the rows of a gate are those of its heads."""
     heads, units, _ = blocks.shape
     of_heads = torch.bmm(h_BP.view(-1, heads, units).transpose(0, 1), blocks)
-    return of_heads.view(heads, len(h_BP), -1, units).permute(1, 2, 0, 3).reshape(len(h_BP), -1)
+    return of_heads.view(heads, h_BP.shape[0], -1, units).permute(1, 2, 0, 3).reshape(h_BP.shape[0], -1)
 
 
 Layer = tuple[LayerWeights, ...]  # one direction, or forward and reverse

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from carrywave.cells.cell import Cell
 from carrywave.errors import UserError
@@ -49,16 +49,16 @@ def checked_lengths(lengths: Tensor | Sequence[int], steps: int, count: int, dev
     return lengths_B.to(device=device, dtype=torch.int64)
 
 
-def checked_resets(layers: Recurrent, resets: Tensor, x: Tensor, lanes_first: bool) -> Tensor:
-    """Resets [T, B] on the device of x, from the layout of x."""
+def checked_resets(module: nn.Module, resets: Tensor, like: Sequence[int], device: torch.device, *, lanes_first: bool = False) -> Tensor:
+    """Resets [T, B] on a device, of which one must be given for each step of each lane, or of the only one."""
     resets = torch.as_tensor(resets)
-    if resets.shape != x.shape[:-1] or resets.dtype != torch.bool:
+    if list(resets.shape) != list(like) or resets.dtype != torch.bool:
         raise UserError(
-            f"{type(layers).__name__} got resets of shape {list(resets.shape)} in {resets.dtype}; pass true or false for each step of each "
-            f"lane, {list(x.shape[:-1])} in torch.bool"
+            f"{type(module).__name__} got resets of shape {list(resets.shape)} in {resets.dtype}; pass true or false for each step of each "
+            f"lane, {list(like)} in torch.bool"
         )
-    resets = resets.to(x.device)
-    return resets[:, None] if x.dim() == 2 else resets.transpose(0, 1) if lanes_first else resets
+    resets = resets.to(device)
+    return resets[:, None] if resets.dim() == 1 else resets.transpose(0, 1) if lanes_first else resets
 
 
 def split_carry(layers: Recurrent, carry: GivenCarry, lanes: int, *, batched: bool = True) -> AnyCarries:

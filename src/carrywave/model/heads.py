@@ -1,4 +1,4 @@
-"""Heads: one result per step (`Softmax`, `Forecast`) or one per sequence (`PooledSoftmax`, `PooledNumbers`).
+"""Heads: one result per step (`Softmax`, `Sigmoid`, `Forecast`) or one per sequence (`PooledSoftmax`, `PooledSigmoid`, `PooledNumbers`).
 
 Every head has `forward(y) -> out`, `score(out, target) -> (loss sum, count)`, and `loss(y, target)`, which does both. Losses are sums, not
 means: replicas, chunks and micro-batches hold different numbers of targets, and the division happens once. A missing target (-100 among
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.over_time import pooling
+from carrywave.model.over_time import pooling, segments
 from carrywave.model.vocabulary import rows as vocabulary_rows
 from carrywave.model.vocabulary.rows import Rows
 from carrywave.spec.step_inputs import LEAST_DEVIATION
@@ -52,6 +52,20 @@ def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None, smoo
     if weights_V is None:
         return total, real.sum().to(total.dtype)
     return total, torch.where(real, weights_V.to(total.dtype)[target.clamp(min=0)], 0.0).sum()
+
+
+def score_labels(logits: Tensor, target: Tensor, weights_V: Tensor | None, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Binary cross entropy, summed over all labels whose target is present, and the number of steps or sequences that have any.
+
+    `weights_V` are those of targets that are 1, torch's `pos_weight`. With `smoothing`, half of it is taken from ones and given to zeros.
+    """
+    logits = at_least_float32(logits)
+    real = torch.isfinite(target)
+    wanted = torch.where(real, target.to(logits.dtype), 0.0)
+    wanted = wanted + smoothing * (0.5 - wanted) if smoothing else wanted
+    positive = None if weights_V is None else weights_V.to(logits.dtype)
+    errors = binary_cross_entropy_with_logits(logits, wanted, pos_weight=positive, reduction="none")
+    return torch.where(real, errors, 0.0).sum(), real.any(dim=-1).sum().to(logits.dtype)
 
 
 def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -131,6 +145,20 @@ class Softmax(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.classes}"
+
+
+class Sigmoid(Softmax):
+    """Labels of which any number may hold at a step, each with its binary cross entropy; as `Softmax` in everything but the loss.
+
+    Targets are 0 or 1, NaN where one is missing. The loss of a step is the sum over its labels, and steps are what is counted.
+    """
+
+    def __init__(self, width: int, classes: int, weights: Tensor | None = None, *, label_smoothing: float = 0.0) -> None:
+        super().__init__(width, classes, weights=weights, label_smoothing=label_smoothing)
+
+    def score(self, logits_TBV: Tensor, target_TBV: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and the number of steps with a target."""
+        return score_labels(logits_TBV, target_TBV, self.weights, self.label_smoothing if self.training else 0.0)
 
 
 def tie(head: Softmax, embedding: nn.Module) -> None:
@@ -280,6 +308,18 @@ class Pooled(nn.Module):
         seen_BR = pooling.add(self.pooling, y_TBW, lengths_B, seen_BR, count_B, two_ways=self.bidirectional, query_W=self.query)
         return seen_BR, count_B + lengths_B
 
+    def pool_by_sequence(self, y_TBW: Tensor, at: segments.Places, acc: Accumulator) -> tuple[Accumulator, Accumulator]:
+        """After a chunk in which lanes begin new sequences: the accumulators of all of them, place by place, and that of the sequence that
+        each lane has come to.
+        """
+        seen_BR, count_B = acc
+        y_TBW = y_TBW.to(seen_BR.dtype)
+        seen_KBR = segments.add(self.pooling, y_TBW, at, seen_BR, count_B, two_ways=self.bidirectional, query_W=self.query)
+        count_KB = torch.cat((at.count_KB[:1] + count_B, at.count_KB[1:]))
+        current_1B = at.current_B[None]
+        seen_1BR = seen_KBR.gather(0, current_1B[..., None].expand(1, *seen_BR.shape))
+        return (seen_KBR.flatten(0, 1), count_KB.flatten()), (seen_1BR[0], count_KB.gather(0, current_1B)[0])
+
     def over_steps(self, acc: Accumulator) -> Tensor:
         """What was pooled of each lane."""
         return pooling.result(self.pooling, *acc).to(self.weight.dtype)
@@ -318,6 +358,14 @@ class PooledSoftmax(Pooled):
     def loss(self, acc: Accumulator, label_B: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
         return self.score(self(acc), label_B)
+
+
+class PooledSigmoid(PooledSoftmax):
+    """Labels of which any number may hold for a sequence: as `Sigmoid` is to `Softmax`."""
+
+    def score(self, logits_BV: Tensor, target_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and the number of sequences with a target."""
+        return score_labels(logits_BV, target_BV, self.weights, self.label_smoothing if self.training else 0.0)
 
 
 class PooledNumbers(Pooled):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
-from carrywave.model.arguments import checked_lengths
+from carrywave.model.arguments import checked_lengths, checked_resets
 from carrywave.model.dropout import Dropout, check_unwrapped, keyed
 from carrywave.model.heads import Forecast, Pooled
 from carrywave.model.over_time.front import Front, shorter
@@ -28,7 +28,7 @@ class Model(nn.Module):
     `loss(y, target) -> (sum, count)`; one with `pooled = True` also has `start(lanes, dtype, device) -> acc` and
     `pool(y, lengths, acc) -> acc`, and its loss reads the accumulator, a tuple of tensors [B, …]. One with `reads_whole = True` needs
     whole sequences at once, as a CRF or CTC does: it has `loss(y, target, lengths)` and `forward(y, lengths)`, is never given a part of a
-    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them is replaced with a keyed one.
+    sequence, and with `pooled = True` its targets are one row per lane. Every nn.Dropout in them becomes a keyed one.
 
     >>> import torch
     >>> from torch import nn
@@ -131,6 +131,7 @@ class Model(nn.Module):
         key: Tensor | None = None,
         *,
         fresh: Tensor | Sequence[bool] | None = None,
+        resets: Tensor | None = None,
         lanes: Tensor | Sequence[int] | None = None,
         start: int = 0,
         full: bool = False,
@@ -138,14 +139,15 @@ class Model(nn.Module):
         """The head's input for x [T, B, …], and the state after it; `output` returns the head's result.
 
         `lengths`, `fresh` and `lanes` are [B]. Lengths are those of x, also if a front shortens it. `fresh` lanes start from the initial
-        state instead of the given one.
+        state instead of the given one. `resets` [T, B], true or false: a new sequence starts with this step.
         """
         steps, count = x.shape[:2]
         lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
+        resets_TB = None if resets is None else checked_resets(self, resets, x.shape[:2], x.device)
         state = self.start(count, x.device) if state is None else state
-        y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full))
+        y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full, resets=resets_TB))
         return y, state
 
     def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, *, past: Tensor | None = None) -> Any:

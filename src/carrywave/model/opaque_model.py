@@ -24,7 +24,7 @@ class OpaqueModel(nn.Module):
     """A module that maps inputs [T, B, …] to whatever its loss reads; it also receives `lengths` [B] if its forward takes them.
 
     The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module. `pooled`, passed in or an attribute of the
-    module, means one target per lane; if neither says so, the batches do. Every nn.Dropout is replaced with a keyed one. Parameters keep
+    module, means one target per lane; if neither says so, the batches do. Every nn.Dropout becomes a keyed one. Parameters keep
     their names in the module.
     """
 
@@ -92,13 +92,13 @@ class OpaqueModel(nn.Module):
         x = x.to(self.dtype) if x.is_floating_point() else x
         if self.audit is not None:
             self.audit.enter(x)
-        with random.scope(chunk.key, chunk.lanes, chunk.start):
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
             out = self.module(x, lengths=chunk.lengths) if self.takes_lengths else self.module(x)
         return out, out, state
 
     def loss(self, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
-        with random.scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled):
+        with random.scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled, whole=chunk.whole, part="loss"):
             score = self._loss(y, target.to(self.dtype) if target.is_floating_point() else target)
         scored = checked_score(score, f"loss of the module {type(self.module).__name__}")
         if self.audit is not None:

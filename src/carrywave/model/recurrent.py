@@ -224,7 +224,7 @@ class Recurrent(nn.Module):
         if steps == 0:
             raise UserError(f"{type(self).__name__} got x of shape {list(x.shape)}; x must have at least one step")
         lengths_B = None if lengths is None else arguments.checked_lengths(lengths, steps, count, x.device)
-        resets_TB = None if resets is None else arguments.checked_resets(self, resets, x, lanes_first)
+        resets_TB = None if resets is None else arguments.checked_resets(self, resets, x.shape[:-1], x.device, lanes_first=lanes_first)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)

@@ -20,7 +20,8 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.heads import Forecast
+from carrywave.model.heads import IGNORED, Forecast, Pooled
+from carrywave.model.over_time import segments
 from carrywave.model.over_time.front import shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.state import Chunk, State
@@ -101,9 +102,13 @@ class Stage(nn.Module):
             raise PlanError(f"the front needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if self.whole_head and chunk.start:
             raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
-        with random.scope(chunk.key, chunk.lanes, chunk.start), sharing(chunk.most):
-            raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x), *([chunk.lengths] if self.has_front else []))
-            raw = raw if self.dropout_in is None else self.dropout_in(raw)
+        if chunk.resets is not None:
+            check_resets(self)
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), sharing(chunk.most):
+            raw = x
+            if self.encoder is not None:
+                raw = self.encoder(_spared(self._in_own_dtype(x), self.encoder), *([chunk.lengths] if self.has_front else []))
+            raw = raw if self.dropout_in is None else self.dropout_in(_spared(raw, self.dropout_in))
             carries = state.carries
             if self.layers:
                 if self.has_encoder:
@@ -113,6 +118,7 @@ class Stage(nn.Module):
                     carries,
                     lengths=None if chunk.lengths is None else shorter(chunk.lengths, self.stride),
                     fresh=chunk.fresh,
+                    resets=chunk.resets,
                     lanes=chunk.lanes,
                     start=chunk.start,
                     key=chunk.key,
@@ -121,12 +127,15 @@ class Stage(nn.Module):
                     clean=self.first > 1,  # x is the output of a layer
                     chunk=chunk.window,
                 )
-            y = raw if self.dropout_out is None else self.dropout_out(raw)
+            y = raw if self.dropout_out is None else self.dropout_out(_spared(raw, self.dropout_out))
             y = y.clone() if y is x else y  # a head may change what it reads in place, but not what a stage has received
         if self.audit is not None:
             self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
             self.audit(y)
-        return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.accumulates else state.acc)
+        if not self.accumulates:
+            return y, raw, State(carries, state.acc)
+        acc, ended = self._pool(y, state.acc, chunk)
+        return y, raw, State(carries, acc, ended=ended)
 
     def _check_encoded(self, x: Any, steps: int) -> None:
         """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
@@ -145,12 +154,16 @@ class Stage(nn.Module):
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
         """The random scope to run the head in, so that dropout in a user's head is keyed."""
-        return random.scope(chunk.key, chunk.lanes, 0 if self.accumulates else chunk.start, pooled=self.accumulates)
+        start = 0 if self.accumulates else chunk.start
+        return random.scope(chunk.key, chunk.lanes, start, pooled=self.accumulates, whole=chunk.whole, part="head")
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
         with self.scope(chunk), sharing(chunk.most):
-            score = self.head.loss(state.acc if self.accumulates else y, self._in_own_dtype(target), *self._beside(y, chunk))
+            given = state.acc if self.accumulates else y
+            if state.ended is not None:
+                given, target = state.ended, self._by_sequence(target, chunk)
+            score = self.head.loss(given, self._in_own_dtype(target), *self._beside(y, chunk))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if self.audit is not None:
             self.audit.enter(y)
@@ -159,6 +172,8 @@ class Stage(nn.Module):
 
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
         """The head's result: per step, or per lane from the accumulator if the head is pooled."""
+        if state.ended is not None:
+            raise UserError("lanes with several sequences have no result for each lane; give each sequence a lane of its own")
         with self.scope(chunk), sharing(chunk.most):
             return self.head(state.acc if self.accumulates else y, *self._beside(y, chunk))
 
@@ -171,11 +186,27 @@ class Stage(nn.Module):
         scored: Score = self.head.score(out, target)
         return scored
 
-    def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
+    def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """The accumulator of every lane after a chunk and, if lanes begin new sequences in it, those of all its sequences."""
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
-        with random.scope(chunk.key, chunk.lanes, chunk.start):
-            return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
+        if chunk.resets is not None:
+            ended, acc = self.head.pool_by_sequence(y, self._places(chunk), acc)
+            return acc, ended
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole, part="head"):
+            return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc)), None
+
+    def _places(self, chunk: Chunk) -> segments.Places:
+        assert chunk.resets is not None
+        steps, lanes = chunk.resets.shape
+        most = steps + 1  # one was under way before the chunk, and others begin in it
+        count = most if chunk.sequences is None else min(most, chunk.sequences)
+        lengths = chunk.resets.new_full((lanes,), steps, dtype=torch.int64) if chunk.lengths is None else chunk.lengths
+        return segments.places_of(chunk.resets, lengths, count)
+
+    def _by_sequence(self, target: Tensor, chunk: Chunk) -> Tensor:
+        """The targets of all sequences of a chunk, as `State.ended` has their accumulators: each is at the end of its sequence."""
+        return segments.at_ends(target, self._places(chunk), torch.nan if target.is_floating_point() else IGNORED).flatten(0, 1)
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], or nothing."""
@@ -209,6 +240,23 @@ class Stage(nn.Module):
     def _in_own_dtype(self, x: Tensor) -> Tensor:
         """Cast floats to the parameters' dtype, so that user modules need not; leave tokens and labels unchanged."""
         return x.to(self.dtype) if x.is_floating_point() else x
+
+
+def _spared(x: Tensor, module: nn.Module) -> Tensor:
+    """A copy of x if a module of torch in this one writes into what it reads: a batch or a layer's output may be read again."""
+    return x.clone() if isinstance(x, Tensor) and any(getattr(each, "inplace", False) is True for each in module.modules()) else x
+
+
+def check_resets(model: ModelParts | Stage) -> None:
+    """Refuse resets where something reads over the sequences of a lane without knowing where they begin."""
+    if model.has_front:
+        raise UserError("resets start new sequences inside a lane, but the front reads over their edges; use a model without a front")
+    ours = isinstance(model.head, Pooled) and type(model.head).pool is Pooled.pool
+    if model.whole_head or (model.pooled and not ours):
+        raise UserError(
+            f"resets start new sequences inside a lane, but the head {type(model.head).__name__} makes one result of each lane; use a lane "
+            "for each sequence"
+        )
 
 
 def _scores_as_it_learns(head: nn.Module) -> bool:
@@ -261,11 +309,13 @@ def regularize(
     beta: float,
     lengths_B: Tensor | None,
     per_change: Tensor | None = None,
+    resets_TB: Tensor | None = None,
 ) -> Tensor:
     """Activation penalty, summed over real steps, to be divided by the number of real targets together with the loss.
 
     alpha scales the mean square of each step's outputs after dropout, beta that of their change from the previous step, without
-    dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it).
+    dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it, nor across a
+    reset).
     `per_change`: real steps for each change in all batches of the step. There are fewer changes than steps, and their mean is over them.
     """
     y_raw_TBW, y_dropped_TBW = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (y_raw_TBW, y_dropped_TBW))
@@ -280,6 +330,9 @@ def regularize(
         result = result + alpha * total(y_dropped_TBW, 0)
     if beta:
         joined = y_raw_TBW if previous_BW is None else torch.cat((previous_BW.to(y_raw_TBW.dtype)[None], y_raw_TBW))
-        changed = beta * total(joined[1:] - joined[:-1], 1 if previous_BW is None else 0)
+        skipped = 1 if previous_BW is None else 0
+        changes_TBW = joined[1:] - joined[:-1]
+        changes_TBW = changes_TBW if resets_TB is None else torch.where(resets_TB[skipped:, :, None], 0.0, changes_TBW)
+        changed = beta * total(changes_TBW, skipped)
         result = result + (changed if per_change is None else per_change.to(changed.dtype) * changed)
     return result

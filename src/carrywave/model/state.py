@@ -19,6 +19,7 @@ class State(NamedTuple):
     carries: AnyCarries
     acc: Any = None
     tail: Tensor | None = None
+    ended: Any = None  # of a chunk in which lanes begin new sequences: the accumulators of all of them, for their loss; not passed on
 
     def detach(self) -> State:
         """The same values without history: where back-propagation through time is truncated."""
@@ -51,4 +52,7 @@ class Chunk:
     full: bool = False  # True if the host knows that every step is real
     window: WindowChunk | None = None  # if kernels may keep buffers and carries from chunk to chunk
     most: int | None = None  # lanes of the replica that has the most, if replicas share a vocabulary
+    whole: bool = False  # True if this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values for a head that reads N up to each step
+    resets: Tensor | None = None  # [T, B] bool, steps with which a lane starts a new sequence; None: none of this chunk's
+    sequences: int | None = None  # the most sequences of a lane in the window, known on the host; None: unknown

@@ -17,7 +17,7 @@ from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.report import chart, figures, pictures
 from carrywave.report.chart import Band, Line, Mark
 from carrywave.report.record import RunRecord, is_number
-from carrywave.report.sample_kinds import Confused, Continued, Distributed, Forecasted, Paired, Samples
+from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Samples
 from carrywave.report.train_points import train_points
 from carrywave.tasks.baselines import BASELINES
 
@@ -97,6 +97,8 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
     best = record.best
     train, valid = train_points(record.rows("train"), "loss", "targets"), _points(record.rows("valid"), "loss")
     lines = [Line("train", train, "c1", dots=True), Line("validation", valid, "c0", dots=True)]
+    if frequencies := _points(record.rows("valid"), "naive_loss"):
+        lines.append(Line("label frequencies alone", frequencies, "base", dashed=True))
     marks = [Mark(best["step"], best["loss"], _marked(record, best, "loss"))] if best else []
     noted = _not_finite(record, "loss", ("train", "valid"))
     yield from _figure(figures.loss_name(record), lines, noted, marks=marks)
@@ -217,7 +219,8 @@ def _samples(samples: Samples) -> dict[str, Any]:
     drawn += [_distributed(each) for each in samples.shown if isinstance(each, Distributed)]
     drawn += [_paired(each) for each in samples.shown if isinstance(each, Paired)]
     matrices = [_matrix(each) for each in samples.shown if isinstance(each, Confused)]
-    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices}
+    tables = [_labels(each) for each in samples.shown if isinstance(each, Decided)]
+    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices, "tables": tables}
 
 
 def _forecast(sample: Forecasted) -> Figure:
@@ -271,6 +274,16 @@ def _matrix(sample: Confused) -> dict[str, Any]:
         total = sum(counts)
         rows.append({"label": label, "cells": [(many, many / total if total else 0.0) for many in counts]})
     return {"labels": folded.labels, "rows": rows, "accuracy": sample.accuracy, "folded": folded is not sample}
+
+
+def _labels(sample: Decided) -> dict[str, Any]:
+    """The table by label, of those that hold most often."""
+    rows = []
+    for row in sample.folded():
+        scores = [float(row[name]) for name in ("precision", "recall", "f1")]
+        shown = ["–" if math.isnan(score) else f"{100 * score:.1f}%" for score in scores]
+        rows.append((str(row["label"]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
+    return {"rows": rows, "more": len(sample.rows) - len(rows)}
 
 
 def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ Row = dict[str, Any]  # a line of a log
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 SPEC, PLAN, FACTS, WEIGHTS = "spec.yaml", "plan.json", "facts.json", "weights.safetensors"
 LOGS = (METRICS, TIMING, HISTORY, TIMELINE)  # what a report needs besides what prediction needs
-FIRST = ("perplexity", "accuracy", "mae", "rmse", "mase", "pinball")  # of the metrics that are shown
+FIRST = ("perplexity", "accuracy", "micro_f1", "mae", "rmse", "mase", "pinball")  # of the metrics that are shown
 NOT_METRICS = ("split", "epoch", "step", "loss", "weights_step", "lr", "norm", "waste", "steps", "targets", "skipped", "train_loss")
 
 

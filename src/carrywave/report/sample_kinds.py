@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MOST_CLASSES = 24
+MOST_CLASSES = 24  # of a confusion matrix
+MOST_LABELS = 100  # rows of a table by label
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,17 @@ class Confused:
 
 
 @dataclass(frozen=True)
+class Decided:
+    """How well each of several labels is predicted: its name, precision, recall, F1, how often it holds and how often it is predicted."""
+
+    rows: Sequence[Mapping[str, str | int | float]]  # as `tasks.label_metrics` has them
+
+    def folded(self, most: int = MOST_LABELS) -> Sequence[Mapping[str, str | int | float]]:
+        """The rows of the labels that hold most often, those first."""
+        return sorted(self.rows, key=lambda row: -int(row["targets"]))[:most]
+
+
+@dataclass(frozen=True)
 class Paired:
     """Numbers that were to be predicted, and those that were."""
 
@@ -77,7 +89,7 @@ class Paired:
     points: Sequence[tuple[float, float]]  # truth, prediction
 
 
-Sample = Continued | Forecasted | Confused | Paired | Distributed
+Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed
 
 
 @dataclass(frozen=True)

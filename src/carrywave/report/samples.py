@@ -23,13 +23,14 @@ from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
-from carrywave.report.sample_kinds import Confused, Continued, Distributed, Forecasted, Paired, Sample, Samples
+from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples
 from carrywave.runs.evaluation import Details, evaluate, passes
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.baselines import BASELINES
 from carrywave.tasks.forecast_values import ForecastValues
+from carrywave.tasks.label_metrics import LabelDecisions
 from carrywave.tasks.metrics import Confusion, Errors, Metric
 from carrywave.tasks.task import Part
 
@@ -75,6 +76,9 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
         case "regression":
             pairs, whole = _pairs(saved, name, data)
             return Samples(f"Targets of {where} and their predictions with the best weights{_part_of(whole)}.", pairs)
+        case _ if saved.spec.data.multi_label:
+            decided, whole = _decided(saved, name, data)
+            return Samples(f"Labels of {where}, with the best weights{_part_of(whole)}.", [decided])
         case _:
             confused, whole = _confused(saved, name, data)
             total = sum(map(sum, confused.counts))
@@ -112,7 +116,8 @@ def _texts(saved: Saved, data: Sequences) -> list[Sample]:
         after = max(1, min(after, int(data.lengths[0]) - before))
     tokens = [np.asarray(data.inputs[start : start + before + after]).astype(np.int64) for start in starts]
     how = Sampling(temperature=TEMPERATURE, seed=1)
-    written = generate(saved.model, [each[:before].tolist() for each in tokens], after, how=how, device=saved.mesh.device)
+    prompts, ends = [each[:before].tolist() for each in tokens], saved.task.document_ends
+    written = generate(saved.model, prompts, after, how=how, device=saved.mesh.device, ends=ends)
     return [
         Continued(codec.decode(each[:before]), _further(codec, each[:before], more), _further(codec, each[:before], each[before:]))
         for each, more in zip(tokens, written, strict=True)
@@ -147,15 +152,27 @@ def _seen(saved: Saved, part: Part) -> Iterator[tuple[Tensor, Tensor | None, Ten
 
 
 def _confused(saved: Saved, name: str, data: Sequences) -> tuple[Confused, bool]:
-    part = saved.task.part(name, data)
     labels = saved.task.codec.labels
     counts = Confusion(len(labels))
+    whole = _counted(saved, name, data, counts)
+    return Confused(labels, counts.counts_KK.tolist()), whole
+
+
+def _decided(saved: Saved, name: str, data: Sequences) -> tuple[Decided, bool]:
+    labels = saved.task.codec.labels
+    counts = LabelDecisions(len(labels), labels=labels, threshold=saved.spec.train.threshold)
+    whole = _counted(saved, name, data, counts)
+    return Decided(counts.rows("label")), whole
+
+
+def _counted(saved: Saved, name: str, data: Sequences, counts: Metric) -> bool:
+    """Add what is predicted for a part to a metric; True if there was time for all of it."""
     lanes = 0
-    for out, target, sequence, _, _ in _seen(saved, part):
+    for out, target, sequence, _, _ in _seen(saved, saved.task.part(name, data)):
         if target is not None and counts.fits(out, target):
             counts.update(out, target)
         lanes += int((sequence >= 0).sum())
-    return Confused(labels, counts.counts_KK.tolist()), lanes >= len(data)
+    return lanes >= len(data)
 
 
 def _pairs(saved: Saved, name: str, data: Sequences) -> tuple[list[Sample], bool]:

@@ -12,6 +12,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
+from carrywave.data.packing import PackedOrder
 from carrywave.data.sequences import View
 from carrywave.data.windows import WindowOrder
 from carrywave.errors import DataError
@@ -30,17 +31,21 @@ from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
-from carrywave.tasks.metrics import Metric, Row
+from carrywave.tasks.label_metrics import Row
+from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
 
 _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
-    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only.
+    """The order in which a part is read: streams, random windows or length buckets; shuffled, packed and with varying windows in training
+    only.
 
     `dealing`: how the lanes of a training stream get their sequences.
     """
+    if spec.batch.pack and training:
+        return PackedOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed)
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
     if training and spec.batch.windows == "random":

@@ -160,7 +160,7 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
             members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", loss=_no_loss)]
         saved = members[0]
         _check(saved, asked)
-        carried = KeptColumns.of(asked.keep, saved.spec.task)
+        carried = KeptColumns.of(asked.keep, saved.spec.task, multi_label=saved.spec.data.multi_label)
     spec = _in_format(saved.spec, asked.format)
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):

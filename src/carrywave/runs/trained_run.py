@@ -265,6 +265,8 @@ def _checked_by(by: Sequence[str], task: str) -> tuple[str, ...]:
 def _tops(saved: Saved, top_k: Sequence[int], confusion: bool) -> tuple[int, ...]:
     task, classes = saved.spec.task, len(saved.task.codec.labels)
     for wanted, name in ((bool(top_k), "top-k"), (confusion, "confusion")):
+        if wanted and saved.spec.data.multi_label:
+            raise UserError(f"{option(name)} is for one label each, but {saved.run.path} has several (data.multi_label); remove it")
         if wanted and not classes:
             raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
     for top in top_k:

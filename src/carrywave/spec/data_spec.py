@@ -44,11 +44,21 @@ class DataSpec(Section):
         None,
         description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
     )
+    multi_label: bool = Field(
+        False,
+        description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "
+        "labels, or a vector of 0 and 1",
+    )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
     min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    reset: str | None = Field(
+        None,
+        description="language: what ends a document in a stream: a token, 'blank line', or 'row' (each row of a JSON, CSV or Parquet "
+        "file); the next token starts from the initial state",
+    )
     share: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.1,
         description="fraction of train held out when there is no valid file; 0 for none. The vocabulary and the labels come from the whole "
@@ -170,6 +180,14 @@ class DataSpec(Section):
         return self
 
 
+PACKED_WINDOWS = 4
+
+
+def packed_windows(longest: int) -> tuple[int, ...]:
+    """The lengths of lanes with `batch.pack`, in increasing order: the longest sequence, a half, a quarter and an eighth of it."""
+    return tuple(sorted({-(-longest // 2**halvings) for halvings in range(PACKED_WINDOWS)}))
+
+
 class BatchSpec(Section):
     """How much goes into one batch: streams × window, or a budget of steps for separate sequences."""
 
@@ -188,6 +206,11 @@ class BatchSpec(Section):
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(
         None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"
+    )
+    pack: bool = Field(
+        False,
+        description="separate sequences: lanes hold several in training, one after the other, each with a new state, instead of one and "
+        "padding; see docs/data.md",
     )
     eval_lanes: Positive | None = Field(None, description="streams in evaluation; by default batch.lanes")
 

@@ -54,7 +54,8 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
     """With a front in place of `auto`: convolutions if sequences of numbers are long, as raw signals are."""
     if spec.model.front != AUTO:
         return spec
-    long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1)
+    # A front reads over the edges of packed sequences.
+    long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1) and not spec.batch.pack
     front = {"front": "deep"} if long else {"front": "none", "front_dropout": 0.0}
     return spec.model_copy(update={"model": spec.model.model_copy(update=front)})
 

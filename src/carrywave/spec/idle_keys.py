@@ -79,6 +79,12 @@ def _augment(spec: Spec) -> str | None:
     return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
 
 
+def _reset(spec: Spec) -> str | None:
+    if (why := _tasks("language")(spec)) is not None:
+        return why
+    return None if spec.streams else "is for streams: separate sequences start anew in any case; remove it"
+
+
 def _dropout(spec: Spec) -> str | None:
     model = spec.model
     own = (model.dropout_input, model.dropout_hidden, model.dropout_output)
@@ -97,6 +103,8 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging"),
+    "data.multi_label": _tasks(*LABELS),
+    "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (
         None
@@ -119,6 +127,7 @@ ACTS: Mapping[str, Rule] = {
     "model.pool": _tasks(*POOLED),
     "model.linear": _tasks("forecasting"),
     "batch.windows": _tasks("forecasting"),
+    "batch.pack": lambda spec: "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None,
     "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),
     "train.betas": _optimizers("adam", "adamw"),
@@ -129,6 +138,7 @@ ACTS: Mapping[str, Rule] = {
     "train.every": _schedules("step"),
     "train.min_lr": _min_lr,
     **dict.fromkeys(("train.class_weights", "train.label_smoothing"), _tasks(*LABELS)),
+    "train.threshold": lambda spec: None if spec.data.multi_label else "is for data.multi_label; remove it",
     "train.loss": _loss,
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.

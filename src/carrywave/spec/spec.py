@@ -65,13 +65,18 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
+        if self.batch.pack and self.model.front_layers:
+            raise ValueError("model.front reads over the edges of packed sequences; remove it, or batch.pack")
+        if self.batch.pack and self.data.augment is not None:
+            raise ValueError("data.augment changes the lengths that batch.pack has laid out; remove one of them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
         if self.model.linear and self.task == "forecasting" and self.data.residual not in ("auto", "last"):
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         if self.batch.windows == "random" and self.batch.vary:
             raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
-        check_best(self.train.best, self.task, self.data.quantiles, weighted=self.train.class_weights is not None)
+        weighted, several = self.train.class_weights is not None, self.data.multi_label
+        check_best(self.train.best, self.task, self.data.quantiles, weighted=weighted, multi_label=several)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self

@@ -53,7 +53,7 @@ def _pooled(spec: Spec) -> Sections:
         del model["layers"]
     if not ("front" in spec.model.model_fields_set and spec.model.front in ("none", ())):
         model["front_dropout"] = 0.2
-    smoothing = {"label_smoothing": 0.1} if spec.task == "classification" else {}
+    smoothing = {"label_smoothing": 0.1} if spec.task == "classification" and not spec.data.multi_label else {}
     train: dict[str, Any] = {"lr": 3e-3, "warmup": 20, **smoothing}
     train |= _decay(spec, 0.02)
     return {"model": model, "train": train}

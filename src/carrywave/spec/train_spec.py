@@ -13,7 +13,19 @@ from carrywave.spec.section import Positive, Section, Share
 from carrywave.spec.sync_keys import check_sync
 
 BestMetric = Literal[
-    "loss", "unweighted_loss", "perplexity", "bits", "accuracy", "macro_f1", "top_5_accuracy", "mae", "rmse", "mase", "pinball"
+    "loss",
+    "unweighted_loss",
+    "perplexity",
+    "bits",
+    "accuracy",
+    "micro_f1",
+    "macro_f1",
+    "exact_match",
+    "top_5_accuracy",
+    "mae",
+    "rmse",
+    "mase",
+    "pinball",
 ]
 
 OF_TASK: Mapping[str, tuple[str, ...]] = {
@@ -23,15 +35,18 @@ OF_TASK: Mapping[str, tuple[str, ...]] = {
     "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
     "regression": ("loss", "mae", "rmse"),
 }
-HIGHER = ("accuracy", "macro_f1", "top_5_accuracy")  # better if higher; every other metric is better if lower
+MULTI_LABEL = ("loss", "unweighted_loss", "micro_f1", "macro_f1", "exact_match")  # of any task with data.multi_label
+HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "top_5_accuracy")  # better if higher; every other metric is better if lower
 OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median
 
 
-def check_best(metric: str, task: str, quantiles: Sequence[float] | None, *, weighted: bool) -> None:
+def check_best(metric: str, task: str, quantiles: Sequence[float] | None, *, weighted: bool, multi_label: bool = False) -> None:
     """Refuse a metric that evaluations of this task do not have."""
-    if metric not in OF_TASK[task]:
-        raise ValueError(f"train.best={metric} is not a metric of {task}; use {', '.join(OF_TASK[task])}")
+    known = MULTI_LABEL if multi_label else OF_TASK[task]
+    if metric not in known:
+        with_several = " with several labels (data.multi_label)" * multi_label
+        raise ValueError(f"train.best={metric} is not a metric of {task}{with_several}; use {', '.join(known)}")
     if metric == "unweighted_loss" and not weighted:
         raise ValueError("train.best=unweighted_loss is for train.class_weights, without which it is the loss; use loss")
     if metric == "pinball" and quantiles is None:
@@ -99,8 +114,9 @@ class TrainSpec(Section):
     evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
     best: BestMetric = Field(
         "loss",
-        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies and macro_f1 better "
-        "if higher, the others if lower; with class_weights, loss is the weighted one, and unweighted_loss the one without them",
+        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies, F1 and "
+        "exact_match better if higher, the others if lower; with class_weights, loss is the weighted one, and unweighted_loss the one "
+        "without them",
     )
     weights: Literal["auto", "best", "last"] = Field(
         "auto",
@@ -114,12 +130,16 @@ class TrainSpec(Section):
     )
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
         None,
-        description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total",
+        description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total. "
+        "With data.multi_label, weights of targets that are 1 (torch's pos_weight); balanced: zeros and ones of a label weigh the same",
+    )
+    threshold: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.5, description="data.multi_label: a label is predicted if its probability is at least this; it decides F1 and exact_match, too"
     )
     label_smoothing: Share = Field(
         0.0,
         description="classification, tagging: the share of each target in training that is spread evenly over all labels, as torch's cross "
-        "entropy has it; losses of evaluations are without it",
+        "entropy has it; losses of evaluations are without it. With data.multi_label, half of it is taken from ones and given to zeros",
     )
     loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
     on_nan: Literal["stop", "skip", "back"] = Field(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.torch_kernels import without_onednn
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.spec.defaults import AUTO, BF16_CAPABILITY, suited
 from carrywave.spec.train_spec import TrainSpec

@@ -38,6 +38,7 @@ from carrywave.step.checks.arguments import (
     check_surroundings,
     in_model_dtype,
     train_spec,
+    why_no_carry,
 )
 from carrywave.step.checks.audit import audited
 from carrywave.step.checks.finite import look
@@ -105,7 +106,7 @@ class Trainer:
         self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError("a bidirectional model, a front, or a head that reads whole sequences has no state to keep; remove keep_state")
+            raise UserError(f"keep_state=True keeps the carry from batch to batch, but {why_no_carry(self.model)}remove keep_state")
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, user_optimizer=optimizer is not None)
@@ -148,7 +149,7 @@ class Trainer:
             self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
         )
         self.agreement = Agreement(self.within, self.held.replicated, self.model)
-        self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
+        self.hooks = Hooks(self.held.parameters, self.model, self.within.plan, in_pieces=self.pieces is not None)
         self.engine = self.new_engine()
         self.own_gradients = OwnGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
+from carrywave.data.files.label_sets import NONE
 from carrywave.data.order import Order
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
@@ -53,7 +54,7 @@ def too_few_epochs(spec: Spec, order: Order) -> str | None:
 
 def one_label(codec: Codec) -> str | None:
     """Warn if there is nothing to tell apart."""
-    if len(codec.labels) != 1:
+    if len(codec.labels) != 1 or codec.label_sets != NONE:  # of several, one alone may hold or not
         return None
     return (
         f"every label in train is {codec.labels[0]!r}, so there is nothing to learn; add rows with other labels, or name another data.label"

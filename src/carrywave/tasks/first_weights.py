@@ -1,10 +1,14 @@
 """Weights that begin at what simple statistics of the training data say, instead of being learned from nothing.
 
-A softmax begins with the logarithms of how often each class occurs, so that the first steps go into what the context tells; the linear part
-of a forecast begins at the ridge solution. Their last bits depend on the host that computes them, as those of orthogonal matrices do.
+A softmax begins with the logarithms of how often each class occurs, and each of several labels with its log odds, so that the first steps
+go into what the context tells; the linear part of a forecast begins at the ridge solution. Their last bits depend on the host that computes
+them, as those of orthogonal matrices do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +16,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
-from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.spec.spec import Spec
 from carrywave.tasks.ridge import Line, fit_line
@@ -29,9 +33,10 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None and spec.model.init_bias == "frequency":
         rows = head.rows if isinstance(head, Softmax) else None
         if not head.bias.is_meta:
-            logs = torch.from_numpy(_log_frequencies(spec, train, head.classes))
-            weights = None if head.weights is None else head.weights.double()
-            logs = logs if weights is None or weights.is_meta else _weighted(logs, weights.cpu())
+            several = isinstance(head, Sigmoid | PooledSigmoid)
+            logs = torch.from_numpy(_log_odds(train) if several else _log_frequencies(spec, train, head.classes))
+            if head.weights is not None and not head.weights.is_meta:
+                logs = _weighted(logs, head.weights.double().cpu(), several=several)
             with torch.no_grad():
                 head.bias.copy_(logs if rows is None else logs[rows.low : rows.high])
         return frozenset({"head.bias"}) if rows is None else frozenset()  # rows of a split vocabulary are no other worker's
@@ -48,18 +53,42 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
 
 def _log_frequencies(spec: Spec, train: Sequences, classes: int) -> NDArray[np.float64]:
     """The logarithm of each class's share of the training targets, as if each had occurred once more."""
-    targets = train.labels if spec.task == "classification" else train.tags if spec.task == "tagging" else train.inputs
-    assert targets is not None
-    counts = np.ones(classes)
-    if spec.task == "classification":
-        parts = [np.asarray(targets)]
-    else:  # valid may share the array
-        parts = [np.asarray(targets[start : start + length]) for start, length in zip(train.starts, train.lengths, strict=True)]
-    for part in parts:
-        counts += np.bincount(part[part >= 0].astype(np.int64), minlength=classes)
+    counts = class_counts(spec.task, train, classes) + 1.0
     return np.asarray(np.log(counts / counts.sum()), np.float64)
 
 
-def _weighted(logs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _log_odds(train: Sequences) -> NDArray[np.float64]:
+    """The log odds of each of several labels in the training targets, as if each had occurred and been missing once more."""
+    zeros, ones = label_counts(train)
+    return np.asarray(np.log((ones + 1.0) / (zeros + 1.0)), np.float64)
+
+
+def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.int64]:
+    """How often each class or token is a training target."""
+    counts = np.zeros(classes, np.int64)
+    for part in _targets(train, train.inputs if task == "language" else train.tags):
+        counts += np.bincount(part[part >= 0].astype(np.int64), minlength=classes)
+    return counts
+
+
+def label_counts(train: Sequences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How often each of several labels is 0 and 1 among the training targets."""
+    parts = list(_targets(train, train.tags))
+    zeros, ones = (sum((part == value).sum(axis=0) for part in parts) for value in (0, 1))
+    return np.asarray(zeros, np.int64), np.asarray(ones, np.int64)
+
+
+def _targets(train: Sequences, by_row: NDArray[Any] | None) -> Iterator[NDArray[Any]]:
+    """The targets of all sequences, or those of one after the other where each row has one: valid may share the array."""
+    if train.labels is not None:
+        yield np.asarray(train.labels)
+        return
+    assert by_row is not None
+    for start, length in zip(train.starts, train.lengths, strict=True):
+        yield np.asarray(by_row[start : start + length])
+
+
+def _weighted(logs: torch.Tensor, weights: torch.Tensor, *, several: bool) -> torch.Tensor:
     """The same of classes that count with these weights in the loss; one that does not count at all is as likely as before."""
-    return torch.log_softmax(logs + torch.where(weights > 0, weights, 1.0).log(), 0)
+    logs = logs + torch.where(weights > 0, weights, 1.0).log()
+    return logs if several else torch.log_softmax(logs, 0)

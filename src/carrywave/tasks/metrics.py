@@ -19,8 +19,8 @@ from carrywave.data.batch import IGNORED
 from carrywave.data.tables.transform import LARGEST
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
+from carrywave.tasks.label_metrics import LabelDecisions, Row
 
-Row = dict[str, str | int | float]
 BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "classification": ("label",),
     "tagging": ("label",),
@@ -86,7 +86,10 @@ def for_task(
         case "language":
             return None
         case "classification" | "tagging":
-            return Confusion(len(facts.labels), device, facts.labels, tops, weighted=spec.train.class_weights is not None)
+            weighted = spec.train.class_weights is not None
+            if spec.data.multi_label:
+                return LabelDecisions(len(facts.labels), device, facts.labels, threshold=spec.train.threshold, weighted=weighted)
+            return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":

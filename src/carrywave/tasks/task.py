@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST
-from carrywave.errors import SpecError
+from carrywave.data.text.documents import DocumentEnds
+from carrywave.errors import DataError, SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
@@ -34,7 +36,7 @@ from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.first_weights import set_first_weights
+from carrywave.tasks.first_weights import class_counts, label_counts, set_first_weights
 
 Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
@@ -80,7 +82,9 @@ class Task:
         """Return the steps and targets of a part."""
         match self.spec.task:
             case "language":
-                view = views.language(data)
+                view = views.language(data, self.document_ends)
+                if name == "train" and self.document_ends is not None and not self.document_ends.any_in(data.inputs):
+                    raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
@@ -100,6 +104,11 @@ class Task:
         notes = self._short_of_season(name, data) + unseen + self._without_mase(name, data)
         notes += () if no_line is None else (f"{name}: {no_line}",)
         return Part(name, data, view, simple, self._baseline(simple), notes, change_SC)
+
+    @cached_property
+    def document_ends(self) -> DocumentEnds | None:
+        """What ends a document in a stream of tokens, by `data.reset`."""
+        return DocumentEnds.of(self.spec.data.reset, self.codec)
 
     def _baseline(self, simple: Mapping[str, Errors]) -> dict[str, float]:
         """Return the metrics of simple forecasts, under the model's metric names prefixed with theirs."""
@@ -207,9 +216,11 @@ class Task:
                 rows = encoder.rows if isinstance(encoder, Embedding) else None
                 return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
             case "tagging":
-                return Softmax(width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing)
+                kind = Sigmoid if spec.data.multi_label else Softmax
+                return kind(width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing)
             case "classification":
-                return PooledSoftmax(
+                pooled = PooledSigmoid if spec.data.multi_label else PooledSoftmax
+                return pooled(
                     width,
                     len(facts.labels),
                     spec.model.pool,
@@ -234,7 +245,7 @@ class Task:
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
-            return View(data.inputs, data.starts, data.lengths)
+            return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends))
         layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
         return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes))
 
@@ -252,13 +263,12 @@ class Task:
             if unknown:
                 raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
             return torch.tensor([asked.get(label, 1.0) for label in labels])
-        numbers = None if train is None else train.labels if self.spec.task == "classification" else train.tags
-        if numbers is None:
+        if train is None:
             return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
-        numbers = np.asarray(numbers)
-        if self.spec.task == "tagging" and train is not None:
-            numbers = numbers[_rows(train)]  # valid may share the array
-        counts = np.bincount(numbers[numbers >= 0], minlength=len(labels))
+        if self.spec.data.multi_label:
+            zeros, ones = label_counts(train)
+            return torch.tensor(np.maximum(zeros, 1) / np.maximum(ones, 1), dtype=torch.float32)
+        counts = class_counts(self.spec.task, train, len(labels))
         return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
 
     def _pretrain(self, encoder: Encoder) -> None:
@@ -306,11 +316,3 @@ class Task:
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""
         return metrics.language(loss) if self.spec.task == "language" else {}
-
-
-def _rows(data: Sequences) -> NDArray[np.bool_]:
-    """Return a mask of the rows of the flat arrays that belong to a sequence."""
-    edges = np.zeros(len(data.inputs) + 1, dtype=np.int64)
-    np.add.at(edges, data.starts, 1)
-    np.add.at(edges, data.starts + data.lengths, -1)
-    return np.cumsum(edges)[:-1] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,29 +12,43 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences, View
 from carrywave.data.tables.window_scale import WindowScale
+from carrywave.data.text.documents import DocumentEnds
 from carrywave.spec.data_spec import DataSpec
 
 
-def language(data: Sequences) -> View:
+def resets(data: Sequences, ends: DocumentEnds | None = None) -> Callable[[Ints], NDArray[np.bool_]] | None:
+    """At which rows the state starts anew: where the data says so, or after the end of a document; None: nowhere."""
+    given = data.resets
+    if given is None and ends is None:
+        return None
+
+    def at(rows: Ints) -> NDArray[np.bool_]:
+        found = np.zeros(rows.shape, np.bool_) if given is None else np.asarray(given[rows])
+        return found if ends is None else found | ends.begins(data.inputs, rows)
+
+    return at
+
+
+def language(data: Sequences, ends: DocumentEnds | None = None) -> View:
     """Each token except the last of a sequence predicts its successor."""
     tokens = data.inputs
 
     def next_token(rows: Ints) -> NDArray[np.int64]:
         return np.asarray(tokens[rows + 1], dtype=np.int64)
 
-    return View(tokens, data.starts, data.lengths - 1, targets_at=next_token)
+    return View(tokens, data.starts, data.lengths - 1, targets_at=next_token, resets_at=resets(data, ends))
 
 
 def tagging(data: Sequences) -> View:
-    """Each step has its own tag; without tags (prediction) there are no targets."""
+    """Each step has its own tag, or a number for each label; without tags (prediction) there are no targets."""
     tags = data.tags
     if tags is None:
-        return View(data.inputs, data.starts, data.lengths)
+        return View(data.inputs, data.starts, data.lengths, resets_at=resets(data))
 
-    def tag(rows: Ints) -> NDArray[np.int64]:
-        return np.asarray(tags[rows], dtype=np.int64)
+    def tag(rows: Ints) -> NDArray[Any]:
+        return np.asarray(tags[rows])
 
-    return View(data.inputs, data.starts, data.lengths, targets_at=tag)
+    return View(data.inputs, data.starts, data.lengths, targets_at=tag, resets_at=resets(data))
 
 
 def pooled(data: Sequences) -> View:

@@ -40,7 +40,8 @@ class Result:
     def batch(self, data: Any) -> Batch:
         """Convert raw data, as `cw.fit` and `cw.predict` accept it, to what the model reads: scaled, or as tokens; labels are not needed.
 
-        `y, state = result.model(batch.inputs, lengths=batch.lengths)`; inputs are [time, sequence, …], padded, on the model's device.
+        `y, state = result.model(batch.inputs, lengths=batch.lengths, resets=batch.resets)`; inputs are [time, sequence, …], padded, on the
+        model's device.
         """
         sequences = read_python(data, self.task.codec, self.task.spec, labelled=False)
         view = self.task.unlabelled(sequences)

@@ -40,6 +40,8 @@ class StackCase(StackShape):
     resets: float = 0.0  # share of the steps at which a lane starts again, drawn at random
     zoneout: float = 0.0  # chance that a unit keeps its h and its memory
     recurrent_dropout: float = 0.0
+    heads: int = 1
+    norm: bool = False  # layer norm inside the cell
 
     @property
     def marked(self) -> bool:
@@ -61,7 +63,7 @@ class StackCase(StackShape):
     def words(self) -> frozenset[str]:
         """The words that select this case."""
         own = (*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}")
-        return frozenset((*own, self.cell, *self.marks.split()))
+        return frozenset((*own, self.cell, *self.marks.split(), *([f"heads{self.heads}"] * (self.heads > 1)), *(["norm"] * self.norm)))
 
     @property
     def lane_steps(self) -> list[int]:
@@ -94,9 +96,12 @@ class Stack:
         self.backends: Backends = backends_of(cell := by_name(case.cell))
         wide = cell.gates * case.hidden
         self.x_TBI = normal().requires_grad_()
-        self.layers: list[Layer] = [
-            (LayerWeights(weight(wide, case.hidden), weight(wide, case.hidden), weight(wide), weight(wide)),) for _ in range(case.layers)
-        ]
+        self.layers: list[Layer] = []
+        for _ in range(case.layers):
+            matrices = weight(wide, case.hidden), weight(wide, case.hidden // case.heads), weight(wide), weight(wide)
+            further = cell.further(case.hidden, norm=True).items() if case.norm else ()
+            extra = {name: torch.full(each.shape, each.value, device=device).requires_grad_() for name, each in further}
+            self.layers.append((LayerWeights(*matrices, extra=extra or None),))
         start = torch.zeros(1, case.lanes, case.hidden, device=device)
         self.carries: AnyCarries = (cell.carry(*[start] * len(cell.parts)),) * case.layers
         self.lengths_B = torch.tensor(case.lane_steps, device=device) if case.lengths else None
@@ -126,6 +131,27 @@ class Stack:
         carries = tuple(changed(carry, lambda part: part.double()) for carry in self.carries)
         y_TBH, _ = self._run(x_TBI, carries, layers, "reference")
         return _with_gradients(y_TBH, [x_TBI, *self._weights(layers)], self.grad_TBH.double())
+
+    def compiled(self) -> list[Tensor]:
+        """A loop over the steps of one layer with norms, each step compiled by torch."""
+        [[own]] = self.layers
+        with torch.autocast(self.x_TBI.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            gates_TBG = own.inputs(self.x_TBI).unbind()
+        carry, outputs = tuple(part[0] for part in self.carries[0]), []
+        for gates_BG in gates_TBG:
+            with torch.autocast(self.x_TBI.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                carry = self._compiled_step(gates_BG, carry)
+            outputs.append(carry[0])
+        return _with_gradients(torch.stack(outputs), [self.x_TBI, *self._weights(self.layers)], self.grad_TBH)
+
+    @cached_property
+    def _compiled_step(self) -> Any:
+        cell, [[own]] = by_name(self.case.cell), self.layers
+
+        def step(gates_BG: Tensor, carry: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return cell.step(gates_BG, carry, own)
+
+        return torch.compile(step)
 
     def torchs(self) -> list[Tensor]:
         """torch's module on the whole stack, which is cuDNN on a GPU. With lengths it packs and unpacks; sequences between resets are
@@ -168,7 +194,7 @@ class Stack:
 
     @staticmethod
     def _weights(layers: Sequence[Layer]) -> list[Tensor]:
-        return [tensor for layer in layers for each in layer for tensor in each if tensor is not None]
+        return [tensor for layer in layers for each in layer for tensor in each.tensors()]
 
     @cached_property
     def _module(self) -> nn.RNNBase:

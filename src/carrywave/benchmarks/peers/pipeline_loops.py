@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from carrywave.benchmarks.harness.shapes import BATCHES, LanguageShape
 from carrywave.benchmarks.harness.workers import TimedWorkers
 from carrywave.benchmarks.peers.plain_loops import PlainClassifier, PlainSequences, descend
-from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.torch_kernels import without_onednn
 from carrywave.model.lstm import LSTM
 
 LR, CLIP = 1e-3, 1.0

@@ -45,7 +45,7 @@ def text_of(row: Row, where: str) -> str:
     """Return the text of a row."""
     text = take(row, "text", where)
     if not isinstance(text, str):
-        raise DataError(f"{where}: text is {_kind(text)}, not a string; write it in quotes")
+        raise DataError(f"{where}: text is {kind_of(text)}, not a string; write it in quotes")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -59,12 +59,12 @@ def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
     if isinstance(value, np.ndarray):
         return _whole(value, where)
     if not isinstance(value, list):
-        raise DataError(f'{where}: tokens is {_kind(value)}, not a list; write ["a", "b"] or [1, 2]')
+        raise DataError(f'{where}: tokens is {kind_of(value)}, not a list; write ["a", "b"] or [1, 2]')
     if all(isinstance(token, str) for token in value):
         return value
     for place, token in enumerate(value):
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-            raise DataError(f"{where}: token {place} is {_kind(token)} ({token!r}); write all tokens as strings, or all as whole numbers")
+            raise DataError(f"{where}: token {place} is {kind_of(token)} ({token!r}); write all tokens as strings, or all as whole numbers")
     return _whole(np.array(value), where)
 
 
@@ -122,7 +122,7 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
                 )
             if number is not None and not isinstance(number, (int, float, np.number)):
                 raise DataError(
-                    f"{where}: step {step}, column {column} of {field} is {_kind(number)} ({number!r:.40}), not a number; write a number"
+                    f"{where}: step {step}, column {column} of {field} is {kind_of(number)} ({number!r:.40}), not a number; write a number"
                 )
             if isinstance(number, int) and abs(number) > WHOLE:
                 raise DataError(f"{where}: {field} contains {number}, {TOO_WHOLE}")
@@ -152,10 +152,15 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
     if isinstance(value, str):
         return "string", value
     if field == "label" and hasattr(value, "__len__"):
-        fact = f"label is {_kind(value)} of length {len(value)}, but classification has one label for each sequence"
-        raise DataError(f"{where}: {fact}; for one-hot rows pass labels.argmax(axis=1), for a label at each step use task=tagging")
+        fact = f"label is {kind_of(value)} of length {len(value)}, but classification has one label for each sequence"
+        raise DataError(
+            f"{where}: {fact}; for one-hot rows pass labels.argmax(axis=1), for a label at each step use task=tagging, for any "
+            "number of labels set data.multi_label=true"
+        )
+    if isinstance(value, list | tuple | np.ndarray):
+        raise DataError(f"{where}: {field} is {kind_of(value)} ({value!r:.40}); for several at a step set data.multi_label=true")
     raise DataError(
-        f"{where}: {field} is {_kind(value)} ({value!r:.40}); use a string, a whole number or a boolean, or task=regression for numbers"
+        f"{where}: {field} is {kind_of(value)} ({value!r:.40}); use a string, a whole number or a boolean, or task=regression for numbers"
     )
 
 
@@ -165,11 +170,22 @@ def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list):
-        raise DataError(f"{where}: labels is {_kind(value)}, not a list; use one label per step")
+        raise DataError(f"{where}: labels is {kind_of(value)}, not a list; use one label per step")
     if len(value) != steps:
         many = f"{len(value)} label{'s' * (len(value) != 1)} for {steps} step{'s' * (steps != 1)}"
         raise DataError(f"{where}: {many}; use one label per step (null for none)")
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
+
+
+def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
+    """Return true or false for each step, True if a new sequence starts with it; None if the row does not say."""
+    if row.get("resets") is None:
+        return None
+    value = as_plain(row["resets"])
+    array = np.asarray(value if isinstance(value, (list, np.ndarray)) else [])
+    if array.shape != (steps,) or array.dtype != np.bool_:
+        raise DataError(f"{where}: resets must be a list of true and false, one for each of the {steps} steps; got {value!r:.60}")
+    return array
 
 
 def _ignored(label: Any) -> bool:
@@ -212,7 +228,8 @@ def as_plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a value is, in words."""
     return {
         str: "a string",
         bool: "a boolean",

@@ -10,6 +10,7 @@ Shapes: T time, B lane, I input, H hidden, D directions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,24 +19,33 @@ from carrywave.cells.gru import Carry
 from carrywave.kernels import torch_kernels
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.lengths import both_ways, last_real, real_steps
+from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
 
-def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, AnyCarry]:
+def layer(
+    x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
     """One layer: outputs [T, B, H·D] and the carry at each lane's last real step."""
-    if lengths_B is None:
-        return torch_kernels.run(torch.gru, x_TBI, carry, weights)
-    real_TB1 = real_steps(lengths_B, x_TBI.shape[0])
+    if lengths_B is None and marks is None:
+        return _run(x_TBI, carry, weights)
+    real_TB1 = None if lengths_B is None else real_steps(lengths_B, x_TBI.shape[0])
 
-    def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights) -> tuple[Tensor, Sequence[Tensor]]:
+    def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
         [h_BH] = parts
-        y_TBH, _ = torch_kernels.run(torch.gru, x_TBI, Carry(h_BH[None]), (each,))
+        y_TBH, end = torch_kernels.cut_at_resets(partial(_run, weights=(each,)), x_TBI, Carry(h_BH[None]), way)
+        if real_TB1 is None or lengths_B is None:
+            return y_TBH, [end[0][0]]
         y_TBH = torch.where(real_TB1, y_TBH, 0.0)
         return y_TBH, [last_real(y_TBH, lengths_B, h_BH.to(y_TBH.dtype))]
 
-    return both_ways(run, torch.where(real_TB1, x_TBI, 0.0), carry, weights, lengths_B)
+    return both_ways(run, x_TBI if real_TB1 is None else torch.where(real_TB1, x_TBI, 0.0), carry, weights, lengths_B, marks)
 
 
 def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
     """False: torch runs no GRU on oneDNN."""
     return False
+
+
+def _run(x_TBI: Tensor, carry: AnyCarry, weights: Layer) -> tuple[Tensor, AnyCarry]:
+    return torch_kernels.run(torch.gru, x_TBI, carry, weights)

@@ -22,26 +22,29 @@ from torch import Tensor
 from carrywave.cells import gru
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.backends import in_dtype
-from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.deferred_gradients import deferred_for
 from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
+from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, where_any
+from carrywave.kernels.torch_kernels import without_onednn
 from carrywave.kernels.weights import Layer, LayerWeights
 
 
-def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, AnyCarry]:
+def layer(
+    x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
     """One layer: outputs [T, B, H·D] and the carry at each lane's last real step. `clean`: x is 0 at padded steps."""
     wide = torch.promote_types(x_TBI.dtype, torch.float32)
     if wide != x_TBI.dtype:
         # Half precision is for storage only, as in the LSTM's.
-        return in_dtype(wide, x_TBI, carry, weights, lengths_B, partial(layer, clean=clean))
+        return in_dtype(wide, x_TBI, carry, weights, lengths_B, partial(layer, clean=clean), marks)
     apply: Any = _Sequence.apply
 
-    def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights) -> tuple[Tensor, Sequence[Tensor]]:
-        y_TBH, h_BH = apply(x_TBI, *parts, each.w_ih, each.w_hh, each.b_ih, each.b_hh, lengths_B, clean)
+    def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
+        y_TBH, h_BH = apply(x_TBI, *parts, each.w_ih, each.w_hh, each.b_ih, each.b_hh, *begins(way, parts), lengths_B, clean)
         return y_TBH, [h_BH]
 
-    return both_ways(run, x_TBI, carry, weights, lengths_B)
+    return both_ways(run, x_TBI, carry, weights, lengths_B, marks)
 
 
 def serves(x_TBI: Tensor, weights: Layer) -> bool:
@@ -61,6 +64,8 @@ class _Sequence(torch.autograd.Function):
         w_hh_GH: Tensor,
         b_ih_G: Tensor | None,
         b_hh_G: Tensor | None,
+        first_h_1H: Tensor | None,  # the initial carry
+        resets_TB: Tensor | None,
         lengths_B: Tensor | None,
         clean: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -81,10 +86,12 @@ class _Sequence(torch.autograd.Function):
             both_weights, new_weights = (part.t() for part in w_hh_GH.split_with_sizes((2 * hidden, hidden)))
             # Views of all steps, made once: cheaper than indexing in the loop.
             past, after = past_TBH.unbind(), h_TBH.unbind()
-            before = (h_BH, *after[:-1])
+            before, resets = [h_BH, *after[:-1]], where_any(resets_TB)
             both, new = (part.unbind() for part in gates_TBG.split_with_sizes((2 * hidden, hidden), dim=-1))
             reset, update = (part.unbind() for part in gates_TBG[..., : 2 * hidden].split_with_sizes((hidden, hidden), dim=-1))
             for t in range(steps):
+                if t in resets and first_h_1H is not None:
+                    before[t] = torch.where(resets[t], first_h_1H, before[t])
                 both[t].addmm_(before[t], both_weights)
                 both[t].sigmoid_()
                 torch.addmm(past_bias_H, before[t], new_weights, out=past[t])
@@ -97,36 +104,44 @@ class _Sequence(torch.autograd.Function):
             y_TBH = torch.where(real_TB1, h_TBH, 0.0)
             end_BH = last_real(y_TBH, lengths_B, h_BH)
         ctx.weights, ctx.deferred = (w_ih_GI, w_hh_GH), deferred_for(w_ih_GI, w_hh_GH)
-        ctx.save_for_backward(kept_TBI, h_BH, w_ih_GI, w_hh_GH, b_ih_G, b_hh_G, lengths_B, gates_TBG, past_TBH, h_TBH)
+        given = (kept_TBI, h_BH, w_ih_GI, w_hh_GH, b_ih_G, b_hh_G, first_h_1H)
+        ctx.save_for_backward(*given, resets_TB, lengths_B, gates_TBG, past_TBH, h_TBH)
         ctx.set_materialize_grads(False)
         return y_TBH, end_BH
 
     @staticmethod
     @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, lengths_B, gates_TBG, past_TBH, h_TBH = ctx.saved_tensors
+        *given, resets_TB, lengths_B, gates_TBG, past_TBH, h_TBH = ctx.saved_tensors
         grads = (grad_y_TBH, grad_h_BH)
         if derivatives.beyond_numbers(*grads):
-            return *derivatives.through(_plain(lengths_B), given, ctx.needs_input_grad[:6], grads), None, None
-        x_TBI, h_BH, w_ih_GI, w_hh_GH, _, _ = given
+            return *derivatives.through(_plain(resets_TB, lengths_B), given, ctx.needs_input_grad[:7], grads), None, None, None
+        x_TBI, h_BH, w_ih_GI, w_hh_GH, _, _, first_h_1H = given
         steps, lanes, inputs = x_TBI.shape
         hidden = w_hh_GH.shape[1]
         grad_y_TBH, grad_past_BH = into_outputs(grad_y_TBH, grad_h_BH, lengths_B, h_TBH)
         with without_onednn():
             before_TBH = torch.cat((h_BH[None], h_TBH[:-1]))
+            if resets_TB is not None:
+                before_TBH = torch.where(resets_TB[..., None], first_h_1H, before_TBH)
             slopes_TB4H = _slopes(gates_TBG, past_TBH, before_TBH)
             slopes_TBG, update_TBH = slopes_TB4H.view(steps, lanes, 4 * hidden)[..., : 3 * hidden], gates_TBG[..., hidden : 2 * hidden]
             rolled_GH = w_hh_GH.roll(hidden, 0)  # its rows in the order of the slopes
             whole, slopes, update, grads_y = (each.unbind() for each in (slopes_TB4H, slopes_TBG, update_TBH, grad_y_TBH))
             dh_BH = grads_y[-1]
+            resets, initial = where_any(resets_TB), InitialGradients((first_h_1H,), ctx.needs_input_grad[6:7])
             # From here on, the slopes are overwritten with the gradients of the gates.
             for t in range(steps - 1, -1, -1):
                 whole[t].mul_(dh_BH[:, None])
-                if t:
+                if t in resets:
+                    past_BH = (dh_BH * update[t]).addmm_(slopes[t], rolled_GH)
+                    initial.take(resets[t], past_BH)
+                    dh_BH = past_BH.add_(grads_y[t - 1]) if t else past_BH
+                elif t:
                     dh_BH = torch.addcmul(grads_y[t - 1], dh_BH, update[t]).addmm_(slopes[t], rolled_GH)
             wants_x, wants_h, wants_ih, wants_hh, wants_b_ih, wants_b_hh = ctx.needs_input_grad[:6]
             if wants_h:
-                dh_BH = (dh_BH * update[0]).addmm_(slopes[0], rolled_GH)
+                dh_BH = dh_BH if 0 in resets else (dh_BH * update[0]).addmm_(slopes[0], rolled_GH)
                 dh_BH = dh_BH if grad_past_BH is None else dh_BH + grad_past_BH
             grads_N4H = slopes_TB4H.view(steps * lanes, 4 * hidden)
             recurrent_NG, grads_NG = grads_N4H[:, : 3 * hidden], grads_N4H[:, hidden:]
@@ -144,14 +159,16 @@ class _Sequence(torch.autograd.Function):
                 dw_hh_GH = (recurrent_NG.t() @ before_NH).roll(-hidden, 0) if wants_hh else None
             db_ih_G = grads_NG.sum(0) if wants_b_ih else None
             db_hh_G = recurrent_NG.sum(0).roll(-hidden) if wants_b_hh else None
-        return dx_TBI, dh_BH if wants_h else None, dw_ih_GI, dw_hh_GH, db_ih_G, db_hh_G, None, None
+        return dx_TBI, dh_BH if wants_h else None, dw_ih_GI, dw_hh_GH, db_ih_G, db_hh_G, *initial.parts, None, None, None
 
 
-def _plain(lengths_B: Tensor | None) -> derivatives.Plain:
+def _plain(resets_TB: Tensor | None, lengths_B: Tensor | None) -> derivatives.Plain:
     """One direction over all steps, by definition."""
 
-    def run(x_TBI: Tensor, h_BH: Tensor, *weights: Any) -> tuple[Tensor, ...]:
-        y_TBH, [end_DBH] = reference.layer(x_TBI, gru.Carry(h_BH[None]), (LayerWeights(*weights),), lengths_B, gru.CELL)
+    def run(x_TBI: Tensor, h_BH: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        *weights, first_h_1H = others
+        marks = None if resets_TB is None else StepMarks(resets_TB, gru.Carry(first_h_1H[None]))
+        y_TBH, [end_DBH] = reference.layer(x_TBI, gru.Carry(h_BH[None]), (LayerWeights(*weights),), lengths_B, gru.CELL, marks=marks)
         return y_TBH, end_DBH[0]
 
     return run

@@ -13,7 +13,7 @@ MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # per block
 SHARED_BYTES = 227 << 10  # per block
-CELLS = {"lstm": 0, "gru": 1}  # as `cell.cuh` numbers them
+CELLS = {"lstm": 0, "gru": 1, "slstm": 2}  # as `cell.cuh` numbers them
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,28 @@ H200 = Chip(128, 120, 120, 112)
 class LayerShape:
     """The mapping of a layer of this width onto the GPU, for a given number of lanes."""
 
-    hidden: int  # hidden units, padded
+    hidden: int  # hidden units of a head, padded
     groups: int  # groups of lanes, each on its own blocks
     lanes: int  # lanes per pass
     passes: int
     units: int = 16  # hidden units per block
     cluster: int = 0  # blocks per cluster, which communicate without global memory: the 4 of a quad in backward, or a whole group; 0: none
     cell: str = "lstm"
+    heads: int = 1  # with a recurrent matrix each; several only if each group of one is a cluster
+
+    @property
+    def width(self) -> int:
+        """Hidden units of all heads, padded."""
+        return self.heads * self.hidden
+
+    @property
+    def memory(self) -> int:
+        """Numbers in the memory of a unit."""
+        return 4 if self.cell == "slstm" else 1
 
     @property
     def blocks(self) -> int:
-        return self.groups * self.hidden // self.units
+        return self.groups * self.width // self.units
 
     @property
     def near(self) -> bool:
@@ -85,12 +96,17 @@ class LayerShape:
     def shared_bytes(self) -> int:
         return self._bytes(self.sum_buffers)
 
-    def fits(self, chip: Chip) -> bool:
-        """True if the layout is valid and the chip has room for all of its blocks at once."""
-        if self.near and self.passes > 1:
+    @property
+    def valid(self) -> bool:
+        """True if the kernel has this layout."""
+        if (self.near and self.passes > 1) or (self.heads > 1 and not self.near):
             return False
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
-        return whole and self.hidden <= MOST_HIDDEN and self.blocks <= chip.room(self.cluster) and self.shared_bytes <= SHARED_BYTES
+        return whole and self.hidden <= MOST_HIDDEN and self.shared_bytes <= SHARED_BYTES
+
+    def fits(self, chip: Chip) -> bool:
+        """True if the layout is valid and the chip has room for all of its blocks at once."""
+        return self.valid and self.blocks <= chip.room(self.cluster)
 
     def _bytes(self, sum_buffers: int) -> int:
         operand = 4 * self.k_blocks * self.lanes * 128
@@ -99,7 +115,8 @@ class LayerShape:
         owners = self.units * self.lanes
         swapped = 2 * (4 * 4 * owners + 8) if self.cluster else 0
         swapped += operand + 16 * owners + 16 if self.near else 0
-        return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
+        slot = 16 if self.memory == 1 else 32
+        return operand + weights + sums + self.passes * (slot * owners + 2 * 4 * self.lanes) + swapped
 
     def constants(self, *, fp16: bool, resets: int = 0, noise: int = 0) -> tuple[tuple[str, int], ...]:
         """The source's compile-time constants. `resets`: 1 to zeros, 2 to a learned carry."""
@@ -113,6 +130,7 @@ class LayerShape:
             ("SUM_BUFFERS", self.sum_buffers),
             ("CLUSTER", self.cluster),
             ("CELL", CELLS[self.cell]),
+            ("HEADS", self.heads),
             ("RESETS", resets),
             ("NOISE", noise),
         )
@@ -191,6 +209,22 @@ def near_for(chip: Chip, hidden: int, lanes: int) -> LayerShape | None:
             if shape.fits(chip):
                 return shape
     return None
+
+
+@cache
+def heads_for(chip: Chip, hidden: int, heads: int, lanes: int, cell: str) -> LayerShape | None:
+    """A layout for heads of this many units, each group of lanes of a head as one cluster: as few lanes in a group as still let all groups
+    run at once; if none does, as many as possible, and groups wait their turn. None if there is none.
+    """
+    found = [
+        LayerShape(hidden, -(-lanes // of_group), of_group, 1, units, hidden // units, cell, heads)
+        for of_group in (8, 16, 32)
+        for units in (16, 32)
+        if hidden % (4 * units) == 0 and chip.room(hidden // units)
+    ]
+    found = [shape for shape in found if shape.valid]
+    at_once = [shape for shape in found if shape.fits(chip)]
+    return at_once[0] if at_once else found[-1] if found else None
 
 
 def alone(chip: Chip, hidden: int, lanes: int, steps: int) -> Wave | None:

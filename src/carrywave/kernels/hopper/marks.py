@@ -44,7 +44,8 @@ class LayerMarks(NamedTuple):
     @property
     def kinds(self) -> tuple[int, int]:
         """The kernel's constants for resets and noise."""
-        return 0 if self.resets is None else 1 if self.memory_P is None else 2, int(self.noise is not None)
+        noise = 0 if self.noise is None else 1 if self.noise.bytes_TBP is not None else 2
+        return 0 if self.resets is None else 1 if self.memory_P is None else 2, noise
 
     def part(self, first: int, end: int) -> LayerMarks:
         """Those of some steps."""
@@ -89,7 +90,7 @@ def _of_layer(marks: StepMarks, resets: Resets | None, shape: LayerShape, x_TBI:
     if marks.initial is not None and resets is not None:
         h, memory = marks.initial[0], marks.initial[-1]
         begin = tuple(  # type: ignore[assignment]
-            recurrence.padded_to(part[0].detach(), shape.hidden, dtype)[0] for part, dtype in ((h, x_TBI.dtype), (memory, torch.float32))
+            recurrence.padded_to(part[0].detach(), shape.width, dtype)[0] for part, dtype in ((h, x_TBI.dtype), (memory, torch.float32))
         )
     return LayerMarks(resets, None if marks.noise is None else _noise(marks.noise, shape, x_TBI, hidden), *begin)
 
@@ -105,7 +106,7 @@ def _noise(noise: CellNoise, shape: LayerShape, x_TBI: Tensor, hidden: int) -> N
         return Noise(recurrence.noise_bytes(noise, shape, x_TBI), scale, 0.0, 0.0)
     old = [noise.kept(0, part, like_TBH) for part in range(len(noise.zoneout))]
     multiplier_TBH = noise.candidate(0, like_TBH)
-    bytes_TBP = x_TBI.new_zeros(steps, lanes, shape.hidden, dtype=torch.uint8)
+    bytes_TBP = x_TBI.new_zeros(steps, lanes, shape.width, dtype=torch.uint8)
     bits_TBH = bytes_TBP[..., :hidden]
     bits_TBH += 1 if multiplier_TBH is None else (multiplier_TBH > 0).to(torch.uint8)
     for bit, kept in ((2, old[0]), (4, old[-1])):

@@ -13,12 +13,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from carrywave.cells.cell import by_name
 from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import wave, windowed
 from carrywave.kernels.hopper.chip import chip_of
-from carrywave.kernels.hopper.layout import Chip, Wave, alone, shape_for, wave_for
+from carrywave.kernels.hopper.layout import Chip, Wave, alone, heads_for, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer
@@ -35,7 +36,7 @@ def stand_aside(why: str) -> None:
     _standing_aside[:] = [why]
 
 
-def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None) -> str:
+def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell: str = "lstm") -> str:
     """Why this backend cannot run the layer; empty if it can."""
     if not x_TBI.is_cuda:
         return "x is not on a GPU"
@@ -47,12 +48,15 @@ def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None) -> st
         return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
         return f"its weights must be float32 or of x's dtype, got {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
-    if marks is not None and marks.noise is not None and (len(weights) > 1 or marks.initial is not None):
+    learned = marks is not None and marks.initial is not None
+    if marks is not None and marks.noise is not None and (len(weights) > 1 or learned):
         return "it supports noise inside the cell in one direction, and not together with resets to a learned carry"
+    if learned and (cell == "slstm" or _heads(weights, cell) > 1):
+        return "it supports resets to a learned carry only without heads, and not in an sLSTM"
     if refused := device_refusal(x_TBI.device.index or 0):
         return refused
-    if shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
-        return f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
+    if _layout(x_TBI, weights, cell) is None:
+        return f"{_heads(weights, cell)} x {weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
     return ""
 
 
@@ -118,7 +122,7 @@ def layer(
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
         start = _one_way(carry, direction)
-        of_way = None if marks is None else (_marks_one_way(marks, direction, lengths_B),)
+        of_way = None if marks is None else (marks.one_way(direction, lengths_B),)
         y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, _alone(x_TBI, weights, cell), marks=of_way, clean=clean)
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         ends.append(end)
@@ -129,25 +133,36 @@ def _one_way(carry: AnyCarry, direction: int) -> AnyCarry:
     return changed(carry, lambda part: part[direction : direction + 1])
 
 
-def _marks_one_way(marks: StepMarks, direction: int, lengths_B: Tensor | None) -> StepMarks:
-    """The marks of one direction, in the order in which it reads the steps."""
-    resets_TB = marks.resets_of(direction)
-    if resets_TB is not None and direction == 1:
-        resets_TB = reversed_steps(resets_TB[..., None], lengths_B)[..., 0]
-    return StepMarks(resets_TB, None if marks.initial is None else _one_way(marks.initial, direction))
-
-
 def _alone(x_TBI: Tensor, weights: Layer, cell: str) -> Wave:
-    steps, lanes = x_TBI.shape[:2]
-    whole = alone(_chip(x_TBI), weights[0].w_hh.shape[1], lanes, steps)
+    whole = _layout(x_TBI, weights, cell)
     if whole is None:
-        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; call `refusal` first")
-    return whole.of_cell(cell)
+        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit; call `refusal` first")
+    return whole
+
+
+def _layout(x_TBI: Tensor, weights: Layer, cell: str) -> Wave | None:
+    """How a layer runs; None if it does not fit."""
+    chip, (steps, lanes), units, heads = _chip(x_TBI), x_TBI.shape[:2], weights[0].w_hh.shape[1], _heads(weights, cell)
+    if heads > 1:
+        of_heads = heads_for(chip, units, heads, lanes, cell) if units % 64 == 0 else None
+        return None if of_heads is None else Wave(of_heads, 1, steps)
+    # Cells differ in shared memory, of which the widest layers need all that there is.
+    whole = alone(chip, units, lanes, steps)
+    whole = None if whole is None else whole.of_cell(cell)
+    return whole if whole is not None and whole.shape.valid and whole.back.valid else None
+
+
+def _heads(weights: Layer, cell: str) -> int:
+    """The blocks of the recurrent matrix."""
+    w_ih_GI, w_hh_GP = weights[0].w_ih, weights[0].w_hh
+    return w_ih_GI.shape[0] // (by_name(cell).gates * w_hh_GP.shape[1])
 
 
 def wave_of(x_TBI: Tensor, layers: Sequence[Layer], cell: str = "lstm") -> Wave | None:
     """How layers that this backend can run are run concurrently; None if they should run one by one."""
     widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
+    if cell == "slstm" or any(_heads(layer, cell) > 1 for layer in layers):
+        return None
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None
     found = wave_for(_chip(x_TBI), len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0])

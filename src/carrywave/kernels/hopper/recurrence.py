@@ -45,24 +45,27 @@ class Dealt(NamedTuple):
 
 def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     """Cast, pad and reorder the weights, for inputs of this pitch."""
-    hidden, inputs, padded = weights.w_hh.shape[1], weights.w_ih.shape[1], shape.hidden
+    hidden, inputs = weights.w_ih.shape[0] // by_name(shape.cell).gates, weights.w_ih.shape[1]
+    padded, head = shape.width, shape.hidden
     given = [None if each is None else readable(each, like, weights.w_ih.dtype) for each in weights[:4]]
-    turned = like.new_empty(padded, 4 * padded) if transposed else None
-    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, padded), turned, like.new_empty(4 * padded))
+    turned = like.new_empty(padded, 4 * head) if transposed else None
+    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, head), turned, like.new_empty(4 * padded))
     halves = int(weights.w_ih.dtype == like.dtype)
-    grid = (-(-max(pitch, padded) // 32), padded // 8, 2)
-    _simple("pack_weights", like, cell=shape.cell)(grid, (32, 8), *given, halves, hidden, inputs, *packed, padded, pitch)
+    grid = (-(-max(pitch, head) // 32), padded // 8, 2)
+    _simple("pack_weights", like, cell=shape.cell)(
+        grid, (32, 8), *given, halves, hidden, inputs, *packed, padded, pitch, weights.w_hh.shape[1], head
+    )
     return packed
 
 
 def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     """A buffer for h at every step, [S, B, P]: the first is given, the others are marked as not yet written if blocks poll for them."""
     lanes, hidden = h_BH.shape
-    hs_SBP = like.new_empty(steps + 1, lanes, shape.hidden)
-    words = 0 if shape.near else steps * lanes * shape.hidden // 8
+    hs_SBP = like.new_empty(steps + 1, lanes, shape.width)
+    words = 0 if shape.near else steps * lanes * shape.width // 8
     given = readable(h_BH, like)
     halves = int(given.dtype == like.dtype)
-    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.hidden, hs_SBP, None, 0)
+    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.width, hs_SBP, None, 0)
     return hs_SBP
 
 
@@ -129,7 +132,7 @@ def backward(
     behind `grads_NQ` in memory; the gradient of h comes from them. `before`: a call for earlier steps will do that; what is written for
     the initial h is then only what passes through lanes without steps here.
     """
-    steps, lanes = cells_TBP.shape[:2]
+    steps, lanes = grad_y_TBP.shape[:2]
     if (after_BQ is not None or before) and not shape.continues:
         raise ValueError("whole-group clusters exchange gradients in shared memory, and cannot go on from those of another launch")
     if after_BQ is not None and after_BQ.data_ptr() != grads_NQ.data_ptr() + grads_NQ.nbytes:
@@ -168,13 +171,14 @@ def unpack(
     gates = by_name(shape.cell).gates
     pitch = 0 if grad_ih_QJ is None else grad_ih_QJ.shape[1]
     dw_ih = None if grad_ih_QJ is None else like.new_empty(gates * hidden, inputs, dtype=dtype)
-    dw_hh = None if grad_hh_QP is None else like.new_empty(gates * hidden, hidden, dtype=dtype)
+    units = hidden // shape.heads
+    dw_hh = None if grad_hh_QP is None else like.new_empty(gates * hidden, units, dtype=dtype)
     db = like.new_empty(2, gates * hidden, dtype=dtype)
     groups, padded = bias_EQ.shape[0], bias_EQ.shape[1] // 4
     grid = (-(-max(inputs, hidden) // 128), -(-gates * hidden // 8), 2)
     _simple("unpack_gradients", like, cell=shape.cell)(
         grid, (32, 8), grad_ih_QJ, grad_hh_QP, bias_EQ, groups, int(dtype == like.dtype),
-        hidden, inputs, dw_ih, dw_hh, db, padded, pitch,
+        hidden, inputs, dw_ih, dw_hh, db, padded, pitch, units, shape.hidden,
     )  # fmt: skip
     return dw_ih, dw_hh, db
 
@@ -224,7 +228,7 @@ def begun_rows(hs_TBP: Tensor, marks: LayerMarks) -> Tensor:
 
 def noise_bytes(noise: CellNoise, shape: LayerShape, x_TBI: Tensor) -> Tensor:
     """[T, B, P] uint8: which candidates stay, and which units keep their old values, in one direction (see `cell.cuh`)."""
-    (steps, lanes), padded = x_TBI.shape[:2], shape.hidden
+    (steps, lanes), padded = x_TBI.shape[:2], shape.width
     bytes_TBP = x_TBI.new_empty(steps, lanes, padded, dtype=torch.uint8)
     numbers_B = None if noise.lanes is None else noise.lanes.to(torch.int64).contiguous()
     last = len(noise.zoneout) - 1

@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
 
     gates_NQ: Tensor
     ring: Tensor  # for sums exchanged via memory, one for each piece
-    starts_2CBP: Tensor  # gradients of h and c at the start of each piece
+    starts: tuple[Tensor, Tensor]  # gradients of h and of the memory at the start of each piece, [C, B, P] and as wide as the memory
     bias_CEQ: Tensor
     resets_CEP2: Tensor | None  # of what resets put into the memory and into h, if that is learned
 
@@ -65,12 +65,14 @@ class Gradients(NamedTuple):
         """Some steps of the same, which are these pieces."""
         rows = slice(span[0] * lanes, span[1] * lanes)
         resets = None if self.resets_CEP2 is None else self.resets_CEP2[pieces]
-        return Gradients(self.gates_NQ[rows], self.ring[pieces], self.starts_2CBP[:, pieces], self.bias_CEQ[pieces], resets)
+        return Gradients(
+            self.gates_NQ[rows], self.ring[pieces], (self.starts[0][pieces], self.starts[1][pieces]), self.bias_CEQ[pieces], resets
+        )
 
 
 def packed(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     """The weights in the kernel's order and dtype, packed once a pass."""
-    how = shape.hidden, shape.cell, pitch, like.dtype, like.device, transposed
+    how = shape.hidden, shape.heads, shape.cell, pitch, like.dtype, like.device, transposed
     return pass_cache.cached(weights[:4], how, lambda: recurrence.pack(weights, shape, pitch, like, transposed=transposed))
 
 
@@ -90,12 +92,13 @@ def activations(
         inputs_NJ = None
         if number:
             # With a mask, the inputs are a product; without one, they are h itself.
-            below = made[-1].hs_SBP[1:].view(steps * lanes, shape.hidden)
+            below = made[-1].hs_SBP[1:].view(steps * lanes, shape.width)
             inputs_NJ = torch.empty_like(below) if masked[number - 1] else below
-        cs_CBP = like.new_empty(pieces + 1, lanes, shape.hidden, dtype=torch.float32)
-        cs_CBP[0].copy_(recurrence.padded_to(c_BH, shape.hidden, torch.float32))
-        cells = like.new_empty(steps, lanes, shape.hidden, dtype=torch.float32) if kept else None
-        gates = like.new_empty(steps * lanes, 4 * shape.hidden)
+        memory = shape.width * shape.memory
+        cs_CBP = like.new_empty(pieces + 1, lanes, memory, dtype=torch.float32)
+        cs_CBP[0].copy_(recurrence.padded_to(c_BH, memory, torch.float32))
+        cells = like.new_empty(steps, lanes, memory, dtype=torch.float32) if kept else None
+        gates = like.new_empty(steps * lanes, 4 * shape.width)
         made.append(Activations(inputs_NJ, recurrence.states(h_BH, shape, steps, like), gates, cells, cs_CBP, None))
     return made
 
@@ -105,10 +108,10 @@ def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, 
     made = []
     for layer in layers:
         lanes = layer.hs_SBP.shape[1]
-        starts = layer.hs_SBP.new_empty(2, pieces, lanes, shape.hidden, dtype=torch.float32)
-        bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.hidden, dtype=torch.float32)
-        of_resets = bias.new_empty(pieces, shape.groups, shape.hidden, 2) if learned else None
-        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), starts, bias, of_resets))
+        h, memory = (layer.hs_SBP.new_empty(pieces, lanes, shape.width * each, dtype=torch.float32) for each in (1, shape.memory))
+        bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.width, dtype=torch.float32)
+        of_resets = bias.new_empty(pieces, shape.groups, shape.width, 2) if learned else None
+        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), (h, memory), bias, of_resets))
     return made
 
 
@@ -130,7 +133,7 @@ def forward(
             with streams.of(number, number - 1, piece):
                 mask = layers[number - 1].mask if number else None
                 if mask is not None:
-                    masked = layer.inputs_NJ[rows].view(end - first, lanes, shape.hidden)
+                    masked = layer.inputs_NJ[rows].view(end - first, lanes, shape.width)
                     torch.mul(layers[number - 1].hs_SBP[first + 1 : end + 1], _steps_of(mask, first, end), out=masked)
                 gates = layer.gates_NQ[rows]
                 torch.addmm(pack.bias_Q, layer.inputs_NJ[rows], pack.w_ih_QJ.t(), out=gates)
@@ -173,12 +176,12 @@ def backward(
     calls, as in `recurrence.backward`: each layer's gate gradients of the next step, if those of later steps are there.
     """
     (steps, lanes), shape, count = grad_y_TBP.shape[:2], wave.back, len(layers)
-    ys = [grad_y_TBP.new_empty(steps, lanes, shape.hidden) for _ in range(count - 1)] + [grad_y_TBP]
+    ys = [grad_y_TBP.new_empty(steps, lanes, shape.width) for _ in range(count - 1)] + [grad_y_TBP]
     with _Streams(wave.streams, grad_y_TBP.device) as streams:
         for turned_number, turned_piece in diagonals(count, len(spans)):
             number, piece = count - 1 - turned_number, len(spans) - 1 - turned_piece
             layer, own, (first, end), (w_ih_QJ, turned_PQ) = layers[number], grads[number], spans[piece], weights[number]
-            rows, starts = slice(first * lanes, end * lanes), own.starts_2CBP
+            rows, (of_h, of_memory) = slice(first * lanes, end * lanes), own.starts
             follows = None if after is None else after[number]
             if piece < len(spans) - 1:
                 follows = own.gates_NQ[end * lanes : (end + 1) * lanes] if shape.continues else None
@@ -186,14 +189,14 @@ def backward(
                 assert layer.cells_TBP is not None  # kept by forward
                 recurrence.backward(
                     shape, turned_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
-                    ends[number] if piece == len(spans) - 1 else (starts[0, piece + 1], starts[1, piece + 1]), own.gates_NQ[rows],
-                    (starts[0, piece], starts[1, piece]), own.bias_CEQ[piece], own.ring[piece], dealt[piece],
+                    ends[number] if piece == len(spans) - 1 else (of_h[piece + 1], of_memory[piece + 1]), own.gates_NQ[rows],
+                    (of_h[piece], of_memory[piece]), own.bias_CEQ[piece], own.ring[piece], dealt[piece],
                     marks[number].part(first, end), None if own.resets_CEP2 is None else own.resets_CEP2[piece],
                     follows, before=shape.continues and (before or piece > 0),
                 )  # fmt: skip
                 if number:
                     below = ys[number - 1][first:end]
-                    torch.mm(own.gates_NQ[rows], w_ih_QJ, out=below.view(-1, shape.hidden))
+                    torch.mm(own.gates_NQ[rows], w_ih_QJ, out=below.view(-1, shape.width))
                     mask = layers[number - 1].mask
                     if mask is not None:
                         below.mul_(_steps_of(mask, first, end))
@@ -211,7 +214,13 @@ def weight_products(
     if into_ih is not None:
         torch.mm(grads_NQ.t(), inputs_NJ, out=into_ih)
     if into_hh is not None:
-        torch.mm(grads_NQ.t(), recurrence.begun_rows(hs_SBP[:-1], marks), out=into_hh)
+        before_NP, units = recurrence.begun_rows(hs_SBP[:-1], marks), into_hh.shape[1]
+        if units == before_NP.shape[1]:
+            torch.mm(grads_NQ.t(), before_NP, out=into_hh)
+        else:  # each head by itself
+            rows = len(before_NP)
+            of_heads = grads_NQ.view(rows, -1, 4 * units).permute(1, 2, 0), before_NP.view(rows, -1, units).transpose(0, 1)
+            torch.bmm(*of_heads, out=into_hh.view(-1, 4 * units, units))
 
 
 def initial_gradients(layer: Gradients, turned_PQ: Tensor, marks: LayerMarks) -> tuple[Tensor, Tensor]:
@@ -223,13 +232,25 @@ def initial_gradients(layer: Gradients, turned_PQ: Tensor, marks: LayerMarks) ->
     return h_P + (turned_PQ @ gates_Q[0]).to(h_P.dtype), memory_P
 
 
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """The rows one below the other: in place if they already lie so in memory, as parts of one buffer do; otherwise a copy."""
+    storage, width = rows[0].untyped_storage().data_ptr(), rows[0].shape[1]
+    at = rows[0].storage_offset()
+    for each in rows:
+        if not each.is_contiguous() or each.untyped_storage().data_ptr() != storage or each.storage_offset() != at:
+            return torch.cat(list(rows))
+        at += each.numel()
+    return rows[0].as_strided((sum(len(each) for each in rows), width), (width, 1))
+
+
 def last_carry(layer: Activations, lengths_B: Tensor | None, hidden: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
     """Copies of h and memory [B, H] at each lane's last real step."""
     if lengths_B is None:
         h = layer.hs_SBP[-1, :, :hidden].to(dtypes[0], copy=True)
     else:
         h = recurrence.last_state(layer.hs_SBP, lengths_B, hidden, dtypes[0])
-    return h, layer.cs_CBP[-1, :, :hidden].to(dtypes[1], copy=True)
+    memory = hidden * layer.cs_CBP.shape[-1] // layer.hs_SBP.shape[-1]
+    return h, layer.cs_CBP[-1, :, :memory].to(dtypes[1], copy=True)
 
 
 def diagonals(layers: int, pieces: int) -> Iterator[tuple[int, int]]:

@@ -51,19 +51,35 @@ def run(
     check(x_TBI, carries, layers, wave.shape.cell)
     flat: list[Tensor | None] = []
     for number, (carry, weights, mask) in enumerate(zip(carries, layers, masks, strict=True)):
-        initial = None if marks is None or (of_layer := marks[number]) is None else of_layer.initial
+        of_layer = None if marks is None else marks[number]
+        initial = None if of_layer is None or of_layer.resets is None else of_layer.initial
         begin = [None, None] if initial is None else [initial[0][0, 0], initial[-1][0, 0]]
-        flat += [carry[0][0], carry[-1][0], *weights[:4], mask, *begin]
+        flat += [carry[0][0], memory_of(carry), *weights[:4], mask, *begin]
     apply: Any = _Stack.apply
     # Passed on, because needs_input_grad ignores no_grad: it stays True for inputs that require gradients.
     y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, (lengths_B, marks), clean, *flat)
     return y_TBH, tuple(carry_of(wave, h[None], memory[None]) for h, memory in zip(ends[::2], ends[1::2], strict=True))
 
 
+def memory_of(carry: AnyCarry) -> Tensor:
+    """[B, …]: the memory of a layer as the kernels have it: h itself if it is the whole carry, else the other parts, unit by unit."""
+    parts = carry[1:] or carry
+    if len(parts) == 1:
+        return parts[0][0]
+    c, n, m = (part[0] for part in parts)
+    scale = (m - m.detach()).exp()  # 1: in the kernels' gradients, m is what it is while c and n change with it (see `cell.cuh`)
+    return torch.stack((c * scale, n * scale, m, torch.zeros_like(m)), dim=-1).flatten(1)
+
+
 def carry_of(wave: Wave, h: Tensor, memory: Tensor) -> AnyCarry:
-    """The carry of a layer, whose last part is the memory."""
+    """The carry of a layer, from its h and memory."""
     cell = by_name(wave.shape.cell)
-    carry: AnyCarry = cell.carry(h, memory) if len(cell.parts) > 1 else cell.carry(memory)
+    parts: tuple[Tensor, ...] = (memory,)
+    if wave.shape.memory > 1:
+        c, n, m, _ = memory.view(*memory.shape[:-1], -1, wave.shape.memory).unbind(-1)
+        scale = (m.detach() - m).exp()
+        parts = c * scale, n * scale, m
+    carry: AnyCarry = cell.carry(h, *parts) if len(cell.parts) > 1 else cell.carry(*parts)
     return carry
 
 
@@ -71,7 +87,7 @@ def check(x_TBI: Tensor, carries: AnyCarries, layers: Sequence[LayerWeights], ce
     """Check what the kernels take on trust."""
     (lanes, width), gates = x_TBI.shape[1:], by_name(cell).gates
     for carry, weights in zip(carries, layers, strict=True):
-        hidden = weights.w_hh.shape[1]
+        hidden = weights.w_ih.shape[0] // gates
         if weights.w_ih.shape != (gates * hidden, width):
             raise ValueError(f"inputs are {width} wide, but the weights {list(weights.w_ih.shape)} expect {weights.w_ih.shape[1]}")
         if any(part.shape != (1, lanes, hidden) for part in carry):
@@ -96,7 +112,7 @@ class _Stack(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         (lengths_B, marks), steps = told, x_TBI.shape[0]
         given = list(zip(*[iter(flat)] * _OF_LAYER, strict=True))
-        hidden = given[0][3].shape[1]
+        hidden = given[0][2].shape[0] // by_name(wave.shape.cell).gates
         like, kept = x_TBI.new_empty(0), wanted and any(ctx.needs_input_grad)
         spans = stack.spans_of(steps, wave.chunk_steps)
         dealt = [Dealt(None, None) for _ in spans] if lengths_B is None else recurrence.deal(lengths_B, steps, wave.chunk_steps, like)
@@ -141,7 +157,7 @@ class _Stack(torch.autograd.Function):
         assert inputs_NJ is not None
         dx_NJ = torch.empty_like(inputs_NJ) if ctx.needs_input_grad[2] else None
         products = [
-            (torch.empty_like(w_ih_QJ) if want[2] else None, w_ih_QJ.new_empty(turned_PQ.shape[::-1]) if want[3] else None)
+            (torch.empty_like(w_ih_QJ) if want[2] else None, w_ih_QJ.new_empty(len(w_ih_QJ), wave.back.hidden) if want[3] else None)
             for (w_ih_QJ, turned_PQ), want in zip(weights, wants, strict=True)
         ]
 
@@ -158,9 +174,9 @@ class _Stack(torch.autograd.Function):
             if any(wants[number][2:6]):
                 bias_EQ = grads[number].bias_CEQ.flatten(0, 1)
                 dw_ih, dw_hh, db = recurrence.unpack(wave.back, *products[number], bias_EQ, inputs_NJ, hidden, width, w_dtype)
-            starts = grads[number].starts_2CBP[:, 0, :, :hidden]
-            results += [starts[0].to(h_dtype) if wants[number][0] else None]
-            results += [starts[1].to(c_dtype) if wants[number][1] else None]
+            of_h, of_memory = (each[0] for each in grads[number].starts)
+            results += [of_h[:, :hidden].to(h_dtype) if wants[number][0] else None]
+            results += [of_memory[:, : hidden * wave.back.memory].to(c_dtype) if wants[number][1] else None]
             results += [dw_ih, dw_hh, *(db.unbind() if db is not None and biased else (None, None)), None]
             begin: tuple[Tensor | None, Tensor | None] = (None, None)
             if any(wants[number][7:]):
@@ -172,8 +188,8 @@ class _Stack(torch.autograd.Function):
 def refuse_more(*grads: Tensor | None) -> None:
     """Raise, in a backward that received these gradients, if more than numbers is requested."""
     # What plain operations would need from every layer is not saved: no training step would use that memory.
-    remedy = "build the LSTM with kernel='reference' to differentiate gradients again or to compute many at once"
-    derivatives.only_numbers("the persistent LSTM kernel", remedy, *grads)
+    remedy = "build the layers with kernel='reference' to differentiate gradients again or to compute many at once"
+    derivatives.only_numbers("the persistent recurrent kernel", remedy, *grads)
 
 
 def rows_of(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
@@ -189,19 +205,22 @@ def pitch_of(layer: Activations) -> int:
 
 def padded_mask(mask: Tensor | None, wave: Wave, like: Tensor) -> Tensor | None:
     """A mask of outputs in the kernel's width and dtype."""
-    return None if mask is None else recurrence.padded_to(mask, wave.shape.hidden, like.dtype)
+    return None if mask is None else recurrence.padded_to(mask, wave.shape.width, like.dtype)
 
 
 def grad_outputs(grad_y_TBH: Tensor | None, x_shape: torch.Size, wave: Wave, like: Tensor) -> Tensor:
     """The gradient of the outputs as the kernel reads it."""
     if grad_y_TBH is None:
-        return like.new_zeros(*x_shape[:2], wave.back.hidden)
-    return recurrence.padded_to(grad_y_TBH, wave.back.hidden, like.dtype)
+        return like.new_zeros(*x_shape[:2], wave.back.width)
+    return recurrence.padded_to(grad_y_TBH, wave.back.width, like.dtype)
 
 
 def padded_ends(grad_ends: Sequence[Tensor | None], wave: Wave) -> list[Ends]:
     """The gradients of each layer's last h and c as the kernel reads them."""
-    ends = [None if grad is None else recurrence.padded_to(grad, wave.back.hidden, torch.float32) for grad in grad_ends]
+    widths = [wave.back.width, wave.back.width * wave.back.memory] * (len(grad_ends) // 2)
+    ends = [
+        None if grad is None else recurrence.padded_to(grad, width, torch.float32) for grad, width in zip(grad_ends, widths, strict=True)
+    ]
     return list(zip(ends[::2], ends[1::2], strict=True))
 
 

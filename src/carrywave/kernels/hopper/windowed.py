@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from carrywave.cells.cell import by_name
 from carrywave.kernels import derivatives, pass_cache
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.deferred_gradients import Deferred, deferred_for
@@ -112,7 +113,7 @@ class StackWindow:
         self.given = [weight for layer in self.weights for weight in layer[:_OF_LAYER] if weight is not None]
         # Gradients of derived weights go through autograd, with the first chunk's backward: the last one to run.
         self.derived = [weight for weight in self.given if not weight.is_leaf]
-        self.lanes, self.inputs, self.hidden = x_TBI.shape[1], x_TBI.shape[2], layers[0].w_hh.shape[1]
+        self.lanes, self.inputs, self.hidden = x_TBI.shape[1], x_TBI.shape[2], layers[0].w_ih.shape[0] // by_name(how.shape.cell).gates
         self.dtypes = [(carry[0].dtype, carry[-1].dtype) for carry in carries]
         self.bits_BW: Tensor | None = None  # resets of the window, as far as its chunks have come
         self.lengths_B = window.lengths if short else None
@@ -124,17 +125,16 @@ class StackWindow:
         self.pieces = [slice(first, end) for first, end in pairwise(counts)]
         with torch.no_grad():
             self.dealt = self._deal(window)
-            given = [(carry[0][0].detach(), carry[-1][0].detach()) for carry in carries]
+            given = [(carry[0][0].detach(), wave.memory_of(carry).detach()) for carry in carries]
             masked = [mask is not None for mask in masks]
             self.layers = stack.activations(how.shape, given, masked, window.steps, counts[-1], self.like, kept=True)
-            pitches = [-(-self.inputs // 8) * 8, *[how.shape.hidden] * (len(layers) - 1)]
+            pitches = [-(-self.inputs // 8) * 8, *[how.shape.width] * (len(layers) - 1)]
             self.packs = [
                 stack.packed(layer, how.shape, pitch, self.like, transposed=True)
                 for layer, pitch in zip(self.weights, pitches, strict=True)
             ]
         self.parts: list[list[Activations]] = []  # by chunk
         self.rows: list[Tensor] = []  # inputs of the first layer, by chunk
-        self.shapes: list[torch.Size] = []  # of x, by chunk
         self.marks: list[list[LayerMarks]] = []  # of the layers, by chunk
         self.grads: list[Gradients] = []  # made by the first backward
         self.started = len(window.spans)  # the earliest chunk whose backward has run
@@ -182,7 +182,7 @@ class StackWindow:
         if x_TBI.shape != (chunk.span[1] - chunk.span[0], self.lanes, self.inputs) or x_TBI.dtype != self.like.dtype:
             span, last = f"steps {chunk.span[0]} to {chunk.span[1]}", f"{self.lanes} lanes of {self.inputs} inputs in {self.like.dtype}"
             raise ValueError(f"x is {list(x_TBI.shape)} in {x_TBI.dtype}, but this chunk has {span} of a window with {last}")
-        given = [part[0] for carry in carries for part in (carry[0], carry[-1])] if chunk.index == 0 else [carries[0][0]]
+        given = [part for carry in carries for part in (carry[0][0], wave.memory_of(carry))] if chunk.index == 0 else [carries[0][0]]
         apply: Any = _Chunk.apply
         weights = [weight for layer in self.weights for weight in layer[:_OF_LAYER]]
         if chunk.index and self.derived:
@@ -211,7 +211,6 @@ class StackWindow:
         self.marks.append(marked)
         self.parts.append(layers)
         self.rows.append(rows_NJ)
-        self.shapes.append(x_TBI.shape)
         outputs = [layers[-1].hs_SBP[1:, :, : self.hidden]]
         if index < len(self.spans) - 1:
             return [*outputs, self._token()]
@@ -222,6 +221,8 @@ class StackWindow:
     def _marked(self, index: int, x_TBI: Tensor, marks: Marks) -> list[LayerMarks]:
         """The marks of a chunk; the bits of its resets join those of the chunks before it."""
         resets_TB = None if marks is None or marks[0] is None else marks[0].resets
+        if index and (resets_TB is None) != (self.bits_BW is None):
+            raise ValueError("resets in some chunks of a window and none in others; pass them with every chunk or with none")
         if resets_TB is not None and self.bits_BW is None:
             self.bits_BW = marking.empty_bits(self.steps, self.lanes, x_TBI)
         resets = marking.resets_of(resets_TB, self.chunks[index][0], self.bits_BW)
@@ -237,24 +238,25 @@ class StackWindow:
 
     def backward(
         self, index: int, grad_y_TBH: Tensor | None, grad_ends: Sequence[Tensor | None], *, wants_dx: bool
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradient of a chunk's inputs, and those of each layer's h and c at its start [2, B, P]."""
+    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """The gradient of a chunk's inputs, and those of each layer's h and memory at its start."""
         if not self.grads:
             self.grads = stack.gradients(self.layers, self.how.back, self.pieces[-1].stop)
-        layers, pieces = self.parts[index], self.pieces[index]
-        grads = [each.part(self.chunks[index], self.lanes, pieces) for each in self.grads]
+        layers, pieces, (first, end) = self.parts[index], self.pieces[index], self.chunks[index]
+        x_shape = torch.Size((end - first, self.lanes, self.inputs))
+        grads = [each.part((first, end), self.lanes, pieces) for each in self.grads]
         ends: list[Ends]
         if index == len(self.spans) - 1:
             ends = wave.padded_ends(grad_ends, self.how)
         elif self.started == index + 1:
-            ends = [(each.starts_2CBP[0, pieces.stop], each.starts_2CBP[1, pieces.stop]) for each in self.grads]
+            ends = [(each.starts[0][pieces.stop], each.starts[1][pieces.stop]) for each in self.grads]
         else:  # no gradient came from later chunks
             ends = [(None, None)] * len(layers)
         following = self.started == index + 1 < len(self.spans) and self.how.back.continues
-        next_rows = slice(self.chunks[index][1] * self.lanes, (self.chunks[index][1] + 1) * self.lanes)
+        next_rows = slice(end * self.lanes, (end + 1) * self.lanes)
         after = [each.gates_NQ[next_rows] for each in self.grads] if following else None
         dx_NJ = torch.empty_like(self.rows[index]) if wants_dx else None
-        grad_y = wave.grad_outputs(grad_y_TBH, self.shapes[index], self.how, self.like)
+        grad_y = wave.grad_outputs(grad_y_TBH, x_shape, self.how, self.like)
         turned = [(pack.w_ih_QJ, pack.turned_PQ) for pack in self.packs if pack.turned_PQ is not None]
         stack.backward(
             self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ, self.marks[index],
@@ -264,7 +266,7 @@ class StackWindow:
         self._put_off(index)
         if index == 0:
             self._release()
-        return wave.input_gradient(dx_NJ, self.shapes[index]), [each.starts_2CBP[:, 0] for each in grads]
+        return wave.input_gradient(dx_NJ, x_shape), [(each.starts[0][0], each.starts[1][0]) for each in grads]
 
     def _put_off(self, index: int) -> None:
         """Defer this chunk's part of the weight gradients."""
@@ -305,7 +307,7 @@ class StackWindow:
                 found += [None] * _OF_LAYER
                 continue
             layer, grads = self.layers[number].part(steps, pieces), self.grads[number].part(steps, self.lanes, pieces)
-            inputs_NJ = joined(self.rows[first:end]) if layer.inputs_NJ is None else layer.inputs_NJ
+            inputs_NJ = stack.joined(self.rows[first:end]) if layer.inputs_NJ is None else layer.inputs_NJ
             into_ih = torch.empty_like(pack.w_ih_QJ) if wants[0] else None
             into_hh = torch.empty_like(pack.w_hh_QP) if wants[1] else None
             marked = self._marked_over(first, end, number)
@@ -320,7 +322,9 @@ class StackWindow:
         """The carries at the start of a chunk. A lane that has ended may hold anything."""
         first, piece = self.chunks[index][0], self.pieces[index].start
         return tuple(
-            wave.carry_of(self.how, each.hs_SBP[None, first, :, : self.hidden], each.cs_CBP[None, piece, :, : self.hidden])
+            wave.carry_of(
+                self.how, each.hs_SBP[None, first, :, : self.hidden], each.cs_CBP[None, piece, :, : self.hidden * self.how.shape.memory]
+            )
             for each in self.layers
         )
 
@@ -328,17 +332,6 @@ class StackWindow:
 def _trained(weight: Tensor | None) -> bool:
     """True if a weight is a parameter whose gradient can be deferred."""
     return weight is not None and weight.is_leaf and weight.requires_grad
-
-
-def joined(rows: Sequence[Tensor]) -> Tensor:
-    """The rows one below the other: in place if they already lie so in memory, as parts of one buffer do; otherwise a copy."""
-    storage, width = rows[0].untyped_storage().data_ptr(), rows[0].shape[1]
-    at = rows[0].storage_offset()
-    for each in rows:
-        if not each.is_contiguous() or each.untyped_storage().data_ptr() != storage or each.storage_offset() != at:
-            return torch.cat(list(rows))
-        at += each.numel()
-    return rows[0].as_strided((sum(len(each) for each in rows), width), (width, 1))
 
 
 class _Chunk(torch.autograd.Function):
@@ -369,13 +362,16 @@ class _Chunk(torch.autograd.Function):
         if not held.deferred.open:
             return _by_itself(ctx, x_TBI, grad_y_TBH, *grad_ends)
         dx, starts = held.backward(index, grad_y_TBH, grad_ends, wants_dx=ctx.needs_input_grad[2])
-        carried: list[Tensor | None] = [starts[0][0, 0, :1]]  # for the token: a number that is there
+        carried: list[Tensor | None] = [starts[0][0][0, :1]]  # for the token: a number that is there
         if index == 0:
             parts = [
                 (part, dtype) for start, pair in zip(starts, held.dtypes, strict=True) for part, dtype in zip(start, pair, strict=True)
             ]
             wanted = ctx.needs_input_grad[6 : 6 + ctx.carried]
-            carried = [part[:, : held.hidden].to(dtype) if want else None for (part, dtype), want in zip(parts, wanted, strict=True)]
+            of_parts = [held.hidden, held.hidden * held.how.back.memory] * len(starts)
+            carried = [
+                part[:, :width].to(dtype) if want else None for (part, dtype), want, width in zip(parts, wanted, of_parts, strict=True)
+            ]
         derived = held.derived_gradients() if index == 0 else [None] * (len(ctx.flat) - ctx.carried)
         return None, None, dx, None, None, None, *carried, *derived
 
@@ -390,9 +386,9 @@ def _by_itself(ctx: Any, x_TBI: Tensor, grad_y_TBH: Tensor | None, *grad_ends: T
         parts = [part[None] for part in flat[: ctx.carried] if part is not None]
         carries = held.carry_at(index)
         if index == 0:
-            carries = tuple(wave.carry_of(held.how, *pair) for pair in zip(parts[::2], parts[1::2], strict=True))
+            carries = tuple(wave.carry_of(held.how, h, memory) for h, memory in zip(parts[::2], parts[1::2], strict=True))
         y, ends = wave.run(x, carries, layers, ctx.masks, lengths_B, held.how, marks=marks, clean=clean)
-        last = [part[0] for end in ends for part in (end[0], end[-1])]
+        last = [part for end in ends for part in (end[0][0], wave.memory_of(end))]
         return (y, *(last if index == len(held.spans) - 1 else [y.new_zeros(1)]))
 
     found = derivatives.through(plain, (x_TBI, *ctx.flat), (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]), (grad_y_TBH, *grad_ends))

@@ -10,14 +10,16 @@ Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projectio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from carrywave.kernels import torch_kernels
-from carrywave.kernels.blas import ONEDNN_IS_FAST
 from carrywave.kernels.carry import AnyCarry, Carry
 from carrywave.kernels.lengths import both_ways, last_real, real_steps
+from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.torch_kernels import ONEDNN_IS_FAST
 from carrywave.kernels.weights import Layer, LayerWeights
 
 # sigmoid(±1e4) is exactly 1 and 0 in every precision, whatever the other inputs add, and 1e4 is still within fp16's range.
@@ -25,19 +27,24 @@ _SATURATED = 1.0e4
 LONG_STEPS = 32  # shorter sequences do not amortise oneDNN's weight preparation
 
 
-def layer(x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, AnyCarry]:
+def layer(
+    x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
     """One layer: outputs [T, B, P·D] and the carry at each lane's last real step."""
-    if lengths_B is None:
+    if lengths_B is None and marks is None:
         return _run(x_TBI, carry, weights)
-    real_TB1 = real_steps(lengths_B, x_TBI.shape[0])
-    padded_TBJ = _flagged(x_TBI, real_TB1)
+    real_TB1 = None if lengths_B is None else real_steps(lengths_B, x_TBI.shape[0])
+    padded_TBJ = x_TBI if real_TB1 is None else _flagged(x_TBI, real_TB1)
 
-    def run(x_TBJ: Tensor, parts: Sequence[Tensor], each: LayerWeights) -> tuple[Tensor, Sequence[Tensor]]:
-        y_TBP, end = _run(x_TBJ, Carry(*(part[None] for part in parts)), (_with_flag(each, x_TBJ.shape[-1]),))
+    def run(x_TBJ: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
+        each = each if real_TB1 is None else _with_flag(each, x_TBJ.shape[-1])
+        y_TBP, end = torch_kernels.cut_at_resets(partial(_run, weights=(each,)), x_TBJ, Carry(*(part[None] for part in parts)), way)
+        if real_TB1 is None or lengths_B is None:
+            return y_TBP, [part[0] for part in end]
         y_TBP = torch.where(real_TB1, y_TBP, 0.0)
         return y_TBP, (last_real(y_TBP, lengths_B, parts[0].to(y_TBP.dtype)), end[1][0])
 
-    return both_ways(run, padded_TBJ, carry, weights, lengths_B)
+    return both_ways(run, padded_TBJ, carry, weights, lengths_B, marks)
 
 
 def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:

@@ -3,10 +3,23 @@
 // Every cell has four numbers per unit and step, made of the products with the inputs and with h:
 //   LSTM  input, forget, candidate and output gate; its memory is c
 //   GRU   reset and update gate, the input's and h's part of the candidate; its memory is h itself, in float32
-// With NOISE, part of the candidate is dropped, and some units keep their old h or memory (zoneout).
+//   sLSTM input and forget gate before their exponentials, candidate and output gate; its memory is four numbers: c, n, m, and what m would be
+//         without the step's input
+// With NOISE, part of the candidate is dropped, and some units keep their old h or memory (zoneout): 1 as drawn, 2 by their mean.
 
 #define LSTM 0
 #define GRU 1
+#define SLSTM 2
+#if CELL == SLSTM
+typedef float4 Memory;
+#define SLOT 32  // bytes that a thread prefetches for a step
+#define LEAST 1e-30f
+__device__ __forceinline__ Memory nothing() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+#else
+typedef float Memory;
+#define SLOT 16
+__device__ __forceinline__ Memory nothing() { return 0.0f; }
+#endif
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -22,41 +35,76 @@ __device__ __forceinline__ float reciprocal(float x) {
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-1.442695041f * x)); }
 __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciprocal(1.0f + power_of_2(2.885390082f * x)); }
 
+__device__ __forceinline__ float exponential(float x) { return power_of_2(1.442695041f * x); }
+// log(1 + e^x), which is about x where that overflows.
+__device__ __forceinline__ float softplus(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exponential(-fabsf(x))));
+    return fmaxf(x, 0.0f) + 0.6931471806f * y;
+}
+
+// One of two numbers, both of which are computed: a branch around one of them would hold up the other threads of the warp.
+__device__ __forceinline__ float chosen(u32 condition, float yes, float no) {
+    float x;
+    asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\tselp.f32 %0, %2, %3, p;\n\t}" : "=f"(x) : "r"(condition), "f"(yes), "f"(no));
+    return x;
+}
+
+#if CELL == SLSTM
+__device__ __forceinline__ Memory chosen(u32 condition, Memory yes, Memory no) {
+    return make_float4(chosen(condition, yes.x, no.x), chosen(condition, yes.y, no.y), chosen(condition, yes.z, no.z), chosen(condition, yes.w, no.w));
+}
+#endif
+
 // What a launch is told about noise: a byte for each unit, lane and step, whose bits say that the candidate stays, and that h or the memory
 // keeps its old value. Without the bytes, all candidates stay, and the old values have constant weights: the mean, for evaluation.
 struct NoiseOf {
     float candidate, old_h, old_memory;
 };
 struct Noise {
-    const unsigned char* bytes;  // [T, B, H] or null
+    const unsigned char* bytes;  // [T, B, H]
     float scale, old_h, old_memory;
 
-    __device__ __forceinline__ u32 fetch(u64 at) const { return NOISE && bytes ? bytes[at] : 0; }
+    __device__ __forceinline__ u32 fetch(u64 at) const { return NOISE == 1 ? bytes[at] : 0; }
     __device__ __forceinline__ NoiseOf of(u32 byte) const {
         if (!NOISE) return {1.0f, 0.0f, 0.0f};
-        if (!bytes) return {1.0f, old_h, old_memory};
-        return {byte & 1 ? scale : 0.0f, byte & 2 ? 1.0f : 0.0f, byte & 4 ? 1.0f : 0.0f};
+        if (NOISE == 2) return {1.0f, old_h, old_memory};
+        return {chosen(byte & 1, scale, 0.0f), chosen(byte & 2, 1.0f, 0.0f), chosen(byte & 4, 1.0f, 0.0f)};
     }
 };
 __device__ __forceinline__ float mixed(float now, float before, float weight) { return NOISE ? now + weight * (before - now) : now; }
 
-// Where lanes start again: a bit for each step of the window, of which this launch's steps begin with number `first`.
+// Where lanes start again: a bit for each step of the window, of which this launch's steps begin with number `first`. Forward prefetches the
+// word of each step with its gates, and notes for backward in the last bit of the step's memory whether the lane has started again: a
+// conditional load every 32 steps would cost every step a wait.
 struct Resets {
     const u32* bits;  // [B, words]
     int words, first;
 
-    __device__ __forceinline__ u32 word(int lane, int step) const { return bits[(u64)lane * words + ((first + step) >> 5)]; }
+    __device__ __forceinline__ const u32* word(int lane, int step) const { return bits + (u64)lane * words + ((first + step) >> 5); }
     __device__ __forceinline__ bool in(u32 word, int step) const { return word >> ((first + step) & 31) & 1; }
-    __device__ __forceinline__ bool starts_word(int step) const { return ((first + step) & 31) == 0; }
 };
+__device__ __forceinline__ float noted(float memory, bool again) { return __uint_as_float((__float_as_uint(memory) & ~1u) | (u32)again); }
+__device__ __forceinline__ bool note_in(float memory) { return __float_as_uint(memory) & 1; }
+#if CELL == SLSTM
+__device__ __forceinline__ Memory noted(Memory memory, bool again) { return make_float4(noted(memory.x, again), memory.y, memory.z, memory.w); }
+__device__ __forceinline__ bool note_in(Memory memory) { return note_in(memory.x); }
+#endif
 
 // The next h; `a` becomes what backward needs, and the memory is updated. `h_before` is read only with NOISE.
-__device__ __forceinline__ float cell_forward(float (&a)[4], float& memory, float h_before, const NoiseOf& noise) {
+__device__ __forceinline__ float cell_forward(float (&a)[4], Memory& memory, float h_before, const NoiseOf& noise) {
 #if CELL == LSTM
     a[0] = sigmoid(a[0]), a[1] = sigmoid(a[1]), a[2] = tanh_(a[2]), a[3] = sigmoid(a[3]);
     float c = a[1] * memory + a[0] * (a[2] * noise.candidate), h = a[3] * tanh_(c);
     memory = mixed(c, memory, noise.old_memory);
     return mixed(h, h_before, noise.old_h);
+#elif CELL == SLSTM
+    float kept = memory.z - softplus(-a[1]), m = fmaxf(kept, a[0]);
+    a[0] = exponential(a[0] - m), a[1] = exponential(kept - m), a[2] = tanh_(a[2]), a[3] = sigmoid(a[3]);
+    memory.x = a[1] * memory.x + a[0] * (a[2] * noise.candidate);
+    memory.y = a[1] * memory.y + a[0];
+    memory.z = m, memory.w = kept;
+    return mixed(a[3] * memory.x * reciprocal(fmaxf(memory.y, LEAST)), h_before, noise.old_h);
 #else
     a[0] = sigmoid(a[0]), a[1] = sigmoid(a[1]), a[2] = tanh_(a[2] + a[0] * a[3]);
     float candidate = a[2] * noise.candidate;
@@ -92,6 +140,32 @@ struct Slopes {
         float d_c = memory - kept + dh * through;
         d[0] = d_c * input, d[1] = d_c * forget_memory, d[2] = d_c * candidate;
         memory = d_c * forget + kept;
+    }
+#elif CELL == SLSTM
+    // Scaling c, n and e^m together changes nothing, so that m has a gradient of its own only if somebody reads it by itself: `memory.z` is
+    // that part, which passes to whichever of the two gates has set m.
+    float output, to_c, to_n, candidate, add, keep, c, n, z, rest, set, old_h;
+
+    __device__ __forceinline__ Slopes(const float (&a)[4], Memory before, Memory now, const NoiseOf& noise) {
+        float inverse = reciprocal(fmaxf(now.y, LEAST)), mean = now.x * inverse;
+        output = mean * a[3] * (1.0f - a[3]);
+        to_c = a[3] * inverse;
+        to_n = now.y > LEAST ? -a[3] * inverse * mean : 0.0f;
+        z = a[2] * noise.candidate;
+        candidate = a[0] * noise.candidate * (1.0f - a[2] * a[2]);
+        // The forget gate's weight again, exactly: it may be multiplied with large sums that cancel out.
+        keep = exponential(now.w - now.z), rest = 1.0f - exponential(now.w - before.z), set = now.z > now.w ? 1.0f : 0.0f;
+        add = a[0], c = before.x, n = before.y, old_h = noise.old_h;
+    }
+    __device__ __forceinline__ void apply(float dh, float (&d)[4], Memory& memory, float& past) const {
+        past = NOISE ? old_h * dh : 0.0f;
+        dh -= past;
+        float d_c = memory.x + dh * to_c, d_n = memory.y + dh * to_n, to_input = set * memory.z, to_m = memory.z - to_input;
+        d[0] = (d_c * z + d_n) * add + to_input;
+        d[1] = ((d_c * c + d_n * n) * keep + to_m) * rest;
+        d[2] = d_c * candidate;
+        d[3] = dh * output;
+        memory = make_float4(d_c * keep, d_n * keep, to_m, 0.0f);
     }
 #else
     float reset, update, candidate, reset_gate, update_gate, old_h;

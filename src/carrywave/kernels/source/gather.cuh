@@ -141,6 +141,7 @@ struct Slot {
     u32 address;
     __device__ __forceinline__ void fetch_8(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void fetch_4(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address + at), "l"(from) : "memory"); }
+    __device__ __forceinline__ void fetch_16(int at, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
     // Every pass commits one group per step, so the groups of the other passes may still be in flight.
     __device__ __forceinline__ uint4 read(bool owner) {

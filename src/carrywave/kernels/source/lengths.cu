@@ -61,9 +61,10 @@ extern "C" __global__ void reset_bits(const unsigned char* resets, int count, in
     int lane = blockIdx.x * blockDim.x + threadIdx.x, word = first / 32 + blockIdx.y;
     if (lane >= count || word >= words) return;
     u32 set = 0;
+#pragma unroll
     for (int n = 0; n < 32; n++) {
         int step = word * 32 + n - first;
-        if (step >= 0 && step < steps && resets[(u64)step * count + lane]) set |= 1u << n;
+        set |= (step >= 0 && step < steps ? resets[(u64)step * count + lane] != 0 : 0u) << n;
     }
     bits[(u64)lane * words + word] |= set;
 }

@@ -25,16 +25,16 @@ __device__ __forceinline__ float number(const void* from, int halves, u64 at) {
 }
 
 // Weights [GATES, H, I] (float32, or half if `halves`) -> [H padded, 4, pitch], both matrices in one launch; for the recurrent one also the
-// transpose [pitch, H padded, 4] if requested; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
+// transpose [pitch, H padded, 4] if requested, each head by itself; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
 // A block of 32 x 8 threads handles 8 units (32 rows) and 32 columns.
 extern "C" __global__ void pack_weights(
     const void* w_ih, const void* w_hh, const void* b_ih, const void* b_hh, int halves, int hidden, int inputs, u16* packed_ih, u16* packed_hh,
-    u16* turned_hh, u16* bias, int padded, int pitch_ih) {
+    u16* turned_hh, u16* bias, int padded, int pitch_ih, int units_of_head, int padded_head) {
     __shared__ u16 tile[32][33];
     bool recurrent = blockIdx.z == 1;
     const void* from = recurrent ? w_hh : w_ih;
     u16* plain = recurrent ? packed_hh : packed_ih;
-    int columns = recurrent ? hidden : inputs, pitch = recurrent ? padded : pitch_ih;
+    int columns = recurrent ? units_of_head : inputs, pitch = recurrent ? padded_head : pitch_ih;
     int column = blockIdx.x * 32 + threadIdx.x, unit0 = blockIdx.y * 8;
     if (blockIdx.x * 32 >= pitch) return;
 #pragma unroll
@@ -57,7 +57,8 @@ extern "C" __global__ void pack_weights(
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         int row = blockIdx.x * 32 + threadIdx.y * 4 + n;
-        turned_hh[(u64)row * padded * 4 + unit0 * 4 + threadIdx.x] = tile[threadIdx.x][threadIdx.y * 4 + n];
+        u64 head = (u64)(unit0 / padded_head) * padded_head * padded_head * 4;
+        turned_hh[head + (u64)row * padded_head * 4 + unit0 % padded_head * 4 + threadIdx.x] = tile[threadIdx.x][threadIdx.y * 4 + n];
     }
 }
 
@@ -65,11 +66,11 @@ extern "C" __global__ void pack_weights(
 // A thread handles four columns of a row.
 extern "C" __global__ void unpack_gradients(
     const u16* packed_ih, const u16* packed_hh, const float* bias, int groups, int halves, int hidden, int inputs, void* w_ih, void* w_hh, void* b,
-    int padded, int pitch_ih) {
+    int padded, int pitch_ih, int units_of_head, int padded_head) {
     bool recurrent = blockIdx.z == 1;
     const u16* from = recurrent ? packed_hh : packed_ih;
     void* to = recurrent ? w_hh : w_ih;
-    int columns = recurrent ? hidden : inputs, pitch = recurrent ? padded : pitch_ih;
+    int columns = recurrent ? units_of_head : inputs, pitch = recurrent ? padded_head : pitch_ih;
     int column = (blockIdx.x * 32 + threadIdx.x) * 4, row = blockIdx.y * 8 + threadIdx.y;  // gate * H + unit
     if (row >= GATES * hidden) return;
     int gate = row / hidden, unit = row % hidden;

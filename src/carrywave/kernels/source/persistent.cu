@@ -7,7 +7,7 @@
 // written once, and a reader polls each word it needs until it holds something else. Each word is read and checked by itself, so
 // no memory ordering between words is needed.
 //
-// Lanes are dealt to groups of blocks that are independent of each other. Within a group every block owns U units (16 or 32):
+// HEADS are independent of each other, each with HIDDEN units and a recurrent matrix of its own. Lanes are dealt to groups of blocks that are independent of each other. Within a group every block owns U units (16 or 32):
 //   forward    gates[4U, N] = W[4U rows = U units x 4 gates, K = H] h[K, N]
 //   backward   the four blocks of a quad own 4U units together. Each handles a quarter of K = 4H for all of them, and they exchange
 //              the partial sums (float32) through a small ring.
@@ -22,7 +22,7 @@
 // registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (a group has LANES * PASSES lanes),
 // SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR), CELL (see cell.cuh), RESETS (1: lanes start
 // again at some steps, from zeros; 2: from a memory that is given, with what h adds to the gates already among their inputs), NOISE (1: see
-// cell.cuh).
+// cell.cuh), HEADS (above 1 only if NEAR).
 
 #include "half.cuh"
 
@@ -44,7 +44,8 @@
 #define OWNERS (UNITS * LANES)            // threads that own a unit of a lane
 #define NEAR (CLUSTER == BLOCKS_OF_GROUP) // a whole group is one cluster
 #define B_ALL (NEAR ? 2 * B_BYTES : B_BYTES)
-#define SLOT_BYTES (PASSES * OWNERS * 16)
+#define SLOT_BYTES (PASSES * OWNERS * SLOT)
+#define WIDTH (HEADS * HIDDEN)
 #define TABLE_BYTES (2 * LANES * PASSES * 4)
 #if CLUSTER
 #define RING 2  // a block writes a slot again only after it has received the other's next sum
@@ -66,10 +67,10 @@
 #define BACKWARD_PAUSE (PASSES > 1 || KBLOCKS < (CLUSTER ? 4 : 8) ? 0 : 300)
 #endif
 
+#include "cell.cuh"
 #include "product.cuh"
 #include "gather.cuh"
 #include "cluster.cuh"
-#include "cell.cuh"
 
 #define SETUP                                                                                                                       \
     extern __shared__ __align__(1024) unsigned char memory[];                                                                       \
@@ -79,15 +80,16 @@
     int* places = (int*)(memory + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES);                                                      \
     Table table = {places, places + LANES * PASSES};                                                                                \
     int thread = threadIdx.x, warpgroup = thread >> 7, warp = (thread >> 5) & 3, lane = thread & 31;                                \
-    int group = blockIdx.x / BLOCKS_OF_GROUP, member = blockIdx.x % BLOCKS_OF_GROUP;                                                \
+    int group = blockIdx.x / BLOCKS_OF_GROUP, member = blockIdx.x % BLOCKS_OF_GROUP, head = HEADS == 1 ? 0 : group % HEADS;         \
+    group = HEADS == 1 ? group : group / HEADS;                                                                                    \
     for (int n = thread * 16; n < B_ALL; n += THREADS * 16)   *(uint4*)(memory + n) = make_uint4(0, 0, 0, 0);                       \
     table.fill(lanes, group, thread);                                                                                               \
     /* One thread per unit and lane: a warp covers eight units of four lanes. */                                                    \
     int unit = (thread & 7) + (thread / (8 * LANES)) * 8, place = (thread >> 3) % LANES;                                            \
     bool owner = thread < OWNERS;                                                                                                   \
-    Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * 16};                                                \
-    int column = member * UNITS + unit, parity = 0;                                                                                 \
-    u64 step_h = (u64)lanes.count * HIDDEN;                                                                                         \
+    Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * SLOT};                                                \
+    int column = head * HIDDEN + member * UNITS + unit, parity = 0;                                                                                 \
+    u64 step_h = (u64)lanes.count * WIDTH;                                                                                         \
     Gather gather;                                                                                                                  \
     u32 rest = tiles + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES + RING_END;                                           \
     Near near = {tiles, rest};                                                                                                      \
@@ -118,48 +120,49 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
     const u16* __restrict__ weights,  // [4H interleaved, H]
     u16* hs,                          // [T + 1, B, H]: the initial h is given, the others hold WORD_EMPTY
     u16* gates,                       // [T, B, H, 4]: the input product; replaced by what backward needs if `keep`
-    float* memories,                  // [T, B, H]
-    const float* first_memory,        // [B, H]
-    float* last_memory,               // [B, H]
+    Memory* memories,                 // [T, B, H]
+    const Memory* first_memory,       // [B, H]
+    Memory* last_memory,              // [B, H]
     const int* order, const int* lengths, int count, int groups, int steps, int keep,
     const u32* reset_bits, int reset_words, int reset_first,
-    const float* reset_memory,        // [H] or null: 0
+    const Memory* reset_memory,       // [H] if RESETS is 2
     const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
     Resets resets = {reset_bits, reset_words, reset_first};
     Noise noise = {noise_bytes, noise_scale, old_h, old_memory};
     {
         // A tile has 16 units, and each warp handles one of their gates.
-        const u16* row0 = weights + (u64)((member * UNITS + (lane >> 2)) * 4 + warp) * HIDDEN;
+        const u16* row0 = weights + (u64)((head * HIDDEN + member * UNITS + (lane >> 2)) * 4 + warp) * HIDDEN;
         own.load(row0, (u64)8 * 4 * HIDDEN, (u64)16 * 4 * HIDDEN, tiles + B_ALL, warpgroup, warp, lane);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     if (NEAR) cluster_barrier();
 
-    float c[PASSES], h_before[PASSES];
-    u32 reset_word[PASSES], noise_byte[PASSES];
-    float begin = RESETS == 2 && owner ? reset_memory[column] : 0.0f;
+    Memory c[PASSES];
+    float h_before[PASSES];
+    u32 noise_byte[PASSES];
+    Memory begin = RESETS == 2 && owner ? reset_memory[column] : nothing();
     int active[PASSES];
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
-        Slot to = {slot.address + pass * OWNERS * 16};
-        if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * HIDDEN + column) * 4);
-        if (NOISE && owner && table.length[at] > step) noise_byte[pass] = noise.fetch(step * step_h + (u64)table.lane[at] * HIDDEN + column);
+        Slot to = {slot.address + pass * OWNERS * SLOT};
+        if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * WIDTH + column) * 4);
+        if (RESETS && owner && table.length[at] > step) to.fetch_4(8, resets.word(table.lane[at], step));
+        if (NOISE && owner && table.length[at] > step) noise_byte[pass] = noise.fetch(step * step_h + (u64)table.lane[at] * WIDTH + column);
         to.close();
     };
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
         bool there = owner && group + at * lanes.groups < lanes.count;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
-        c[pass] = there ? first_memory[cell] : 0.0f;
+        u64 cell = (u64)table.lane[at] * WIDTH + column;
+        c[pass] = there ? first_memory[cell] : nothing();
         if (NOISE) h_before[pass] = there ? half_at(hs, cell) : 0.0f;
-        if (RESETS) reset_word[pass] = there ? resets.word(table.lane[at], 0) : 0;
         active[pass] = table.active(pass, 0);
         fetch(0, pass);
     }
-    if (PREPARED) gather.prepare(table.lane, HIDDEN, near.tiles_of(1), warpgroup, thread & 127);
+    if (PREPARED) gather.prepare(table.lane, WIDTH, near.tiles_of(1), warpgroup, thread & 127);
     int longest = table.length[0];
     for (int step = 0; step < longest; step++) {
 #pragma unroll
@@ -169,19 +172,18 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
                 continue;
             }
             int at = pass * LANES + place;
-            u64 cell = (u64)step * step_h + (u64)table.lane[at] * HIDDEN + column;
+            u64 cell = (u64)step * step_h + (u64)table.lane[at] * WIDTH + column;
             bool real = owner && table.length[at] > step;
-            if (!PREPARED) gather.prepare(table.lane + pass * LANES, HIDDEN, tiles, warpgroup, thread & 127);
+            if (!PREPARED) gather.prepare(table.lane + pass * LANES, WIDTH, tiles, warpgroup, thread & 127);
             if (NEAR && step > 0) near.receive(step - 1);
-            else gather.run(hs + step * step_h, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
-            uint4 input = Slot{slot.address + pass * OWNERS * 16}.read(owner);
+            else gather.run(hs + step * step_h + head * HIDDEN, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
+            uint4 input = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
             u32 noisy = NOISE ? noise_byte[pass] : 0;
             fetch(step + 1, pass);
-            if (RESETS && real && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step);
             own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
             float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            bool again = RESETS && real && resets.in(reset_word[pass], step);
+            bool again = RESETS && real && resets.in(input.z, step);
             if (owner) {
                 unpack(input.x, a[0], a[1]);
                 unpack(input.y, a[2], a[3]);
@@ -189,14 +191,14 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     float sum = total(SUMS, row + 16 * n, place);
-                    a[n] += again ? 0.0f : sum;
+                    a[n] += RESETS ? chosen(again, 0.0f, sum) : sum;
                 }
             }
             done();
             parity ^= 1;
             if (owner) {
                 float h = 0.0f;
-                if (again) c[pass] = begin, h_before[pass] = 0.0f;
+                if (RESETS) c[pass] = chosen(again, begin, c[pass]), h_before[pass] = NOISE ? chosen(again, 0.0f, h_before[pass]) : 0.0f;
                 if (real) h = cell_forward(a, c[pass], NOISE ? h_before[pass] : 0.0f, noise.of(noisy));
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
@@ -208,7 +210,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
                     }
                     if (keep) {
                         *(uint2*)(gates + cell * 4) = make_uint2(pack(a[0], a[1]), pack(a[2], a[3]));
-                        memories[cell] = c[pass];
+                        memories[cell] = RESETS ? noted(c[pass], again) : c[pass];
                     }
                 }
             }
@@ -220,7 +222,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
         if (owner && group + at * lanes.groups < lanes.count) {
-            u64 cell = (u64)table.lane[at] * HIDDEN + column;
+            u64 cell = (u64)table.lane[at] * WIDTH + column;
             last_memory[cell] = c[pass];
             // No block waits for these: a lane that has ended is no longer gathered.
             for (int step = table.length[at]; step < lanes.steps; step++) hs[(u64)(step + 1) * step_h + cell] = 0;
@@ -232,20 +234,20 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     const u16* __restrict__ weights,  // [H, 4H interleaved]: the recurrent matrix, transposed
     const u16* gates,                 // [T, B, H, 4]
-    const float* memories,            // [T, B, H]
-    const float* first_memory,        // [B, H]
+    const Memory* memories,           // [T, B, H]
+    const Memory* first_memory,       // [B, H]
     const u16* grad_y,                // [T, B, H]
     const float* grad_last_h,         // [B, H] or null
-    const float* grad_last_memory,    // [B, H] or null
+    const Memory* grad_last_memory,   // [B, H] or null
     u16* grads,                       // [T, B, H, 4], holding WORD_EMPTY: the pre-activation gradients
     float* grad_first_h,              // [B, H]
-    float* grad_first_memory,         // [B, H]
+    Memory* grad_first_memory,        // [B, H]
     float* grad_bias,                 // [groups, H, 4]
     u32* ring,                        // [RING, blocks, 4, OWNERS], zeroed; unused in clusters
     const int* order, const int* lengths, int count, int groups, int steps,
     int after,                        // `grads` continues behind this launch's steps, with a later launch's gradients: the recurrence goes on from there
     int before,                       // an earlier launch goes on from here: the gradient of the initial h is left to it (not if NEAR)
-    const u32* reset_bits, int reset_words, int reset_first, const float* reset_memory,
+    const u32* reset_bits, int reset_words, int reset_first, const Memory* reset_memory,
     float* grad_reset,                // [groups, H, 2] if RESETS is 2: the gradients of what resets put into memory and h, but for the product
     const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
@@ -253,7 +255,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     Noise noise = {noise_bytes, noise_scale, old_h, old_memory};
     int quad = member >> 2, part = member & 3;
     {
-        const u16* row0 = weights + (u64)(quad * 4 * UNITS + warp * 16 + (lane >> 2)) * 4 * HIDDEN + part * HIDDEN;
+        const u16* row0 = weights + (u64)head * HIDDEN * 4 * HIDDEN + (u64)(quad * 4 * UNITS + warp * 16 + (lane >> 2)) * 4 * HIDDEN + part * HIDDEN;
         own.load(row0, (u64)8 * 4 * HIDDEN, (u64)64 * 4 * HIDDEN, tiles + B_ALL, warpgroup, warp, lane);
     }
     Swap swap = {ring, tiles + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES, part};
@@ -262,19 +264,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     __syncthreads();
     cluster_barrier();
 
-    float dc[PASSES], c_now[PASSES], past[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
-    u32 reset_word[PASSES], noise_byte[PASSES];
+    Memory dc[PASSES], c_now[PASSES];
+    float past[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
+    u32 noise_byte[PASSES];
     bool cut[PASSES];  // the next step starts again
-    float begin = RESETS == 2 && owner ? reset_memory[column] : 0.0f;
+    Memory begin = RESETS == 2 && owner ? reset_memory[column] : nothing();
     int active[PASSES];  // lanes that reach step + 1
     int longest = table.length[0], swaps = 0;
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
-        Slot to = {slot.address + pass * OWNERS * 16};
+        Slot to = {slot.address + pass * OWNERS * SLOT};
         if (owner && step >= 0 && table.length[at] > step) {
-            u64 lane_cell = (u64)table.lane[at] * HIDDEN + column, cell = step * step_h + lane_cell;
+            u64 lane_cell = (u64)table.lane[at] * WIDTH + column, cell = step * step_h + lane_cell;
             to.fetch_8(0, gates + cell * 4);
-            to.fetch_4(8, step > 0 ? memories + (cell - step_h) : first_memory + lane_cell);
+            const Memory* before = step > 0 ? memories + (cell - step_h) : first_memory + lane_cell;
+            if (SLOT == 16) to.fetch_4(8, before);
+            else to.fetch_16(16, before);
             if (NOISE) noise_byte[pass] = noise.fetch(cell);
             to.fetch_4(12, grad_y + (cell & ~1ull));  // together with its neighbour's
         }
@@ -284,30 +289,26 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
         bool there = owner && group + at * lanes.groups < lanes.count;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
-        dc[pass] = there && grad_last_memory ? grad_last_memory[cell] : 0.0f;
-        c_now[pass] = CELL == LSTM && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : 0.0f;
+        u64 cell = (u64)table.lane[at] * WIDTH + column;
+        dc[pass] = there && grad_last_memory ? grad_last_memory[cell] : nothing();
+        c_now[pass] = (CELL != GRU || RESETS) && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : nothing();
         past[pass] = 0.0f;
-        if (RESETS) {
-            reset_word[pass] = there ? resets.word(table.lane[at], longest - 1) : 0;
-            // The step that follows this launch may start again; so may none that follows a lane's last one.
-            cut[pass] = there && after && resets.in(resets.word(table.lane[at], longest), longest);
-        }
+        if (RESETS) cut[pass] = there && after && resets.in(*resets.word(table.lane[at], longest), longest);
         active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
         fetch(longest - 1, pass);
     }
-    if (PREPARED) gather.prepare(table.lane, 4 * HIDDEN, tiles, warpgroup, thread & 127);
+    if (PREPARED) gather.prepare(table.lane, 4 * WIDTH, tiles, warpgroup, thread & 127);
     // Step -1 computes the gradient of the initial h.
     for (int step = longest - 1; step >= (before ? 0 : -1); step--) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
-            u64 cell = (u64)table.lane[at] * HIDDEN + column;
+            u64 cell = (u64)table.lane[at] * WIDTH + column;
             float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             if (active[pass] > 0) {
-                if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * HIDDEN, tiles, warpgroup, thread & 127);
+                if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * WIDTH, tiles, warpgroup, thread & 127);
                 int turn = longest - 2 - step;
                 if (NEAR) near.receive(turn);
                 else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
@@ -325,24 +326,26 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 parity ^= 1;
             }
             // While the others' sums travel: everything that does not need them.
-            uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read(owner);
+            uint4 kept = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
             NoiseOf noisy = noise.of(NOISE ? noise_byte[pass] : 0);
-            float a[4], c_before = __uint_as_float(kept.z);
+#if SLOT == 16
+            Memory c_before = __uint_as_float(kept.z);
+#else
+            uint4 stored = Slot{slot.address + pass * OWNERS * SLOT + 16}.read(owner);
+            Memory c_before = make_float4(__uint_as_float(stored.x), __uint_as_float(stored.y), __uint_as_float(stored.z), __uint_as_float(stored.w));
+#endif
+            float a[4];
             unpack(kept.x, a[0], a[1]);
             unpack(kept.y, a[2], a[3]);
-            bool again = RESETS && step >= 0 && resets.in(reset_word[pass], step);
-            Slopes slopes(a, again ? begin : c_before, c_now[pass], noisy);
+            bool again = RESETS && step >= 0 && note_in(c_now[pass]);
+            Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[pass], noisy);
             if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
-            float dh = follows && !(RESETS && cut[pass]) ? recurrent : 0.0f;
-            if (NOISE && CELL == LSTM) dh += past[pass];
-            if (RESETS) {
-                cut[pass] = again && length > step;
-                // The word of the next step to come, if it is another one.
-                if (owner && step > 0 && resets.starts_word(step)) reset_word[pass] = resets.word(table.lane[at], step - 1);
-            }
+            float dh = chosen(follows && !(RESETS && cut[pass]), recurrent, 0.0f);
+            if (NOISE && CELL != GRU) dh += past[pass];
+            if (RESETS) cut[pass] = again && length > step;
             if (step >= 0 && length > step) {
                 float low, high, d[4];
                 unpack(kept.w, low, high);
@@ -352,13 +355,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 u32 first = pack(d[0], d[1]), second = pack(d[2], d[3]);
                 if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
                 store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
-                if (CELL == LSTM) c_now[pass] = c_before;
+                if (CELL != GRU || RESETS) c_now[pass] = c_before;
 #pragma unroll
                 for (int n = 0; n < 4; n++) bias[n] += d[n];
-                if (RESETS && cut[pass]) {
-                    if (RESETS == 2) of_reset[0] += dc[pass], of_reset[1] += past[pass];
-                    dc[pass] = past[pass] = 0.0f;
-                }
+#if RESETS == 2 && CELL != SLSTM
+                if (cut[pass]) of_reset[0] += dc[pass], of_reset[1] += past[pass];
+#endif
+                if (RESETS) dc[pass] = chosen(cut[pass], nothing(), dc[pass]), past[pass] = chosen(cut[pass], 0.0f, past[pass]);
             }
             // To the block of each quad that handles this quarter of K.
             if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
@@ -369,7 +372,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
+        u64 cell = (u64)table.lane[at] * WIDTH + column;
         if (owner && group + at * lanes.groups < lanes.count) {
             grad_first_memory[cell] = dc[pass];
             if (table.length[at] == 0) grad_first_h[cell] = grad_last_h ? grad_last_h[cell] : 0.0f;
@@ -382,7 +385,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     if (thread < UNITS * 4) {
         float sum = 0.0f;
         for (int n = 0; n < LANES; n++) sum += partial[((thread >> 2) * LANES + n) * 4 + (thread & 3)];
-        grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
+        grad_bias[((u64)group * WIDTH + head * HIDDEN + member * UNITS) * 4 + thread] = sum;
     }
 #if RESETS == 2
     __syncthreads();
@@ -391,7 +394,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     if (thread < UNITS * 2) {
         float sum = 0.0f;
         for (int n = 0; n < LANES; n++) sum += partial[((thread >> 1) * LANES + n) * 2 + (thread & 1)];
-        grad_reset[((u64)group * HIDDEN + member * UNITS) * 2 + thread] = sum;
+        grad_reset[((u64)group * WIDTH + head * HIDDEN + member * UNITS) * 2 + thread] = sum;
     }
 #endif
     if (NEAR) cluster_barrier();

@@ -25,6 +25,12 @@ def mean_of_shares(logits: Sequence[Tensor]) -> Tensor:
     return torch.logsumexp(logs, dim=0) - math.log(len(logits))
 
 
+def mean_of_odds(logits: Sequence[Tensor]) -> Tensor:
+    """The log odds of the mean of the probabilities that logits stand for, each by itself."""
+    wide = torch.stack([each.to(torch.promote_types(each.dtype, torch.float32)) for each in logits])
+    return torch.logsumexp(torch.nn.functional.logsigmoid(wide), dim=0) - torch.logsumexp(torch.nn.functional.logsigmoid(-wide), dim=0)
+
+
 class AveragedOutputs:
     """The average of what several runs predict for sequences, in the place of the `Outputs` of the first."""
 
@@ -44,7 +50,10 @@ class AveragedOutputs:
             values = np.mean([each.saved.task.codec.restore(out) for each, out in zip(self._each, outs, strict=True)], axis=0)
             scaled: Numbers = (values - np.array(own.target_mean)) / np.array(own.target_std)
             return scaled
-        logs = mean_of_shares([torch.from_numpy(out) for out in outs])
+        logits = [torch.from_numpy(out) for out in outs]
+        if self.saved.spec.data.multi_label:
+            return mean_of_odds(logits).numpy()
+        logs = mean_of_shares(logits)
         return (logs.argmax(-1) if task == "tagging" else logs).numpy()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError, option
-from carrywave.runs.ensemble.averages import mean_of_shares
+from carrywave.runs.ensemble.averages import mean_of_odds, mean_of_shares
 from carrywave.runs.evaluation import Details, joined, passes
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.metrics import Metric
@@ -44,7 +44,10 @@ def evaluate_together(
             sums[0, 0] -= torch.where(real, logs_TB, 0.0).sum(dtype=torch.float64)
             sums[0, 1] += real.sum()
             continue
-        out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, targets, batch, units)
+        if first.spec.data.multi_label:
+            out = mean_of_odds(outs)
+        else:
+            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, targets, batch, units)
         loss_sum, count = first.model.head.score(out, target)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:

@@ -126,7 +126,8 @@ def _packed(read: Sequence[Sequences]) -> dict[str, Tensor]:
     arrays = {
         f"{number} {name}": array
         for number, data in enumerate(read)
-        for name, array in (("inputs", data.inputs), ("starts", data.starts), ("lengths", data.lengths))
+        for name in ("inputs", "starts", "lengths", "resets")
+        if (array := getattr(data, name)) is not None
     }
     return {
         f"{name} {array.dtype.str} {'x'.join(map(str, array.shape))}": torch.from_numpy(
@@ -142,4 +143,4 @@ def _unpacked(given: dict[str, Tensor]) -> list[Sequences]:
         number, name, dtype, shape = key.split(" ")
         array = flat.numpy().view(np.dtype(dtype)).reshape([int(size) for size in shape.split("x")])
         arrays.setdefault(int(number), {})[name] = array
-    return [Sequences(each["inputs"], each["starts"], each["lengths"]) for _, each in sorted(arrays.items())]
+    return [Sequences(**each) for _, each in sorted(arrays.items())]

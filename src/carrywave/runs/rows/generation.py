@@ -10,9 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import UserError, option
 from carrywave.kernels import random
 from carrywave.model.model import Model
@@ -75,11 +77,13 @@ def generate(
     how: Sampling,
     device: torch.device,
     numbers: Sequence[int] | None = None,
+    ends: DocumentEnds | None = None,
 ) -> list[list[int]]:
     """Generate `count` tokens for each prompt (of at least one token).
 
     Several models continue them together: each token is drawn from the mean of their probabilities. `numbers` are the numbers of the
-    prompts among all of them, by which draws are keyed; by default, they are counted from 0.
+    prompts among all of them, by which draws are keyed; by default, they are counted from 0. `ends`: what ends a document, after which the
+    state starts anew.
     """
     if not prompts:
         return []
@@ -90,7 +94,12 @@ def generate(
     x_TB = torch.zeros((int(lengths_B.max()), len(prompts)), dtype=torch.int64)
     for lane, prompt in enumerate(prompts):
         x_TB[: len(prompt), lane] = torch.tensor(list(prompt))
-    read = [each(x_TB.to(device), lengths=lengths_B) for each in models]
+    resets_TB = None if ends is None else torch.zeros_like(x_TB, dtype=torch.bool)
+    if ends is not None and resets_TB is not None:
+        for lane, prompt in enumerate(prompts):
+            resets_TB[: len(prompt), lane] = torch.from_numpy(ends.begins(np.array(prompt), np.arange(len(prompt))))
+    read = [each(x_TB.to(device), lengths=lengths_B, resets=resets_TB) for each in models]
+    recent = [list(prompt[-2:]) for prompt in prompts]
     ys_BH = [y_TBH[lengths_B - 1, torch.arange(len(prompts), device=device)] for y_TBH, _ in read]
     states = [state for _, state in read]
     key = random.key(how.seed).to(device)
@@ -102,6 +111,10 @@ def generate(
         chosen_B = choose(logits_BV, how, random.uniform(key, number_B, torch.full_like(number_B, position)))
         tokens.append(chosen_B)
         if position + 1 < count:
-            read = [each(chosen_B[None], state) for each, state in zip(models, states, strict=True)]
+            fresh_B = None
+            if ends is not None:
+                recent = [[*before, token][-3:] for before, token in zip(recent, chosen_B.tolist(), strict=True)]
+                fresh_B = [bool(ends.begins(np.array(tokens), np.array(len(tokens) - 1))) for tokens in recent]
+            read = [each(chosen_B[None], state, fresh=fresh_B) for each, state in zip(models, states, strict=True)]
             ys_BH, states = [y_TBH[0] for y_TBH, _ in read], [state for _, state in read]
     return torch.stack(tokens, dim=1).tolist() if tokens else [[] for _ in prompts]

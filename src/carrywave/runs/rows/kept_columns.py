@@ -24,15 +24,16 @@ class KeptColumns:
     columns: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def of(words: Iterable[str], task: str) -> KeptColumns:
+    def of(words: Iterable[str], task: str, *, multi_label: bool = False) -> KeptColumns:
         """Read names such as `id`, or `label=truth` for a column that is to have another name."""
+        taken = (*PREDICTED.get(task, ()), *(("probabilities",) if multi_label else ()))
         pairs = [(word, word) if "=" not in word else (word.partition("=")[0], word.partition("=")[2]) for word in words]
         if pairs and task == "forecasting":
             raise UserError(f"{option('keep')} is for rows, but this is a forecast, which has its series and times anyway; remove it")
         for column, name in pairs:
             if not column or not name:
                 raise UserError(f"{option('keep')} has an empty name; write a column, or COLUMN=NAME for another name")
-            if name in PREDICTED.get(task, ()):
+            if name in taken:
                 raise UserError(
                     f"{option('keep')} {column}: predictions have a field {name} of their own; "
                     f"choose another name, as in {column}=given_{name}"

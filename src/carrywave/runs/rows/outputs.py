@@ -22,7 +22,10 @@ Numbers = NDArray[Any]
 
 
 class Outputs:
-    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next. With `shares`, tags are given as logits."""
+    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next.
+
+    With `shares`, tags are given as logits, as several labels for each step always are.
+    """
 
     def __init__(self, saved: Saved, *, shares: bool = False) -> None:
         self.saved = saved
@@ -42,7 +45,7 @@ class Outputs:
         """
         pieces: dict[int, Tensor] = {}
         for out, lengths, owners in self._walk(data):
-            if self.saved.spec.task == "tagging" and not self._shares:
+            if self.saved.spec.task == "tagging" and not self._shares and not self.saved.spec.data.multi_label:
                 out = out.argmax(-1)
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner < 0 or not length:

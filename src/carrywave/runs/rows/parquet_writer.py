@@ -64,7 +64,14 @@ class ParquetWriter:
             kind = "of one kind" if known is None else f"{known}, as in the rows before"
             last = self._written + len(values)
             raise UserError(f"{self._path}: the values of {name} up to row {last} are not {kind}; {REMEDY}") from error
-        return column.cast(pa.string()) if pa.types.is_null(column.type) else column
+        return column.cast(_known(column.type))
+
+
+def _known(kind: Any) -> Any:
+    """The type, with text where no row says what there will be: in rows without a value, and in lists that are all empty."""
+    if pa.types.is_list(kind):
+        return pa.list_(_known(kind.value_type))
+    return pa.string() if pa.types.is_null(kind) else kind
 
 
 def _encodable(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Turns outputs of a model into rows: a label with its probabilities, tags, numbers, or a forecast in the units of the file."""
+"""Turns outputs of a model into rows: a label or several with its probabilities, tags, numbers, or a forecast in the units of the file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from carrywave.runs.rows.blocks import Block
 from carrywave.runs.rows.outputs import Numbers, Outputs
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
+from carrywave.tasks.label_metrics import log_odds
 
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 
@@ -22,7 +23,9 @@ BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of
 def rows_of(outputs: Outputs | AveragedOutputs, block: Block) -> Iterator[Row]:
     """A row for each of a block, in order, after the fields that are carried. Empty on ranks other than 0. Collective when it is called."""
     found = outputs.of(block.data, *block.others)
-    predicted = _PREDICTED[outputs.saved.spec.task](outputs.saved, found) if found else ()
+    spec = outputs.saved.spec
+    how = _several if spec.data.multi_label else _PREDICTED[spec.task]
+    predicted = how(outputs.saved, found) if found else ()
     return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
 
 
@@ -48,6 +51,17 @@ def _numbers(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
 def _tags(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
     codec = saved.task.codec
     return ({"labels": [codec.label(int(tag)) for tag in tags]} for tags in outputs)
+
+
+def _several(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
+    """All labels whose probability reaches the threshold, for each sequence or for each step; and the probability of each label."""
+    codec, least = saved.task.codec, log_odds(saved.spec.train.threshold)
+    for out in outputs:  # [K], or [T, K]
+        holds = (out >= least).tolist()
+        shares_K = torch.sigmoid(torch.from_numpy(out.T.copy()).double()).tolist()
+        rounded = [round(share, 6) if isinstance(share, float) else [round(each, 6) for each in share] for share in shares_K]
+        shares = {"probabilities": dict(zip(codec.labels, rounded, strict=True))}
+        yield {"labels": [codec.listed(step) for step in holds], **shares} if out.ndim > 1 else {"label": codec.listed(holds), **shares}
 
 
 _PREDICTED = {"classification": _labels, "regression": _numbers, "tagging": _tags}

@@ -135,6 +135,7 @@ def continued(members: Sequence[Saved], prompts: Iterator[Prompt], count: int, h
             how=how,
             device=saved.mesh.device,
             numbers=[first + number for number in numbers],
+            ends=saved.task.document_ends,
         )
         own = {"number": torch.tensor(list(numbers)), "tokens": torch.tensor(made)} if made and count else {}
         found = {

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.data.batch import IGNORED, Batch
+from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads import PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
+from carrywave.model.stage import check_resets
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -164,7 +165,14 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
         if batch.pooled is not None and batch.pooled != model.pooled:
             raise _other_targets(model)
         if batch.goes_on and not keep_state:
-            raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
+            raise UserError(f"fresh=False continues the carry of the previous step, but {why_no_carry(model)}remove fresh")
+        if batch.resets is not None:
+            if isinstance(model, OpaqueModel):
+                name = type(model.module).__name__
+                raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
+            check_resets(model)
+            if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
+                check_ends(batch.targets, batch.resets, batch.lengths)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
@@ -231,13 +239,16 @@ def _other_targets(model: Model | OpaqueModel) -> UserError:
     return UserError(f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}")
 
 
-def _why_no_carry(model: Model | OpaqueModel) -> str:
-    """Why, and what to do instead of removing `fresh`."""
+def why_no_carry(model: Model | OpaqueModel) -> str:
+    """Why lanes cannot go on from the previous batch, and what to do instead of giving that up."""
     if isinstance(model, OpaqueModel):
-        name = type(model.module).__name__
-        return f"the trainer does not know the carry of a module such as {name}; wrap its parts as cw.Model(encoder, lstm, head), or "
-    if model.pooled or model.whole_head:
-        return f"the head {type(model.head).__name__} reads whole sequences; "
+        module = type(model.module).__name__
+        return f"the trainer does not know the carry of a module such as {module}; wrap its parts as cw.Model(encoder, lstm, head), or "
+    name = type(model.head).__name__
+    if model.whole_head:
+        return f"the head {name} reads whole sequences; "
+    if model.pooled:
+        return f"the head {name} pools (pooled = True): what it has pooled ends with the batch; pass whole sequences, and "
     if model.has_front:
         return "the front reads whole sequences; "
     return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "
@@ -276,6 +287,13 @@ def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
     if targets is None:
         raise _no_targets()
     if not isinstance(head, Softmax | PooledSoftmax):
+        return
+    if isinstance(head, Sigmoid | PooledSigmoid):
+        if not targets.is_floating_point() or targets.shape[-1] != head.classes:
+            raise UserError(
+                f"the targets are {_form(targets)}, but the head {type(head).__name__} learns {head.classes} labels of which any number "
+                f"holds; pass a float vector of {head.classes} for each, 0 or 1, NaN where it is not known"
+            )
         return
     if targets.is_floating_point():
         raise UserError(f"the targets are {_form(targets)}, but the head {type(head).__name__} learns classes; pass whole numbers")

@@ -3,8 +3,8 @@
 A step runs backward once per chunk and defers some weight gradients, so torch would call a hook with part of a sum, or with nothing. The
 trainer therefore calls `register_post_accumulate_grad_hook` hooks itself: once per step, when the gradient is what the optimizer will see
 (summed over workers, divided, clipped). Hooks on the optimizer (`register_step_pre_hook`) are called by the optimizer at the same point.
-`register_hook` hooks and modules' backward hooks are called by torch: if the plan cuts nothing they see the undivided sum over this
-worker's lanes; otherwise they are refused.
+`register_hook` hooks and modules' backward hooks are called by torch: if the plan cuts nothing they see the undivided sum over all lanes;
+otherwise they are refused.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Hook = Callable[[Tensor], None]
 
 
 class Hooks:
-    """The hooks on the parameters and modules that one worker holds."""
+    """The hooks on the parameters and modules that one worker holds. `plan`: of those who share a step."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan, *, in_pieces: bool = False) -> None:
         self.held, self.model = held, model
         self.modules = list(model.modules())
-        self.is_cut = plan.stages > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None or plan.splits_vocabulary
+        self.is_cut = plan.workers > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None
         self.in_pieces = in_pieces  # True if a worker need not have more than a piece of a gradient
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 

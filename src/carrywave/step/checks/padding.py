@@ -51,7 +51,7 @@ def _padded_lanes(batch: Batch, key: Tensor, *, pooled: bool) -> ProbeSample | N
     chosen = order[(lengths > 0) & (lengths < batch.steps)][:LANES]
     if not len(chosen) or batch.targets is None:
         return None
-    targets = batch.targets[chosen] if pooled else batch.targets[:, chosen]
+    targets = batch.targets[chosen] if pooled and batch.resets is None else batch.targets[:, chosen]
     x = batch.inputs[:, chosen]
     return ProbeSample(x, x, targets, batch.lengths[chosen], batch.lanes[chosen], key.to(x.device))
 

@@ -50,7 +50,7 @@ class ChunkForward:
             return ChunkOutcome(y.to(self.dtype), left)
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
-        pooled = self.stage.pooled
+        pooled = self.stage.pooled and batch.resets is None  # with resets, sequences end in any chunk, at any step
         if (last or not pooled) and not self.share_head:
             first, end = span
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
@@ -65,7 +65,7 @@ class ChunkForward:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
             lengths = None if chunk.lengths is None else shorter(chunk.lengths, self.stage.stride)
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths, job.per_change)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths, job.per_change, chunk.resets)
             left = self.with_tail(job, raw, left)
             penalty = extra.detach()
             root = extra if root is None else root + extra

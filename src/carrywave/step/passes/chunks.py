@@ -44,8 +44,9 @@ class Chunks:
         return chunk * size, min((chunk + 1) * size, steps)
 
     def at(self, micro_batch: int, chunk: int, key: Tensor | None, *, in_window: bool) -> Chunk:
-        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key and window."""
+        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key, window, past values and resets."""
         batch = self.batches[micro_batch]
+        first, end = self.span(micro_batch, chunk)
         full = batch.real == batch.steps * batch.lanes.shape[0]
         lengths = None if full and not self.reads_lengths else self.lengths(micro_batch)[1][chunk]
         window = self._window(micro_batch, full=full) if in_window and micro_batch in self.windowed else None
@@ -53,20 +54,16 @@ class Chunks:
             lengths,
             batch.fresh if chunk == 0 else None,
             batch.lanes,
-            self.span(micro_batch, chunk)[0],
+            first,
             key,
             full,
             None if window is None else WindowChunk(window, chunk),
             None if self.most is None else self.most[micro_batch],
-            self._history(micro_batch, chunk),
+            self.counts[micro_batch] == 1 and batch.steps * batch.lanes.shape[0] == batch.cells[1],
+            None if batch.history is None else batch.history[first : end + batch.history.shape[0] - batch.steps],
+            None if batch.resets is None else batch.resets[first:end],
+            batch.sequences,
         )
-
-    def _history(self, micro_batch: int, chunk: int) -> Tensor | None:
-        batch = self.batches[micro_batch]
-        if batch.history is None:
-            return None
-        first, end = self.span(micro_batch, chunk)
-        return batch.history[first : end + batch.history.shape[0] - batch.steps]
 
     def lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """[B], [C, B]: the real steps of each lane in the window and in each chunk."""

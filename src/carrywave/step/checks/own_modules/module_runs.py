@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Ran:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+INPUT = "its input"  # the name of its gradient
 Run = Callable[[ProbeSample, Sequence[Piece]], Ran]
 
 
@@ -36,7 +38,7 @@ def encoder(module: nn.Module, path: str) -> Run:
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
         for first, end, low, high in pieces:
-            with random.scope(sample.key, sample.lanes[low:high], first):
+            with random.scope(sample.key, sample.lanes[low:high], first, whole=len(pieces) == 1):
                 out = module(sample.x[first:end, low:high])
             if not isinstance(out, Tensor):
                 return ran  # the step itself refuses it, in words of its own
@@ -55,9 +57,12 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
     shows = type(module).forward is not nn.Module.forward
     accumulates = pooled and not whole
 
-    def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran) -> None:
+    def scope(sample: ProbeSample, at: Piece, *, alone: bool, pooled: bool = False) -> AbstractContextManager[object]:
+        return random.scope(sample.key, sample.lanes[at.low : at.high], at.first, pooled=pooled, whole=alone, part="head")
+
+    def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran, *, alone: bool) -> None:
         lengths = [sample.lengths[at.low : at.high]] if whole else []
-        with random.scope(sample.key, sample.lanes[at.low : at.high], 0 if accumulates else at.first, pooled=accumulates):
+        with scope(sample, at, alone=alone, pooled=accumulates):
             if shows and (sample.shows or sample.targets is None):
                 out = module(tree_map(torch.clone, read), *lengths)  # both may change what they read in place
                 ran.outputs.append([leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
@@ -66,30 +71,60 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
             own = sample.targets[at.low : at.high] if pooled else sample.targets[at.first : at.end, at.low : at.high]
             ran.sums.append(checked_score(module.loss(read, own, *lengths), f"loss of the head {type(module).__name__}"))
 
-    def encode(sample: ProbeSample, at: Piece) -> None:
+    def encode(sample: ProbeSample, at: Piece, *, alone: bool) -> None:
         if before is not None:
-            with random.scope(sample.key, sample.lanes[at.low : at.high], at.first):
+            with random.scope(sample.key, sample.lanes[at.low : at.high], at.first, whole=alone):
                 before(sample.x[at.first : at.end, at.low : at.high])
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
-        ran = Ran()
-        y = sample.y.detach().requires_grad_(torch.is_grad_enabled())
-        if not accumulates:
-            for at in pieces:
-                encode(sample, at)
-                score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran)
-        else:
+        ran, alone = Ran(), len(pieces) == 1
+        if accumulates:
             for low, high in dict.fromkeys((at.low, at.high) for at in pieces):
-                acc = module.start(high - low, y.dtype, y.device)
-                for at in [each for each in pieces if (each.low, each.high) == (low, high)]:
-                    encode(sample, at)
-                    lengths = (sample.lengths[low:high] - at.first).clamp(0, at.end - at.first)
-                    with random.scope(sample.key, sample.lanes[low:high], at.first):
-                        acc = module.pool(y[at.first : at.end, low:high].clone(), lengths, acc)
-                score(sample, acc, Piece(0, y.shape[0], low, high), ran)
+                pooled_lanes(sample, [at for at in pieces if (at.low, at.high) == (low, high)], ran, alone=alone)
+            return ran
+        y = sample.y.detach().requires_grad_(torch.is_grad_enabled())
+        for at in pieces:
+            encode(sample, at, alone=alone)
+            score(sample, y[at.first : at.end, at.low : at.high].clone(), at, ran, alone=alone)
         if ran.sums and torch.is_grad_enabled():
-            _add(ran, _gradients(torch.stack([total for total, _ in ran.sums]).sum() * sample.scale, module, path, y))
+            total = torch.stack([total for total, _ in ran.sums]).sum() * sample.scale
+            _add(ran, _gradients(total, module, path, {INPUT: y}))
         return ran
+
+    def pooled_lanes(sample: ProbeSample, chunks: Sequence[Piece], ran: Ran, *, alone: bool) -> None:
+        """Chunk after chunk forward, and backward from the last to the first, each from the accumulator that it began with: what a chunk
+        leaves to others in another way is missed, as it is in a step.
+        """
+
+        def pool(at: Piece, y: Tensor, acc: Any) -> Any:
+            encode(sample, at, alone=alone)
+            with scope(sample, at, alone=alone):
+                return module.pool(y.clone(), (sample.lengths[at.low : at.high] - at.first).clamp(0, at.end - at.first), acc)
+
+        low, high, steps, grad = chunks[0].low, chunks[0].high, sample.y.shape[0], torch.is_grad_enabled()
+        entered = [module.start(high - low, sample.y.dtype, sample.y.device)]
+        for at in chunks[:-1]:
+            entered.append(tree_map(torch.detach, pool(at, sample.y[at.first : at.end, low:high], entered[-1])))
+        passed: list[Tensor | None] = []  # the gradients of what a chunk has pooled
+        for at, acc in reversed([*zip(chunks, entered, strict=True)]):
+            begun = tree_map(lambda part: part.detach().requires_grad_(grad and part.is_floating_point()), acc)
+            y = sample.y[at.first : at.end, low:high].detach().requires_grad_(grad)
+            pooled = pool(at, y, begun)
+            if at is chunks[-1]:
+                score(sample, pooled, Piece(0, steps, low, high), ran, alone=alone)
+                roots = [ran.sums[-1][0] * sample.scale] if ran.sums else []
+            else:
+                roots = [(part * grown).sum() for part, grown in zip(pooled, passed, strict=False) if grown is not None]
+            if not grad or not roots:
+                return
+            parts = {f"pooled {number}": part for number, part in enumerate(begun) if part.requires_grad}
+            found = _gradients(torch.stack(roots).sum(), module, path, {INPUT: y, **parts})
+            passed = [found.pop(f"pooled {number}", None) for number in range(len(begun))]
+            if (of_input := found.pop(INPUT, None)) is not None:
+                of_all = torch.zeros_like(sample.y)
+                of_all[at.first : at.end, low:high] = of_input
+                found[INPUT] = of_all
+            _add(ran, found)
 
     return run
 
@@ -128,7 +163,7 @@ def piecewise(module: Any, path: str) -> Run:
         ran = Ran()
         for at in pieces:
             own = slice(at.low, at.high)
-            chunk = Chunk(sample.lengths[own], None, sample.lanes[own], 0, sample.key)
+            chunk = Chunk(sample.lengths[own], None, sample.lanes[own], 0, sample.key, whole=len(pieces) == 1)
             out, _, state = module(sample.x[:, own], State(()), chunk)
             if sample.targets is None:
                 ran.outputs.append([leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
@@ -150,16 +185,14 @@ def _weights(out: Tensor, first: int, low: int) -> Tensor:
     return torch.cos(angle).to(out.dtype)
 
 
-def _gradients(total: Tensor, root: nn.Module, path: str, y: Tensor | None = None) -> dict[str, Tensor | None]:
-    if not total.requires_grad:
-        return {}
-    trained = {f"{path}.{name}": p for name, p in root.named_parameters() if p.requires_grad}
-    wanted = [*trained.values(), *([] if y is None else [y])]
-    if not wanted:
+def _gradients(total: Tensor, root: nn.Module, path: str, inputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor | None]:
+    """Those of the parameters that are trained, and of these inputs, by name."""
+    wanted = {f"{path}.{name}": p for name, p in root.named_parameters() if p.requires_grad} | dict(inputs or {})
+    if not total.requires_grad or not wanted:
         return {}
     with random.without_draws():  # as in a step, which has words of its own for what is computed again in backward
-        found = torch.autograd.grad(total, wanted, allow_unused=True)
-    return dict(zip([*trained, "its input"], found, strict=False))
+        found = torch.autograd.grad(total, [*wanted.values()], allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
 
 
 def _add(ran: Ran, gradients: dict[str, Tensor | None]) -> None:

@@ -164,7 +164,8 @@ class _Probe:
         except torch.OutOfMemoryError:
             raise  # in another dtype it may fit
         except Exception as error:
-            found = [self._finding("raises", self.path, _words(error), cut.axis)]
+            found = [self._finding("raises", self.path, _words(error), cut.axis)._replace(cause=error)]
+            clear_frames(error.__traceback__)  # they hold tensors
         for alone in cut.alone if found else ():
             if inner := self._compared(whole, alone, thorough=thorough):
                 return inner

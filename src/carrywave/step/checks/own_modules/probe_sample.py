@@ -67,6 +67,7 @@ def all_of(batch: Batch, key: Tensor, width: int, *, y: Tensor | None = None, se
 
 def few_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: bool) -> ProbeSample:
     """Some steps of the longest lanes; if there is only one lane, with a copy of it that runs backwards in time."""
+    pooled = pooled and batch.resets is None  # with resets, targets are at the ends of sequences
     steps = batch.steps if whole_time else min(batch.steps, STEPS)
     chosen = torch.argsort(batch.lengths, descending=True, stable=True)[:LANES]
     x, targets = batch.inputs[:steps, chosen], batch.targets

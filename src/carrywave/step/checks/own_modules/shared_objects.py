@@ -1,7 +1,8 @@
 """Finds what the encoder, the layers and the head share behind the back of the model, and would no longer share on different stages.
 
-A module or a parameter that is an attribute of both is known to the model, and kept equal. What one of them reaches in another way, through
-a list, an object, a closure or a bound method, is empty on other workers or a copy, and what one changes there the other does not see.
+A module or a parameter that is an attribute of both is known to the model, and its weights are kept equal. What one of them reaches in
+another way, through a list, an object, a closure or a bound method, is empty on other workers or a copy. What one changes there, or in
+other attributes of a module that both have, such as a result kept for a skip connection, the other does not see.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 from carrywave.step.checks.own_modules.module_reads import reached_by
 from carrywave.step.checks.own_modules.module_traces import held, same
-from carrywave.step.checks.own_modules.object_walk import PLAIN, is_users
+from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Path, is_users
 from carrywave.step.checks.own_modules.stepwise import stepwise
 
 
@@ -29,8 +30,8 @@ def hidden_reference(parts: Mapping[str, nn.Module]) -> str | None:
         if name is not None:
             return (
                 f"{path} ({type(part).__name__}) reaches {name} through a reference that is not a module's attribute, but on different "
-                "stages one has only an empty or an old copy of the other; make it an attribute of the module that reads it, pass what it "
-                "needs through the layers, or remove plan.stages"
+                "stages one has only an empty or an old copy of the other; make it an attribute of the module that reads it, if that needs "
+                "its weights and no results, or remove plan.stages"
             )
     return None
 
@@ -40,19 +41,28 @@ def _members(path: str, part: nn.Module) -> list[tuple[str, object]]:
 
 
 def shared_objects(encoder: nn.Module, head: nn.Module) -> list[Any]:
-    """The containers, and objects of classes of the user's, that both reach. The code of known modules reads none."""
+    """The modules of both, and the containers and objects of the user's classes that both reach. The code of known modules reads none."""
     if stepwise(encoder) or stepwise(head):
         return []
-    of_encoder = _reached(encoder)
+    of_encoder, of_both = _reached(encoder), set(encoder.modules()) & set(head.modules())
     shared = [value for each, value in _reached(head).items() if each in of_encoder]
-    return [each for each in shared if isinstance(each, dict | list | set | deque | FunctionType) or is_users(each)]
+    objects = [each for each in shared if not isinstance(each, nn.Module)]
+    return [*of_both, *(each for each in objects if isinstance(each, dict | list | set | deque | FunctionType) or is_users(each))]
 
 
 def changed_by(act: Callable[[], object], objects: Sequence[Any]) -> str | None:
     """The class of an object that is changed by this act; None if none is."""
-    before = [held(each) for each in objects]
+    before = [_held(each) for each in objects]
     act()
-    return next((type(each).__name__ for each, old in zip(objects, before, strict=True) if not same(old, held(each))), None)
+    return next((type(each).__name__ for each, old in zip(objects, before, strict=True) if not same(old, _held(each))), None)
+
+
+def _held(value: Any) -> dict[Path, Any]:
+    """What an object holds; of a module all but its parameters and the modules in it."""
+    own = (
+        {name: each for name, each in vars(value).items() if name not in TORCHS} | value._buffers if isinstance(value, nn.Module) else value
+    )
+    return held(own)
 
 
 def _reached(root: nn.Module) -> dict[int, Any]:

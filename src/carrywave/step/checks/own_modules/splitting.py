@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError, WorkerError
@@ -34,7 +34,7 @@ from carrywave.parallel.world import all_arrive, all_gather_text, wait_for_all
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.own_modules import probe
-from carrywave.step.checks.own_modules.cuts import Extent, cut_of, extent_of
+from carrywave.step.checks.own_modules.cuts import Axis, Extent, cut_of, extent_of
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges, is_power_of_2
 from carrywave.step.checks.own_modules.module_traces import untouched, why_not_restorable
 from carrywave.step.checks.own_modules.parts import VOUCHED, Part, is_known, is_safe, known, parts_of
@@ -43,9 +43,12 @@ from carrywave.step.checks.own_modules.probe_sample import all_of, few_of, is_ab
 from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects
 from carrywave.step.precision import autocast
 
-_STEP_BY_STEP = "make it work step by step, or remove plan.stages and plan.chunk_steps"
-_LANE_BY_LANE = "make it work lane by lane, or train on one device without micro-batches"
-_EACH_ALONE = "make it work step by step and lane by lane, or train on one device without chunks and micro-batches"
+_EACH_ALONE: dict[Axis | None, str] = {
+    None: "make it work whatever the plan",
+    "time": "make it work step by step",
+    "lanes": "make it work lane by lane",
+    "both": "make it work step by step and lane by lane",
+}
 _WHEN = {None: "", "time": "when split by time", "lanes": "when split by lanes", "both": "when split by time and lanes"}
 ALL_SIZES = 16  # sizes of batches that are all compared
 
@@ -154,12 +157,12 @@ class SplitCheck:
                 cause = found.cause if harmful and not errors else cause
                 if harmful and found.fault == "fails" and found.cause is not None and not errors and self.mesh.world.size == 1:
                     raise found.cause  # in the module's own words; several workers would wait for each other
-                if harmful or found.fault not in (
-                    "raises",
-                    "fails",
-                    "unknown",
-                ):  # if this plan does not cut, the step itself shows what is wrong
-                    (errors if harmful else warned).append(say(found, part.root))
+                # If this plan does not cut, the step itself shows what is wrong.
+                matters = found.fault not in ("raises", "fails", "unknown") or (
+                    found.fault == "raises" and isinstance(found.cause, UserError)
+                )
+                if harmful or matters:
+                    (errors if harmful else warned).append(say(found, part, self._uncut(found.axis) if harmful else ""))
         if [*map(id, before)] != [*map(id, [*self.stage.parameters(), *self.stage.buffers()])]:
             names = ", ".join(part.path for part in tried)
             errors.insert(0, f"trying {names} left other tensors in the model than it had; set {VOUCHED} = True there, and report it")
@@ -182,6 +185,18 @@ class SplitCheck:
     @property
     def _cuts_time(self) -> bool:
         return self.mesh.plan.chunk_steps is not None and not self.whole_time
+
+    def _uncut(self, axis: Axis | None) -> str:
+        """How to leave time, lanes or both in one piece, of what this plan cuts, as an alternative to what precedes it in a message."""
+        plan, ways = self.mesh.plan, []
+        if axis in ("time", "both") and self._cuts_time:
+            lanes_instead = plan.stages > 1 and plan.micro_batches == 1 and axis == "time"
+            ways.append("use plan.micro_batches=2 or more without plan.chunk_steps" if lanes_instead else "remove plan.chunk_steps")
+        if axis in ("lanes", "both"):
+            ways += ["train on one replica"] if plan.replicas > 1 else []
+            ways += ["remove plan.micro_batches"] if plan.micro_batches > 1 else []
+            ways += ["remove train.reproducible"] if self.shards else []
+        return f", or {' and '.join(ways)}" if ways else ""
 
     def _found(
         self, part: Part, batch: Batch, key: Tensor, shared: Sequence[object], *, training: bool, first: bool
@@ -231,7 +246,7 @@ class SplitCheck:
         stage, device = self.stage, self.mesh.device
         if isinstance(stage, OpaqueModel) or self.mesh.plan.stages > 1 or stage.encoder is None or stage.stride > 1:
             return None
-        chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device))
+        chunk = Chunk(batch.lengths, None, batch.lanes, 0, key.to(device), whole=True, resets=batch.resets)
         own = [each for each in (stage.encoder, stage.lstm, stage.head) if not is_known(stage, each)]
         with suppress(Exception), untouched(own, device, stage.dtype):
             with torch.no_grad(), autocast(self.precision, device):
@@ -243,12 +258,17 @@ class SplitCheck:
         """The full batch, put together from the replicas' parts of it if workers have only their own. Collective: every rank calls it."""
         if batch.part_of is None or self.mesh.plan.replicas == 1:
             return batch
-        pooled = self.stage.pooled
+        pooled = self.stage.pooled and batch.resets is None
         tensors = {"inputs": (batch.inputs, 1), "lengths": (batch.lengths, 0), "lanes": (batch.lanes, 0)}
         if batch.targets is not None:
             tensors["targets"] = batch.targets, 0 if pooled else 1
+        if batch.resets is not None:
+            tensors["resets"] = batch.resets.to(torch.uint8), 1  # flags cannot be summed
         joined = self.mesh.join_lanes(tensors, batch.cells[1] // batch.steps)
-        return Batch.of(joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=pooled)
+        resets = None if batch.resets is None else joined["resets"].bool()
+        return Batch.of(
+            joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=self.stage.pooled, resets=resets
+        )
 
     def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None) -> str | None:
         """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report."""
@@ -297,34 +317,43 @@ def split_checks(
     return steps, steps if within is mesh else SplitCheck(model, stage, mesh, precision=spec.precision)
 
 
-def say(found: Finding, root: nn.Module) -> str:
-    """The message for a finding: the fact and the remedy."""
+def say(found: Finding, part: Part, uncut: str = "") -> str:
+    """The message for a finding: the fact and the remedy. `uncut`: how to leave in one piece what the plan cuts."""
     what, when = f"{found.path} ({found.kind})", _WHEN[found.axis]
-    if found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in root.modules()):
+    remedy = f"{_EACH_ALONE[found.axis]}{uncut}"
+    if found.path != part.path and found.fault == "output":
+        what = f"{part.path} ({type(part.root).__name__}), through {what},"
+    pools = part.path == "head" and found.axis != "lanes" and getattr(part.root, "pooled", False)
+    hidden = ", and pass all that it pools through the accumulator" if pools else ""
+    if part.path == "head" and found.axis == "time" and not uncut:
+        remedy += ", or set reads_whole = True in the head, so that no plan cuts the time that it reads"
+    if found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in part.root.modules()):
         return (
             f"{what} gives different results for a lane depending on the other lanes in its input, which is [time, lane, …], and a layer "
             "of the model has batch_first=True; build it without, or transpose what it reads"
         )
+    functional = "use nn.Dropout, which is made keyed, instead of functional dropout or noise"
+    added = "give the encoder or the head its nn.Dropout before the model is made of it, so that it is made keyed"
     words: dict[str, Callable[[], str]] = {
         "draws": lambda: (
             f"{what} draws from a random generator that is not keyed, so its numbers depend on how the work is split and on where a run "
-            "was stopped; use nn.Dropout, which is made keyed, instead of functional dropout or noise"
+            f"was stopped; {added if found.kind == 'Dropout' else functional}"
         ),
         "state": lambda: (
             f"{what} changes its {found.detail} {'when it is called' if found.path == 'loss' else 'in forward'}, so its result depends on "
             f"how often it is called, which a plan decides; change it between steps, outside {'it' if found.path == 'loss' else 'forward'}"
         ),
         "output": lambda: {
-            "time": f"{what} gives different results for a step depending on the other steps in its input; {_STEP_BY_STEP}",
-            "lanes": f"{what} gives different results for a lane depending on the other lanes in its input; {_LANE_BY_LANE}",
-        }.get(str(found.axis), f"{what} gives different results {when}; {_EACH_ALONE}"),
+            "time": f"{what} gives different results for a step depending on the other steps in its input; {remedy}",
+            "lanes": f"{what} gives different results for a lane depending on the other lanes in its input; {remedy}",
+        }.get(str(found.axis), f"{what} gives different results {when}; {remedy}"),
         "loss": lambda: (
             f"{what} returns a {found.detail} {when}; return the sum over targets and their number "
             "(a mean would be divided once more), and leave weight penalties to the optimizer (train.weight_decay)"
         ),
         "gradient": lambda: (
             f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts {when}; "
-            "remove anything in it that scales, clips or detaches gradients"
+            f"remove anything in it that scales, clips or detaches gradients{hidden}"
         ),
         "recompute": lambda: (
             f"{what} gives different results while gradients are switched off, as they are when plan.recompute runs it first; do not let "
@@ -335,17 +364,14 @@ def say(found: Finding, root: nn.Module) -> str:
             "else; work on a copy (.clone())"
         ),
         "shared": lambda: (
-            f"{what} changes an object ({found.detail}) in forward that encoder and head share, but they are on different stages, where "
-            "each has a copy of its own; pass it through the layers, or remove plan.stages"
+            f"{what} changes an object ({found.detail}) in forward that encoder and head share, as in a skip connection, but they are on "
+            "different stages, where each has a copy of its own; let the head do without it, or remove plan.stages"
         ),
-        "raises": lambda: (
-            f"{what} works on a whole batch, but raises {found.detail} {when}, as this plan does; "
-            f"{_LANE_BY_LANE if found.axis == 'lanes' else _STEP_BY_STEP if found.axis == 'time' else _EACH_ALONE}"
-        ),
+        "raises": lambda: f"{what} works on a whole batch, but raises {found.detail} {when}, as this plan does; {remedy}",
         "unknown": lambda: (
             f"{what} could not be run on a whole batch to compare its result with that of the parts ({found.detail}); mend it, or, if you "
             f"know that no step and no lane depends on another in it, set {found.path.partition('.')[0]}.{VOUCHED} = True"
         ),
     }
     words["fails"] = words["unknown"]
-    return str(found.cause) if isinstance(found.cause, UserError) else words[found.fault]()
+    return f"{found.cause}{uncut}" if isinstance(found.cause, UserError) else words[found.fault]()

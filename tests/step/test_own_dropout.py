@@ -1,0 +1,131 @@
+"""torch's dropout in a user's modules: found and changed as in torch, in any shape where nothing is cut, and the same on every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import carrywave as cw
+from carrywave.errors import PlanError
+
+STEPS, LANES, FEATURES, WIDTH, CLASSES = 6, 8, 9, 7, 3
+PLANS: list[dict[str, Any]] = [{"micro_batches": 2}, {"chunk_steps": 2}, {"chunk_steps": 2, "recompute": True}]
+Change = Callable[[nn.Module, int], None]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.out = nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = self.out(self.drop(y))
+        return out
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(self(y).flatten(0, 1), target.flatten(), reduction="sum"), torch.tensor(target.numel())
+
+
+def model_of(*encoder: nn.Module, **between: nn.Module) -> cw.Model:
+    model = cw.Model(nn.Sequential(*encoder), cw.LSTM(FEATURES, WIDTH), Head(), **between).double()  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return model
+
+
+def losses(model: nn.Module, plan: dict[str, Any], change: Change = lambda model, step: None, steps: int = 4) -> list[float]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(STEPS, LANES, FEATURES, generator=generator).double()
+    batch = cw.Batch.of(x, torch.randint(CLASSES, (STEPS, LANES), generator=generator))
+    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.3, "precision": "fp64"}, plan=plan, device="cpu", keep_state=False)
+    found = []
+    for step in range(steps):
+        change(model, step)
+        found.append(float(trainer.step(batch)))
+    return found
+
+
+def anneal(model: nn.Module, step: int) -> None:
+    drops = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    assert len(drops) == 2
+    for drop in drops:
+        drop.p = 0.6 - 0.2 * step
+        if step == 3:
+            drop.eval()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_changed_share_takes_effect_at_the_next_step_on_every_plan(plan: dict[str, Any]) -> None:
+    def made() -> cw.Model:
+        return model_of(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.5))
+
+    alone = losses(made(), {}, anneal)
+    assert losses(made(), plan, anneal) == pytest.approx(alone, rel=1e-12)
+    assert alone[1:] != pytest.approx(losses(made(), {})[1:], rel=1e-3)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("encoder", [nn.ELU(inplace=True), nn.Dropout(0.5, inplace=True)], ids=["ELU", "Dropout"])
+def test_a_layer_that_writes_into_its_input_leaves_the_batch_as_it_was(encoder: nn.Module, plan: dict[str, Any]) -> None:
+    def made() -> cw.Model:
+        return model_of(encoder, nn.Linear(FEATURES, FEATURES))
+
+    assert losses(made(), plan) == pytest.approx(losses(made(), {}), rel=1e-12)
+
+
+@pytest.mark.parametrize("part", ["dropout_in", "dropout_out"])
+def test_dropout_beside_the_layers_may_be_in_place(part: str) -> None:
+    found = [losses(model_of(nn.Identity(), **{part: nn.Dropout(0.5, inplace=inplace)}), {}) for inplace in (False, True)]
+    assert found[0] == found[1]
+
+
+class LanesFirst(nn.Module):
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.drop, self.flat = nn.Dropout(0.5), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.flat:
+            return self.drop(x.flatten(0, 1)).view(x.shape)
+        out: Tensor = self.drop(x.transpose(0, 1)).transpose(0, 1)
+        return out
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_dropout_of_another_form_works_where_nothing_is_cut(flat: bool) -> None:
+    with pytest.warns(UserWarning, match=r"dropout encoder.0.drop got x of shape .*this plan does not change the result, but others would"):
+        found = losses(model_of(LanesFirst(flat=flat)), {})
+    with pytest.warns(UserWarning, match="others would"):
+        assert losses(model_of(LanesFirst(flat=flat)), {"recompute": True}) == pytest.approx(found, rel=1e-12)
+    for plan in PLANS:
+        with pytest.raises(
+            PlanError, match=r"dropout encoder.0.drop .* a part of the batch; keep x as \[time, lane, …\] where dropout applies"
+        ):
+            losses(model_of(LanesFirst(flat=flat)), plan)
+
+
+class InOnePiece(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(FEATURES, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.drop(self.rnn(x.transpose(0, 1))[0])).transpose(0, 1)
+        return out
+
+    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum"), torch.tensor(target.numel())
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+def test_a_module_in_one_piece_may_be_batch_first_inside() -> None:
+    torch.manual_seed(0)
+    assert len(losses(InOnePiece().double(), {})) == 4
+    with pytest.raises(PlanError, match=r"dropout module.drop .* a part of the batch"):
+        losses(InOnePiece().double(), {"micro_batches": 2})

@@ -1,0 +1,91 @@
+"""Metrics of several labels against plain counting over sets, and their sums as sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from carrywave.tasks.label_metrics import LabelDecisions, log_odds
+
+NAN = math.nan
+TARGETS = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [NAN, 1, NAN, 0], [NAN, NAN, NAN, NAN], [1, 1, 0, 0]])
+CHOSEN = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]])
+
+
+def logits_for(chosen: Tensor) -> Tensor:
+    return torch.where(chosen > 0, 0.3, -0.3)
+
+
+def counted(targets: Tensor, chosen: Tensor) -> dict[str, float]:
+    """The definitions, with loops: a label that neither holds nor is predicted anywhere has no F1."""
+    hits, wrong, missed = [0] * 4, [0] * 4, [0] * 4
+    rows = exact = 0
+    for target, guess in zip(targets.tolist(), chosen.tolist(), strict=True):
+        known = [place for place, value in enumerate(target) if not math.isnan(value)]
+        for place in known:
+            hits[place] += target[place] == guess[place] == 1
+            wrong[place] += target[place] < guess[place]
+            missed[place] += target[place] > guess[place]
+        rows += bool(known)
+        exact += bool(known) and all(target[place] == guess[place] for place in known)
+    scores = [2 * h / (2 * h + w + m) for h, w, m in zip(hits, wrong, missed, strict=True) if h + w + m]
+    micro = 2 * sum(hits) / (2 * sum(hits) + sum(wrong) + sum(missed))
+    return {"micro_f1": micro, "macro_f1": sum(scores) / len(scores), "exact_match": exact / rows}
+
+
+def test_f1_and_exact_matches_by_counting() -> None:
+    meter = LabelDecisions(4)
+    for at in (0, 2):  # in two batches, of which one has a dimension of time
+        meter.update(logits_for(CHOSEN[at : at + 2]), TARGETS[at : at + 2])
+    meter.update(logits_for(CHOSEN[4:])[None], TARGETS[4:][None])
+    found = meter.values()
+    assert {name: found[name] for name in ("micro_f1", "macro_f1", "exact_match")} == pytest.approx(counted(TARGETS, CHOSEN), rel=1e-12)
+    assert "unweighted_loss" not in found
+
+
+def test_the_naive_loss_is_that_of_the_label_frequencies() -> None:
+    meter = LabelDecisions(4)
+    meter.update(logits_for(CHOSEN), TARGETS)
+    real = TARGETS.isfinite()
+    share = TARGETS.nan_to_num().sum(0) / real.sum(0)
+    odds = torch.logit(share.double(), eps=1e-12).expand(5, 4)
+    losses = binary_cross_entropy_with_logits(odds, TARGETS.nan_to_num().double(), reduction="none")
+    assert meter.values()["naive_loss"] == pytest.approx(losses[real].sum().item() / 4, rel=1e-6)  # of a share of 0 or 1, nearly
+
+
+def test_the_loss_without_weights_is_the_sum_over_labels_by_step() -> None:
+    meter, out = LabelDecisions(4, weighted=True), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    meter.update(out, TARGETS)
+    losses = binary_cross_entropy_with_logits(out.double(), TARGETS.nan_to_num().double(), reduction="none")
+    assert meter.values()["unweighted_loss"] == pytest.approx(losses[TARGETS.isfinite()].sum().item() / 4, rel=1e-12)
+
+
+def test_a_label_is_predicted_from_the_threshold_on() -> None:
+    meter = LabelDecisions(1, threshold=0.8)
+    meter.update(torch.tensor([[log_odds(0.8) - 1e-3], [log_odds(0.8) + 1e-3]]), torch.ones(2, 1))
+    assert meter.rows("label") == [{"label": "0", "precision": 1.0, "recall": 0.5, "f1": 2 / 3, "targets": 2, "predicted": 1}]
+
+
+def test_rows_and_what_does_not_fit() -> None:
+    meter = LabelDecisions(4, labels="abcd")
+    meter.update(logits_for(CHOSEN), TARGETS)
+    rows = meter.rows("label")
+    assert [row["label"] for row in rows] == ["a", "b", "c", "d"]
+    assert rows[2] == {"label": "c", "precision": 1 / 3, "recall": 1.0, "f1": 0.5, "targets": 1, "predicted": 3}
+    assert math.isnan(float(rows[3]["f1"]))
+    assert not meter.fits(torch.zeros(5, 3), TARGETS)
+    assert meter.fits(torch.zeros(5, 4), TARGETS)
+
+
+def test_nothing_to_find_has_no_f1() -> None:
+    meter = LabelDecisions(2)
+    meter.update(-torch.ones(3, 2), torch.zeros(3, 2))
+    found = meter.values()
+    assert math.isnan(found["micro_f1"])
+    assert math.isnan(found["macro_f1"])
+    assert found["exact_match"] == 1.0
+    assert found["naive_loss"] == 0.0
