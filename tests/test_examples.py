@@ -20,7 +20,7 @@ import torch
 import carrywave
 
 ROOT = Path(__file__).parents[1]
-ALONE = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules", "step_by_hand")
+ALONE = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules", "recurrent_ppo", "step_by_hand")
 MANY = ("accumulate", "any_module", "replicas", "stages", "stateful_stream", "variable_lengths")
 # How programs for several devices are started, with further words that make a start small.
 SCRIPTS = {
@@ -112,6 +112,26 @@ def test_drop_in_lstm() -> None:
     assert program("drop_in_lstm").main(steps=5, hidden=8) < 1e-6  # float32, summed in another order
 
 
+def test_recurrent_ppo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len((ROOT / "examples" / "recurrent_ppo.py").read_text().splitlines()) <= 300
+    pytest.importorskip("gymnasium", reason="needs gymnasium, which is in the extra examples")
+    ppo = program("recurrent_ppo")
+    settings = ppo.Settings(environments=8, steps=32, epochs=4, parts=2, hidden=16)
+    torch.manual_seed(1)
+    policy = ppo.Policy(settings.hidden)
+    actors = ppo.Actors(policy, settings, seed=1)
+    actors.rollout()
+    rollout, first = actors.rollout()
+    assert bool(rollout.resets.any())  # inside the window
+    assert bool((rollout.resets[1:] & ~rollout.real[:-1]).any())  # a step is spent on starting again, and counts in no loss
+    with torch.no_grad():  # before anything is learned, the window as a whole gives what was said step by step
+        chances, value, _ = policy(rollout.seen, first, rollout.resets)
+    torch.testing.assert_close(chances.gather(-1, rollout.action[..., None])[..., 0], rollout.chance)
+    torch.testing.assert_close(value, rollout.value - rollout.advantage, rtol=1e-4, atol=1e-5)  # float32, added and taken away
+    assert ppo.main(frames=2560, settings=settings) > 0
+    assert "2,560 frames" in capsys.readouterr().out
+
+
 def test_step_by_hand() -> None:
     by_hand = program("step_by_hand")
     assert len((ROOT / "examples" / "step_by_hand.py").read_text().splitlines()) <= 200
@@ -180,7 +200,7 @@ def test_the_readme_lists_every_example() -> None:
     assert {f"{name}.py" for name in (*ALONE, *MANY, "python_data", "music_data")} == {name for name in there if name.endswith(".py")}
 
 
-@pytest.mark.parametrize("page", ["docs/python.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/python.md", "docs/policies.md", "README.md"])
 def test_the_python_on_a_page_runs(page: str) -> None:
     """All blocks of a page in one program, one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

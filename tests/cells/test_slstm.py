@@ -138,6 +138,12 @@ def test_the_planner_counts_what_runs_step_by_step() -> None:
     assert noisy.units[1].parameters == plain.units[1].parameters
     assert normed.units[1].parameters == plain.units[1].parameters + (4 + 4 + 2) * 512
     assert heads.units[1].parameters == plain.units[1].parameters - 4 * 512 * 512 * 3 // 4
+    halves = [
+        Costs(Units.of(parse({"model": sizes | more, "train": {"precision": "bf16"}}), facts), profile).unit(1, 32, 32).all
+        for more in ({}, {"zoneout": 0.1}, {"heads": 4}, {"heads": 16}, {"cell_norm": True})
+    ]
+    assert halves[0] == halves[1] == halves[2]  # the persistent kernels run them, but no heads of 32 units, and no norms
+    assert min(halves[3:]) > halves[0]
     assert normed.units[1].kept > noisy.units[1].kept > plain.units[1].kept
 
 
@@ -167,3 +173,12 @@ def test_running_sums_are_learned(kind: Any, options: dict[str, Any], modulus: i
     right = (scores.argmax(-1) == sums).float()
     assert right.mean() > 0.99
     assert right[-1].mean() > 0.98
+
+
+def test_an_untimed_cell_with_kernels_is_not_taken_to_launch_every_operation() -> None:
+    facts, profile = DataFacts(vocabulary=4096), shipped("h200")
+    lstm, slstm = (
+        Costs(Units.of(parse({"model": {"cell": cell, "hidden": 512}, "train": {"precision": "bf16"}}), facts), profile).unit(1, 32, 32)
+        for cell in ("lstm", "slstm")
+    )
+    assert slstm.all == pytest.approx(lstm.all)  # the same products

@@ -82,7 +82,7 @@ def pair(model: Any, monkeypatch: pytest.MonkeyPatch, *, keep_state: bool, plan:
     both = []
     for wanted in ("0", "1"):
         monkeypatch.setenv("CARRYWAVE_CAPTURE", wanted)
-        spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}).train
+        spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}, defaults=False).train
         both.append(Trainer(model(), spec, plan=plan, device="cuda", keep_state=keep_state))
     assert both[0].capture is None
     assert both[1].capture is not None
@@ -234,7 +234,7 @@ def test_gradients_apart_from_updates_between_recorded_steps(monkeypatch: pytest
 
 
 def evaluated(model: Model, task: str, batch: dict[str, int], view: View, capture: Capture | None, **how: Any) -> list[Tensor]:
-    spec = parse({"task": task, "batch": batch, "train": {"precision": how["precision"]}})
+    spec = parse({"task": task, "batch": batch, "train": {"precision": how["precision"]}}, defaults=False)
     mesh = Mesh.alone(CUDA, Plan(chunk_steps=how["chunk_steps"]))
     found: list[Tensor] = []
 
@@ -279,7 +279,7 @@ def test_evaluation(monkeypatch: pytest.MonkeyPatch, kind: str, chunk_steps: int
 def test_training_and_evaluation_in_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(50, size=401)
     view = View(tokens, np.array([0]), np.array([400]), targets_at=lambda at: tokens[at + 1])
-    spec = parse({"task": "language", "batch": {"lanes": 7, "steps": 16}, "train": {"precision": "bf16"}})
+    spec = parse({"task": "language", "batch": {"lanes": 7, "steps": 16}, "train": {"precision": "bf16"}}, defaults=False)
     plain, recorded = pair(language, monkeypatch, keep_state=True, precision="bf16")
     losses: list[list[Tensor]] = [[], []]
     for trainer, found in zip((plain, recorded), losses, strict=True):

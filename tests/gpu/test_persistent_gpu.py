@@ -396,7 +396,7 @@ def test_200_steps_of_training_go_as_with_cudnn(precision: str) -> None:
     for kernel in ("persistent", "aten"):
         torch.manual_seed(0)
         model = Model(Embedding(40, 64), LSTM(64, 128, 2, dropout=0.1, kernel=kernel), Softmax(128, 40))
-        spec = parse({"train": {"precision": precision, "optimizer": "adam", "lr": 5e-3, "clip": 1.0}}).train
+        spec = parse({"train": {"precision": precision, "optimizer": "adam", "lr": 5e-3, "clip": 1.0}}, defaults=False).train
         trainer = Trainer(model, spec, device="cuda", keep_state=True)
         curves[kernel] = [float(trainer.step(batch.to(torch.device("cuda")))) for batch in data]
     ends = {kernel: float(np.mean(curve[-20:])) for kernel, curve in curves.items()}

@@ -77,6 +77,17 @@ def test_classes_are_those_of_the_sequence_so_far(pool: str, tmp_path: Path) -> 
         assert list(row["probabilities"].values()) == pytest.approx(out_V.tolist(), abs=1e-6)  # as many digits as predict writes
 
 
+def test_each_of_several_labels_has_its_own_probability(tmp_path: Path) -> None:
+    held = [[name for name, here in zip("abc", row, strict=True) if here] for row in (STEPS.sum(1) > 18).tolist()]
+    result = learn("classification", (list(STEPS), held), tmp_path, data={"multi_label": True})
+    stepper = result.stepper()
+    for time in range(9):
+        out_BV = stepper.step_rows(["a", "b"], STEPS[:2, time])
+        torch.testing.assert_close(out_BV, whole(result, STEPS[:2], steps=time + 1).sigmoid(), **EXACT)
+    for row, out_V in zip(cw.predict(result.run, STEPS[:2]), out_BV, strict=True):
+        assert list(row["probabilities"].values()) == pytest.approx(out_V.tolist(), abs=1e-6)  # as many digits as predict writes
+
+
 def test_numbers_are_in_the_units_of_the_data(tmp_path: Path) -> None:
     result = learn("regression", (STEPS, 50 + 9 * STEPS.sum((1, 2))), tmp_path)
     stepper = result.stepper()

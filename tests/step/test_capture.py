@@ -27,7 +27,9 @@ pytestmark = pytest.mark.gpu
 
 def trainer_of(model: Model, monkeypatch: pytest.MonkeyPatch, *, recorded: bool, streams: bool, **train: object) -> Trainer:
     monkeypatch.setenv("CARRYWAVE_CAPTURE", "1" if recorded else "0")
-    return Trainer(model, parse({"train": {"clip": 0.5, "precision": "fp32", **train}}).train, device="cuda", keep_state=streams)
+    return Trainer(
+        model, parse({"train": {"clip": 0.5, "precision": "fp32", **train}}, defaults=False).train, device="cuda", keep_state=streams
+    )
 
 
 def language(**options: object) -> Model:
@@ -87,7 +89,7 @@ def test_options_and_plans(monkeypatch: pytest.MonkeyPatch, options: dict[str, o
     ends = []
     for recorded in (False, True):
         monkeypatch.setenv("CARRYWAVE_CAPTURE", "1" if recorded else "0")
-        train = parse({"train": {"clip": 0.5, "alpha": 1.0, "beta": 0.5, "precision": "fp32"}}).train
+        train = parse({"train": {"clip": 0.5, "alpha": 1.0, "beta": 0.5, "precision": "fp32"}}, defaults=False).train
         trainer = Trainer(language(**options), train, plan=plan, device="cuda")
         for batch in batches:
             trainer.step(batch.to(torch.device("cuda")))

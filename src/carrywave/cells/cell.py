@@ -68,6 +68,7 @@ class OnnxForm(NamedTuple):
     attributes: Mapping[str, Any] = {}  # besides hidden_size and direction
 
 
+HALF_PRECISIONS = ("bf16", "fp16")
 Carry = tuple[Any, ...]  # the carry of one direction of a layer in a step: a tensor [B, P] or [B, H] for each part
 
 
@@ -120,6 +121,10 @@ class Cell:
     def free_parts(self) -> tuple[str, ...]:
         """The parts of the carry whose values do not depend on each other."""
         return self.parts if self.free is None else self.free
+
+    def has_kernels(self, precision: str) -> bool:
+        """True if kernels run its layers in a precision, on some device at least: torch's in any, our own in half precision."""
+        return self.backends is not None and (self.torch_module is not None or precision in HALF_PRECISIONS)
 
     def widths(self, hidden: int, projection: int = 0) -> tuple[int, ...]:
         """The width of each part of the carry."""

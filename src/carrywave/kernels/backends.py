@@ -126,7 +126,7 @@ class Backends:
         """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
         return False
 
-    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
+    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
         """The user-facing name of the backend that would run this layer."""
         return "reference"
 

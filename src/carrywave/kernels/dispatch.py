@@ -172,9 +172,9 @@ class Dispatch(Backends):
         """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
         return windowed.held_by(chunk, [layer[0] for layer in layers]) is not None or all(_begun(chunk, layer) for layer in layers)
 
-    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer) -> str:
+    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
         """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
-        return with_library(self.choose(asked, x_TBI, layer), x_TBI, onednn=self._prefers_onednn(x_TBI, layer))
+        return with_library(self.choose(asked, x_TBI, layer, marks), x_TBI, onednn=self._prefers_onednn(x_TBI, layer))
 
     def _fastest(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> str:
         """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""

@@ -10,6 +10,7 @@ import torch
 
 from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.data.packing import PackedOrder
+from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
@@ -101,9 +102,11 @@ def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, d
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
-    if lstm.noisy:
-        return ("reference",) * len(widths)
-    return tuple(lstm.backends.in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer)) for layer, width in enumerate(widths))
+    noise = CellNoise(lstm.recurrent_dropout, lstm.zoneout, ("",) * lstm.directions)
+    marks = StepMarks(noise=noise) if lstm.noisy else None
+    return tuple(
+        lstm.backends.in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer), marks) for layer, width in enumerate(widths)
+    )
 
 
 def _by_layer(names: tuple[str, ...]) -> str:

@@ -106,7 +106,7 @@ def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
 
 def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
     """Requests for several equal layers in one call: on a GPU they may run concurrently."""
-    layers = [unit for unit in units.units if unit.cell is not None and unit.cell.backends and not unit.launches]
+    layers = [unit for unit in units.units if unit.cell is not None and unit.cell.has_kernels(units.precision) and not unit.launches]
     equal = [unit for unit in layers if (unit.inputs, unit.outputs) == (layers[-1].inputs, layers[-1].outputs)]
     if len(equal) > 1 and not equal[0].projection and equal[0].directions == 1:
         last = equal[-1]

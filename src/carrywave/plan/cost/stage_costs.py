@@ -184,16 +184,19 @@ def far_off(units: Units, profile: Profile) -> str | None:
 
 
 def _estimated(sample: Sample, cell: Cell) -> Sample:
-    """What a layer of a cell that was not timed would take: the products as those of an LSTM, and what it launches at every step."""
+    """What a layer of a cell that was not timed would take: the products as those of an LSTM, and without kernels what it launches at every
+    step.
+    """
     sizes = sample.inputs, sample.outputs, sample.projection if cell.projects else 0
     share = cell.multiply_adds(*sizes) / lstm.CELL.multiply_adds(*sizes)
-    launches = sample.steps * cell.launches * LAUNCH_SECONDS
+    kernels = cell.has_kernels(sample.precision)
+    launches = 0.0 if kernels else sample.steps * cell.launches * LAUNCH_SECONDS
     return replace(
         sample,
         kind=cell.name,
         forward_seconds=sample.forward_seconds * share + launches / 3,
         backward_seconds=sample.backward_seconds * share + launches * 2 / 3,
-        deferred_seconds=sample.deferred_seconds * share if cell.backends else 0.0,
+        deferred_seconds=sample.deferred_seconds * share if kernels else 0.0,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from carrywave.cells.cell import Cell, by_name, names
+from carrywave.cells.cell import HALF_PRECISIONS, Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.cost.profile import CallKind
 from carrywave.spec.facts import DataFacts
@@ -129,7 +129,8 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
     learned = [size for part, size in zip(cell.parts, widths, strict=True) if part in cell.free_parts] if model.learned_carry else []
     parameters = directions * one + 2 * norm + directions * sum(learned)
     zoned = sum(chance > 0 for chance in cell.zoneout(model.zoneout))
-    by_steps = model.heads > 1 or model.cell_norm or zoned or model.recurrent_dropout
+    kernels = cell.has_kernels(spec.train.precision)
+    by_steps = model.cell_norm or not (kernels and _persistent(spec, hidden, noise=bool(zoned or model.recurrent_dropout)))
     # Inside the cell: both products and the memory before their norms, the candidate and its mask, and the masks of zoneout.
     inside = (2 * cell.gates + 1 if model.cell_norm else 0) + (2 if model.recurrent_dropout else 0) + zoned
     # What the cell keeps, the output (also before the projection), then what dropout and norm save.
@@ -143,14 +144,23 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
         out,
         parameters,
         kept,
-        deferred=directions * (rows + back) + width if cell.backends and not by_steps else 0,  # autograd alone defers nothing
+        deferred=directions * (rows + back) + width if kernels and not by_steps else 0,  # autograd alone defers nothing
         carry=carry,
         work=directions * cell.kept * hidden + width,
         projection=model.projection,
         directions=directions,
         dropout=dropout,
         norm=norm,
-        launches=cell.launches if cell.backends and by_steps else 0,
+        launches=cell.launches if kernels and by_steps else 0,
         heads=model.heads,
         tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(learned),
     )
+
+
+def _persistent(spec: Spec, hidden: int, *, noise: bool) -> bool:
+    """True if the kernels of a cell run a layer with heads or noise as they run a plain one: only the persistent ones do, on a GPU."""
+    model = spec.model
+    if model.heads == 1 and not noise:
+        return True
+    fits = model.heads == 1 or hidden // model.heads in (64, 128, 256, 512)
+    return spec.train.precision in HALF_PRECISIONS and fits and not model.projection and not (noise and model.bidirectional)

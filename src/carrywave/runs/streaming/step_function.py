@@ -53,9 +53,8 @@ class StepFunction:
         carries = [f"l{layer}.{part}" for layer in range(len(self.layers)) for part in self.cell.parts]
         return carries + [f"pooled.{place}" for place in range(len(self.initial) - len(carries))]
 
-    @torch.inference_mode()
     def __call__(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The head's output [B, …] for inputs [B, …], and the state after them."""
+        """The head's output [B, …] for inputs [B, …], and the state after them; to be called in inference mode."""
         parts, after = len(self.cell.parts), list[Tensor]()
         y_BW: Tensor = self.encoder(x[None])[0]
         for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):

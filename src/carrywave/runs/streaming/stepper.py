@@ -21,7 +21,7 @@ from carrywave.data.tables.moments import standardise, unusable
 from carrywave.data.text.tokenizers import Words
 from carrywave.errors import DataError, RunError, UserError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.heads import PooledNumbers, PooledSoftmax, Softmax, at_least_float32
+from carrywave.model.heads import PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax, at_least_float32
 from carrywave.runs.checkpoint.atomic_files import read_metadata, read_tensors, replacing, write_tensors, writing
 from carrywave.runs.streaming.clients import Client, Clients
 from carrywave.runs.streaming.step_function import StepFunction
@@ -29,7 +29,7 @@ from carrywave.runs.trained_run import open_run
 from carrywave.tasks.task import Task
 
 CLASSES = ("language", "classification", "tagging")  # tasks whose outputs are logits
-HEADS = (Softmax, PooledSoftmax, AdaptiveSoftmax, PooledNumbers)  # of ours, those whose outputs are understood here
+HEADS = (Softmax, PooledSoftmax, AdaptiveSoftmax, Sigmoid, PooledSigmoid, PooledNumbers)  # of ours, those whose outputs are understood here
 
 
 def stepper(run: Path | str, *, device: str = "auto", model: nn.Module | None = None) -> Stepper:
@@ -66,12 +66,13 @@ class Stepper:
         self.codec = codec
         self._function = StepFunction(model.eval())
         head = self._function.head
-        if type(head).__module__.startswith("carrywave.") and not isinstance(head, HEADS):
+        if type(head).__module__.startswith("carrywave.") and type(head) not in HEADS:
             raise UserError(f"a stepper cannot name the outputs of a head {type(head).__name__}; use predict")
         self._clients = Clients(self._function.initial)
         self._lock = Lock()
         names = codec.vocabulary if codec.task == "language" else codec.labels
         self.labels: tuple[str, ...] = tuple(names)  # what each of the probabilities is for; none if tokens are bytes, pairs or numbers
+        self._several = task.spec.data.multi_label  # any number of labels may hold, each by itself
         units = (codec.target_std, codec.target_mean) if codec.task == "regression" else ()
         self._units = [torch.tensor(values, dtype=torch.float64, device=self._function.device) for values in units]
 
@@ -96,7 +97,8 @@ class Stepper:
             out, state = self._function(x, self._clients.read(rows_B))
             self._clients.write(rows_B, state)
         if self.codec.task in CLASSES:
-            return torch.softmax(at_least_float32(out), dim=-1)
+            out = at_least_float32(out)
+            return out.sigmoid() if self._several else out.softmax(dim=-1)
         std, mean = self._units
         return out.double() * std + mean
 
