@@ -14,6 +14,7 @@ from torch import Tensor
 import carrywave as cw
 from carrywave.data.batch import IGNORED
 from carrywave.data.codec import Codec
+from carrywave.data.files.label_sets import NAMES
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, Window
 from carrywave.data.packing import PackedOrder
@@ -90,6 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
     "classification both ways": {"codec": {"labels": ("a", "b", "c")}, "model": {"pool": "last", "bidirectional": True}},
     "regression": {"codec": {"target_mean": (0.0, 0.0), "target_std": (1.0, 1.0)}, "model": {"pool": "max"}},
     "tagging": {"codec": {"labels": ("a", "b", "c")}, "model": {}},
+    "classification several": {"codec": {"labels": ("a", "b", "c"), "label_sets": NAMES}, "model": {"pool": "mean"}},
+    "tagging several": {"codec": {"labels": ("a", "b", "c"), "label_sets": NAMES}, "model": {}},
     "language": {"codec": {}, "model": {}},
 }
 
@@ -101,10 +104,15 @@ def task_of(name: str) -> tuple[Task, Sequences]:
     codec = Codec(kind, "tokens", "int", size=7, **asked["codec"])
     labels = {"classification": draw.integers(3, size=23), "regression": draw.normal(size=(23, 2)).astype(np.float32)}.get(kind)
     tags = draw.integers(3, size=rows) if kind == "tagging" else None
+    if several := "several" in name:
+        sets = draw.integers(2, size=(23 if tags is None else rows, 3)).astype(np.float32)
+        sets[::5], sets[1::4, 0] = np.nan, np.nan  # without a target, and a label that is not known
+        labels, tags = (sets, None) if tags is None else (None, sets)
     data = Sequences(draw.integers(7, size=rows).astype(np.uint8), np.cumsum(lengths) - lengths, lengths, labels, tags)
     model = {"hidden": 5, "layers": 2, "learned_carry": True, "dropout": 0.0, **asked["model"]}
     train = {"precision": "fp64", "optimizer": "sgd", "lr": 1.0, "clip": None, "alpha": 0.3, "beta": 0.4}
-    spec = parse({"task": kind, "model": model, "batch": {"tokens": 40, "pack": True}, "train": train})
+    batch = {"tokens": 40, "pack": True}
+    spec = parse({"task": kind, "data": {"multi_label": several}, "model": model, "batch": batch, "train": train})
     return Task.of(spec, codec, codec.facts(data), data), data
 
 

@@ -196,6 +196,7 @@ def test_every_mistake_is_tried() -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew: Crew) -> None:
     check(sequences(task=task, model__multi_label=True, model__class_weights=True, plan=PLANS[plan]), crew)
+    check(sequences(task=task, model__multi_label=True, plan=PLANS[plan], resets=0.3), crew)
 
 
 @pytest.mark.parametrize("plan", SHARED)

@@ -92,6 +92,19 @@ def test_sequences_in_one_lane_are_pooled_each_by_itself(pool: str, bidirectiona
     torch.testing.assert_close(other, trained(made(), padded, alpha=0.5, beta=0.7), rtol=1e-10, atol=1e-12)  # as above
 
 
+@pytest.mark.parametrize("plan", [{"micro_batches": 2}, {"chunk_steps": 3}])
+def test_a_head_with_weights_of_its_own_kind_is_tried_with_resets(plan: dict[str, int]) -> None:
+    """It is not known to be safe, so it is run whole and in pieces before it is trained."""
+
+    def loss_of(batch: cw.Batch, **asked: Any) -> float:
+        torch.manual_seed(0)
+        head = nn.utils.parametrizations.weight_norm(PooledSoftmax(5, CLASSES))
+        return float(cw.Trainer(model_of(head=head), {"precision": "fp64"}, **asked).step(batch))
+
+    padded, packed = both_ways(labels=True)
+    assert loss_of(packed, plan=plan) == pytest.approx(loss_of(padded), rel=1e-12)  # float64, another order of summation
+
+
 def test_of_equal_outputs_the_first_has_the_gradient() -> None:
     """In half precision outputs are often equal; however time is cut, and whatever lies beside a sequence, the gradient is the same."""
     y = torch.tensor([1.0, 3.0, 3.0, 2.0, 2.0, 5.0])[:, None, None].requires_grad_()
@@ -162,8 +175,16 @@ def test_what_reads_over_the_edges_of_sequences_is_refused() -> None:
         def pool(self, y_TBW: Tensor, lengths_B: Tensor, acc: Accumulator) -> Accumulator:
             return super().pool(y_TBW, lengths_B, acc)
 
-    with pytest.raises(UserError, match="the head Greatest makes one result of each lane"):
-        cw.Trainer(model_of(head=Greatest(5, CLASSES)), {"precision": "fp64"}).step(both_ways(labels=True)[1])
+    class Mean(PooledSoftmax):
+        def score(self, logits_BV: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
+            total, count = super().score(logits_BV, label_B)
+            return total / count, torch.ones_like(count)
+
+    hooked = PooledSoftmax(5, CLASSES)
+    hooked.register_forward_hook(lambda module, given, out: out - out.mean(0))
+    for head in (Greatest(5, CLASSES), Mean(5, CLASSES), hooked):
+        with pytest.raises(UserError, match=f"the head {type(head).__name__} makes one result of each lane; .* without methods and hooks"):
+            cw.Trainer(model_of(head=head), {"precision": "fp64"}).step(both_ways(labels=True)[1])
 
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -251,12 +251,23 @@ def check_resets(model: ModelParts | Stage) -> None:
     """Refuse resets where something reads over the sequences of a lane without knowing where they begin."""
     if model.has_front:
         raise UserError("resets start new sequences inside a lane, but the front reads over their edges; use a model without a front")
-    ours = isinstance(model.head, Pooled) and type(model.head).pool is Pooled.pool
-    if model.whole_head or (model.pooled and not ours):
+    if model.whole_head or (model.pooled and not (isinstance(model.head, Pooled) and _is_ours(model.head))):
         raise UserError(
             f"resets start new sequences inside a lane, but the head {type(model.head).__name__} makes one result of each lane; use a lane "
-            "for each sequence"
+            "for each sequence, or a pooled head of carrywave without methods and hooks of your own"
         )
+
+
+def _is_ours(head: nn.Module) -> bool:
+    """True if nothing in a head's class, in the head itself or in a hook replaces or follows what a class of ours defines."""
+    classes = type(head).__mro__
+    defined = {name for each in classes if each.__module__.startswith("carrywave.") for name in vars(each) if not name.startswith("__")}
+    own = [each for each in classes if not each.__module__.startswith(("carrywave.", "torch.", "builtins"))]
+    return (
+        not defined & {*vars(head), *(name for each in own for name in vars(each))}
+        and not head._forward_hooks
+        and not head._forward_pre_hooks
+    )
 
 
 def _scores_as_it_learns(head: nn.Module) -> bool:

@@ -73,7 +73,7 @@ def remedy(trainer: Trainer, cause: str, usual: str) -> str:
 def _fails_without_targets(trainer: Trainer) -> bool:
     """True if the loss of a few lanes of the last batch is not finite once their targets are masked."""
     stage, batch = trainer.stage, trainer.compute.last
-    if batch is None or batch.targets is None or not stage.has_head or (stage.pooled and batch.resets is not None):
+    if batch is None or batch.targets is None or not stage.has_head:
         return False
     targets = batch.targets
     whole = isinstance(stage, OpaqueModel) or stage.whole_head

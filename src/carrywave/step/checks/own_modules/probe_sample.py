@@ -58,8 +58,9 @@ class ProbeSample:
         return replace(self.whole, lanes=((0, lanes // 2), (lanes // 2, lanes)))
 
 
-def all_of(batch: Batch, key: Tensor, width: int, *, y: Tensor | None = None, seed: int = 0) -> ProbeSample:
+def all_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, y: Tensor | None = None, seed: int = 0) -> ProbeSample:
     """The whole batch, with `y` for the head, or numbers by this seed. As behind a layer, what the head reads of padding is zero."""
+    batch = _by_lane(batch) if pooled else batch
     real_TB1 = real_steps(batch.lengths, batch.steps)
     y = numbers(batch.steps, batch.lanes.shape[0], width, seed).to(batch.lengths.device) if y is None else y
     return ProbeSample(batch.inputs, torch.where(real_TB1, y, 0.0), batch.targets, batch.lengths, batch.lanes, key.to(y.device))
@@ -67,7 +68,7 @@ def all_of(batch: Batch, key: Tensor, width: int, *, y: Tensor | None = None, se
 
 def few_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: bool) -> ProbeSample:
     """Some steps of the longest lanes; if there is only one lane, with a copy of it that runs backwards in time."""
-    pooled = pooled and batch.resets is None  # with resets, targets are at the ends of sequences
+    batch = _by_lane(batch) if pooled else batch
     steps = batch.steps if whole_time else min(batch.steps, STEPS)
     chosen = torch.argsort(batch.lengths, descending=True, stable=True)[:LANES]
     x, targets = batch.inputs[:steps, chosen], batch.targets
@@ -79,6 +80,14 @@ def few_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: b
         targets = None if targets is None else torch.cat((targets, targets if pooled else targets.flip(0)), dim=0 if pooled else 1)
         lengths, lanes = lengths.repeat(2), torch.cat((lanes, lanes + 1))
     return ProbeSample(x, numbers(steps, lanes.shape[0], width).to(x.device), targets, lengths, lanes, key.to(x.device))
+
+
+def _by_lane(batch: Batch) -> Batch:
+    """The batch of a head that pools with one target for each lane: of several sequences in a lane, that of the last."""
+    if batch.resets is None or batch.targets is None:
+        return batch
+    last_B = (batch.lengths - 1).clamp(min=0)
+    return replace(batch, targets=batch.targets[last_B, torch.arange(len(last_B), device=last_B.device)], resets=None)
 
 
 def is_absent(targets: Tensor) -> Tensor:

@@ -213,9 +213,9 @@ class SplitCheck:
             cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
             how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), beside)
             real = self._head_input(own, key) if path == "head" else None
-            samples = [all_of(own, key, width, y=real)] if real is not None else []
+            samples = [all_of(own, key, width, pooled=self.stage.pooled, y=real)] if real is not None else []
             if first or real is None:
-                samples.append(all_of(own, key, width, seed=self._seen[training].looks))
+                samples.append(all_of(own, key, width, pooled=self.stage.pooled, seed=self._seen[training].looks))
             if shared:
                 with untouched([root, *beside.values()], self.mesh.device, self.stage.dtype), suppress(Exception):
                     kind = changed_by(lambda: run(samples[-1], samples[-1].whole.pieces), shared)
