@@ -27,7 +27,9 @@ pytestmark = pytest.mark.gpu
 
 def trainer_of(model: Model, monkeypatch: pytest.MonkeyPatch, *, recorded: bool, streams: bool, **train: object) -> Trainer:
     monkeypatch.setenv("CARRYWAVE_CAPTURE", "1" if recorded else "0")
-    return Trainer(model, parse({"train": {"clip": 0.5, "precision": "fp32", **train}}, defaults=False).train, device="cuda", keep_state=streams)
+    return Trainer(
+        model, parse({"train": {"clip": 0.5, "precision": "fp32", **train}}, defaults=False).train, device="cuda", keep_state=streams
+    )
 
 
 def language(**options: object) -> Model:
