@@ -53,7 +53,7 @@ LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
         ({"source": "guessed"}, "source='guessed' is not known; use 'measured' or 'published'"),
         ({"samples": {}}, "samples must be a list, got {}"),
         ({"samples": [3]}, r"samples\[0\] must be a mapping, got 3"),
-        ({"samples": [{**SAMPLE, "kind": "gru"}]}, r"samples\[0\]: kind='gru' is not known"),
+        ({"samples": [{**SAMPLE, "kind": "gated"}]}, r"samples\[0\]: kind='gated' is not known"),
         ({"samples": [{**SAMPLE, "lanes": 0}]}, r"samples\[0\]: lanes=0 must be at least 1"),
         ({"samples": [{**SAMPLE, "forward_seconds": float("nan")}]}, "forward_seconds=nan must be finite"),
         ({"samples": [{**SAMPLE, "forward_seconds": 0}]}, "measure it again"),

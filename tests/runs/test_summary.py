@@ -15,8 +15,9 @@ from torch import nn
 
 from carrywave.data.codec import Codec
 from carrywave.data.order import StreamOrder
+from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
-from carrywave.kernels.lstm import aten, dispatch
+from carrywave.kernels.lstm import aten
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
@@ -71,6 +72,8 @@ def test_each_layer_is_asked_with_the_shape_and_dtype_of_a_chunk() -> None:
     assert backends(spec(precision="fp64"), model(), Plan(), ORDER, "cpu") == ("manual",) * 3
     assert backends(spec(precision="bf16"), model(), Plan(), ORDER, "cpu") == ("manual",) * 3
     assert backends(spec(), model(proj_size=4), Plan(), ORDER, "cpu") == ("aten (native)",) * 3
+    for options in ({"zoneout": 0.1}, {"recurrent_dropout": 0.1}, {"cell_norm": True}, {"num_heads": 2}):
+        assert backends(spec(), model(**options), Plan(), ORDER, "cpu") == ("reference",) * 3
 
 
 def test_what_was_asked_for_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +86,7 @@ def test_what_was_asked_for_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_lanes_are_those_of_one_worker_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def refusal(x: torch.Tensor, layer: object) -> str:
+    def refusal(x: torch.Tensor, *rest: object) -> str:
         seen.append(tuple(x.shape))
         return ""
 
@@ -137,7 +140,7 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(model()) == ["kernels   aten (oneDNN)"]
     assert told(OpaqueModel(nn.Linear(1, 1), loss=lambda out, target: (out.sum(), out.sum()))) == []  # not ours to name
-    monkeypatch.setattr(persistent, "refusal", lambda x, layer: "too wide" if layer[0].w_hh.shape[1] > 16 else "")
+    monkeypatch.setattr(persistent, "refusal", lambda x, layer, *rest: "too wide" if layer[0].w_hh.shape[1] > 16 else "")
     monkeypatch.setattr(dispatch, "_told", set())
     with pytest.warns(UserWarning, match="too wide"):
         assert told(model(), Plan(kernel="persistent")) == ["kernels   persistent (layers 1-2), aten (oneDNN) (layer 3)"]

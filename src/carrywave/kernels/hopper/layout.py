@@ -97,6 +97,11 @@ class LayerShape:
         return self._bytes(self.sum_buffers)
 
     @property
+    def reset_bytes(self) -> int:
+        """Shared memory for resets, besides."""
+        return 2 * 4 * self.lanes * self.passes
+
+    @property
     def valid(self) -> bool:
         """True if the kernel has this layout."""
         if (self.near and self.passes > 1) or (self.heads > 1 and not self.near):

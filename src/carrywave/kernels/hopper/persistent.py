@@ -19,7 +19,7 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import wave, windowed
 from carrywave.kernels.hopper.chip import chip_of
-from carrywave.kernels.hopper.layout import Chip, Wave, alone, heads_for, shape_for, wave_for
+from carrywave.kernels.hopper.layout import SHARED_BYTES, Chip, Wave, alone, heads_for, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer
@@ -55,7 +55,14 @@ def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell:
         return "it supports resets to a learned carry only without heads, and not in an sLSTM"
     if refused := device_refusal(x_TBI.device.index or 0):
         return refused
-    if _layout(x_TBI, weights, cell) is None:
+    layout = _layout(x_TBI, weights, cell)
+    if (
+        layout is not None
+        and marks is not None
+        and max(each.shared_bytes + each.reset_bytes for each in (layout.shape, layout.back)) > SHARED_BYTES
+    ):
+        return "its shared memory has no room for resets besides the widest layers"
+    if layout is None:
         return f"{_heads(weights, cell)} x {weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
     return ""
 

@@ -283,7 +283,7 @@ def _fp16(like: Tensor) -> bool:
 def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> nvrtc.Kernel:
     resets, noise = kinds
     constants = shape.constants(fp16=_fp16(like), resets=resets, noise=noise)
-    return nvrtc.kernel(SOURCE, name, constants, shape.shared_bytes, like.get_device())
+    return nvrtc.kernel(SOURCE, name, constants, shape.shared_bytes + (shape.reset_bytes if resets else 0), like.get_device())
 
 
 def _simple(name: str, like: Tensor, source: str = PACKING, cell: str = "lstm") -> nvrtc.Kernel:

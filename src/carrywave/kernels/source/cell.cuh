@@ -74,15 +74,23 @@ struct Noise {
 };
 __device__ __forceinline__ float mixed(float now, float before, float weight) { return NOISE ? now + weight * (before - now) : now; }
 
-// Where lanes start again: a bit for each step of the window, of which this launch's steps begin with number `first`. Forward prefetches the
-// word of each step with its gates, and notes for backward in the last bit of the step's memory whether the lane has started again: a
-// conditional load every 32 steps would cost every step a wait.
+// Where lanes start again: a bit for each step of the window, of which this launch's steps begin with number `first`. Forward keeps the
+// words of its lanes in shared memory, those of 32 steps and of the next 32 in turn, and notes for backward in the last bit of a step's memory
+// whether the lane has started again: that takes fewer instructions than loads of one's own, which every step would wait for.
 struct Resets {
     const u32* bits;  // [B, words]
     int words, first;
+    u32* kept;  // [2, LANES * PASSES]
 
-    __device__ __forceinline__ const u32* word(int lane, int step) const { return bits + (u64)lane * words + ((first + step) >> 5); }
+    __device__ __forceinline__ u32 word(int lane, int step) const { return bits[(u64)lane * words + ((first + step) >> 5)]; }
     __device__ __forceinline__ bool in(u32 word, int step) const { return word >> ((first + step) & 31) & 1; }
+    __device__ __forceinline__ u32* of(int place, int step) const { return kept + (((first + step) >> 5) & 1) * LANES * PASSES + place; }
+    // Called by all threads at every step, some time before a barrier.
+    __device__ __forceinline__ void keep(const int* lane_of, int step) const {
+        if (step > 0 && ((first + step) & 31) != 0) return;
+        for (int place = threadIdx.x; place < LANES * PASSES; place += blockDim.x) *of(place, step) = word(lane_of[place], step);
+    }
+    __device__ __forceinline__ bool at(int place, int step) const { return in(*of(place, step), step); }
 };
 __device__ __forceinline__ float noted(float memory, bool again) { return __uint_as_float((__float_as_uint(memory) & ~1u) | (u32)again); }
 __device__ __forceinline__ bool note_in(float memory) { return __float_as_uint(memory) & 1; }
@@ -115,8 +123,9 @@ __device__ __forceinline__ float cell_forward(float (&a)[4], Memory& memory, flo
 
 // Backward, in two parts: what can be computed before the gradient of h is known, and what it turns that gradient into.
 //
-// `before` and `now`: the memory before and after the step. `apply`: from the gradient of h after the step, what reaches the four sums (`d`)
+// `before` and `now`: the memory before and after the step. `hold`: compute it here, not where it is used. `apply`: from the gradient of h after the step, what reaches the four sums (`d`)
 // and the memory before the step (`memory`, on entry that after it), and h before the step otherwise than through the product (`past`).
+#define HOLD(x) asm volatile("" : "+f"(x));
 struct Slopes {
 #if CELL == LSTM
     float output, through, input, forget_memory, candidate, forget, old_h, old_memory;
@@ -132,6 +141,7 @@ struct Slopes {
         candidate = a[0] * noise.candidate * (1.0f - a[2] * a[2]);
         forget = a[1], old_h = noise.old_h, old_memory = noise.old_memory;
     }
+    __device__ __forceinline__ void hold() { HOLD(output) HOLD(through) HOLD(input) HOLD(forget_memory) HOLD(candidate) }
     __device__ __forceinline__ void apply(float dh, float (&d)[4], float& memory, float& past) const {
         float kept = NOISE ? old_memory * memory : 0.0f;
         past = NOISE ? old_h * dh : 0.0f;
@@ -157,6 +167,7 @@ struct Slopes {
         keep = exponential(now.w - now.z), rest = 1.0f - exponential(now.w - before.z), set = now.z > now.w ? 1.0f : 0.0f;
         add = a[0], c = before.x, n = before.y, old_h = noise.old_h;
     }
+    __device__ __forceinline__ void hold() { HOLD(output) HOLD(to_c) HOLD(to_n) HOLD(candidate) HOLD(keep) HOLD(rest) HOLD(set) }
     __device__ __forceinline__ void apply(float dh, float (&d)[4], Memory& memory, float& past) const {
         past = NOISE ? old_h * dh : 0.0f;
         dh -= past;
@@ -177,6 +188,7 @@ struct Slopes {
         reset = a[3] * a[0] * (1.0f - a[0]);
         reset_gate = a[0], update_gate = a[1], old_h = noise.old_h;
     }
+    __device__ __forceinline__ void hold() { HOLD(reset) HOLD(update) HOLD(candidate) }
     __device__ __forceinline__ void apply(float dh, float (&d)[4], float& memory, float& past) const {
         dh += memory;  // h is the memory
         float kept = NOISE ? old_h * dh : 0.0f;

@@ -58,6 +58,8 @@
 #define RING_BYTES 0
 #define RING_END 0
 #endif
+// With RESETS, their words come last.
+#define RESETS_AT (B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES + RING_END + (NEAR ? 2 * STAGE_BYTES + 16 : 0))
 #define STAGE_BYTES (OWNERS * 8)           // what a block sends to the others: in backward, four numbers per owner
 // Clock cycles, as measured on an H200. With several passes, the work of the other passes is pause enough.
 #ifndef FORWARD_PAUSE
@@ -128,7 +130,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
     const Memory* reset_memory,       // [H] if RESETS is 2
     const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
-    Resets resets = {reset_bits, reset_words, reset_first};
+    Resets resets = {reset_bits, reset_words, reset_first, (u32*)(memory + RESETS_AT)};
     Noise noise = {noise_bytes, noise_scale, old_h, old_memory};
     {
         // A tile has 16 units, and each warp handles one of their gates.
@@ -148,7 +150,6 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
         int at = pass * LANES + place;
         Slot to = {slot.address + pass * OWNERS * SLOT};
         if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * WIDTH + column) * 4);
-        if (RESETS && owner && table.length[at] > step) to.fetch_4(8, resets.word(table.lane[at], step));
         if (NOISE && owner && table.length[at] > step) noise_byte[pass] = noise.fetch(step * step_h + (u64)table.lane[at] * WIDTH + column);
         to.close();
     };
@@ -165,6 +166,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
     if (PREPARED) gather.prepare(table.lane, WIDTH, near.tiles_of(1), warpgroup, thread & 127);
     int longest = table.length[0];
     for (int step = 0; step < longest; step++) {
+        if (RESETS) resets.keep(table.lane, step);
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             if (active[pass] == 0) {
@@ -183,7 +185,7 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
             own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
             float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            bool again = RESETS && real && resets.in(input.z, step);
+            bool again = RESETS && real && resets.at(at, step);
             if (owner) {
                 unpack(input.x, a[0], a[1]);
                 unpack(input.y, a[2], a[3]);
@@ -251,7 +253,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     float* grad_reset,                // [groups, H, 2] if RESETS is 2: the gradients of what resets put into memory and h, but for the product
     const unsigned char* noise_bytes, float noise_scale, float old_h, float old_memory) {
     SETUP
-    Resets resets = {reset_bits, reset_words, reset_first};
+    Resets resets = {reset_bits, reset_words, reset_first, (u32*)(memory + RESETS_AT)};
     Noise noise = {noise_bytes, noise_scale, old_h, old_memory};
     int quad = member >> 2, part = member & 3;
     {
@@ -293,7 +295,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
         dc[pass] = there && grad_last_memory ? grad_last_memory[cell] : nothing();
         c_now[pass] = (CELL != GRU || RESETS) && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : nothing();
         past[pass] = 0.0f;
-        if (RESETS) cut[pass] = there && after && resets.in(*resets.word(table.lane[at], longest), longest);
+        if (RESETS) cut[pass] = there && after && resets.in(resets.word(table.lane[at], longest), longest);
         active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
@@ -339,6 +341,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             unpack(kept.y, a[2], a[3]);
             bool again = RESETS && step >= 0 && note_in(c_now[pass]);
             Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[pass], noisy);
+            slopes.hold();
             if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
