@@ -24,6 +24,8 @@ from _train_jobs import carry_out, rows_of
 # Sums in another order, in float64, over some dozen steps.
 CLOSE = 1e-9
 
+SCHEDULE = {"schedule": "constant"}  # others depend on where a run is to end, and some of these are stopped and go on
+
 
 def language(folder: Path, plan: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     return {
@@ -31,7 +33,17 @@ def language(folder: Path, plan: dict[str, Any] | None = None, **train: Any) -> 
         "data": {"train": str(folder / "text.txt"), "tokens": "char"},
         "model": {"hidden": 6, "layers": 3, "dropout": 0.3, "tie": True},
         "batch": {"lanes": 5, "steps": 7},
-        "train": {"precision": "fp64", "optimizer": "adam", "lr": 0.02, "clip": 0.5, "epochs": 2, "accumulate": 2, "log_every": 3, **train},
+        "train": {
+            "precision": "fp64",
+            "optimizer": "adam",
+            "lr": 0.02,
+            "clip": 0.5,
+            "epochs": 2,
+            "accumulate": 2,
+            "log_every": 3,
+            **SCHEDULE,
+            **train,
+        },
         **({"plan": plan} if plan else {}),
     }
 
