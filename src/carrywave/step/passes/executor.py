@@ -67,9 +67,7 @@ from carrywave.step.precision import HALVES, autocast
 
 @dataclass
 class _Kept:
-    """What the backward of a chunk needs from its forward; with recomputation, only the inputs to rerun it, and the carry among them only
-    at the start of a segment of chunks.
-    """
+    """What backward of a chunk needs from forward; with recomputation, only what reruns it (the carry only at the start of a segment)."""
 
     x: Tensor
     entered: State | None
