@@ -25,6 +25,8 @@ from carrywave.measure.timing import Call
 
 COLUMNS = (
     "case",
+    "cell",
+    "marks",
     "device",
     "dtype",
     "input",
@@ -32,8 +34,10 @@ COLUMNS = (
     "cudnn_eager_ms",
     "cudnn_graph_ms",
     "reference_ms",
+    "compiled_eager_ms",
     "ours_eager_ms",
     "ours_graph_ms",
+    "plain_graph_ms",
     "ratio",
     "floor_ms",
     "of_floor",
@@ -66,8 +70,15 @@ def test_every_way_computes_the_same(lengths: bool) -> None:
     exact = stack.exact()
     assert len(exact) == 2 + 4 * SMALL.layers  # outputs, inputs, all weights
     assert min(float(tensor.norm()) for tensor in exact) > 0
-    for found in (stack.ours("reference"), stack.ours("aten"), stack.nn_lstm()):
+    for found in (stack.ours("reference"), stack.ours("aten"), stack.torchs()):
         assert relative_error(found, exact) < 1e-5  # float32 has 24 bits
+
+
+@pytest.mark.parametrize("case", [{"cell": "gru"}, {"resets": 0.3}, {"cell": "gru", "resets": 0.3, "layers": 1}], ids=str)
+def test_torch_computes_the_same_of_other_cells_and_between_resets(case: dict[str, object]) -> None:
+    stack = Stack(replace(SMALL, **case), CPU)  # type: ignore[arg-type]
+    assert relative_error(stack.torchs(), stack.exact()) < 1e-5  # float32 has 24 bits
+    assert relative_error(stack.ours("reference"), stack.exact()) < 1e-5
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["padded", "lengths"])
@@ -100,7 +111,13 @@ def test_lengths_spread_from_all_steps_to_a_quarter() -> None:
 def test_cases_are_every_shape_in_both_dtypes_with_and_without_lengths() -> None:
     cases = kernels.cases()
     several = sum(shape[0] > 1 for shape in kernels.SHAPES)
-    assert len(set(cases)) == len(cases) == 4 * (len(kernels.SHAPES) + several)
+    assert len(set(cases)) == len(cases)
+    plain = [case for case in cases if not case.special]
+    assert len(plain) == 4 * (len(kernels.SHAPES) + several)
+    marked = [case for case in cases if case.marked]
+    assert {(case.cell, case.marks) for case in marked} == {
+        (cell, mark) for cell in ("lstm", "gru") for mark in ("resets0.03", "zoneout0.1", "recurrent0.25")
+    }
     assert {case.dropout for case in cases if case.layers == 1} == {0.0}
     # The time with lengths is judged by that with every step real, which so comes first.
     assert all(cases.index(replace(case, lengths=False)) < cases.index(case) for case in cases if case.lengths)
@@ -110,6 +127,8 @@ def test_rows_are_picked_by_words() -> None:
     assert kernels.cases(rows=["1x1024 B64 bf16 padded"]) == [StackCase(1, 1024, 64, 256)]
     found = kernels.cases(rows=["2x650 fp16 lengths", "8x512 B16 bf16 padded dropout0.5"])
     assert found == [StackCase(8, 512, 16, 256, "bf16", False, 0.5), *(StackCase(2, 650, 20, 35, "fp16", True, p) for p in (0.0, 0.5))]
+    assert {case.cell for case in kernels.cases(rows=["gru bf16"])} == {"gru"}  # a row that is not plain is asked for by what it has
+    assert kernels.cases(rows=["heads12 slstm"]) == [StackCase(1, 768, 16, 1024, cell="slstm", heads=12)]
     with pytest.raises(UserError, match="no case of bench kernels matches 3x7; use words such as"):
         kernels.cases(rows=["3x7"])
 
@@ -156,7 +175,7 @@ def test_a_row_relates_ours_to_the_best_peer_the_floor_and_the_target() -> None:
 
 
 def test_a_refused_shape_has_the_reason_in_place_of_figures() -> None:
-    found = Measured({name: MS[name] for name in kernels.PEERS}, {"cudnn": 1e-3}, "aten", ["ours: too wide"])
+    found = Measured({name: MS[name] for name in kernels.PEERS if name in MS}, {"cudnn": 1e-3}, "aten", ["ours: too wide"])
     row = kernels.row_of(StackCase(1, 2048, 64, 256), "GPU", found, None)
     assert [row[name] for name in ("ours_eager_ms", "ours_graph_ms", "ratio", "of_floor", "ours_error")] == [None] * 5
     assert (row["note"], row["auto"], row["cudnn_eager_ms"]) == ("ours: too wide", "aten", 8.0)
@@ -227,7 +246,7 @@ def test_a_peer_that_fails_is_noted_and_the_others_go_on(host: None, monkeypatch
     def fail(self: Stack) -> None:
         raise RuntimeError("no\nsuch kernel")
 
-    monkeypatch.setattr(Stack, "nn_lstm", fail)
+    monkeypatch.setattr(Stack, "torchs", fail)
     found = kernels.measure(replace(SMALL, lengths=True), CPU, budget_ms=1.0)
     assert found.notes == ["ours: x is not on a GPU", "cudnn_eager: RuntimeError: no such kernel"]
     assert "cudnn_graph" in found.ms

@@ -116,11 +116,15 @@ def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[StackCase]:
     unmarked = [StackCase(*shape, cell=cell) for cell in ("lstm", "gru") for shape in shapes]
     every += [replace(case, **{mark: share}) for case in unmarked for mark, share in MARKS.items()]  # type: ignore[arg-type]
     asked = [frozenset(words.split()) for words in rows]
-    kept = [case for case in every if not asked or any(words <= case.words for words in asked)]
+    kept = [case for case in every if not asked or any(_picks(words, case) for words in asked)]
     if not kept:
         words = "1x1024, B64, bf16, lengths, dropout0.5, gru, resets0.03"
         raise UserError(f"no case of bench kernels matches {' or '.join(rows)}; use words such as {words}")
     return kept
+
+
+def _picks(words: frozenset[str], case: StackCase) -> bool:
+    return words <= case.words and (not case.special or bool(words & case.special))
 
 
 def floor_ms(layers: int, hidden: int, lane_steps: Sequence[int]) -> float:
@@ -204,6 +208,14 @@ def row_of(case: StackCase, device: str, measured: Measured, padded_ms: float | 
         "auto": measured.auto,
         "note": "; ".join(notes),
     }
+
+
+def shown(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The rows as they fit a screen: what tells them apart in one column, and no column that is empty or the same in all."""
+    named = [{"case": f"{row['case']} {row['cell']} {row['marks']} {row['dtype']} {row['input']} {row['dropout']}"} for row in rows]
+    apart = ("case", "cell", "marks", "dtype", "input", "dropout", "device")
+    columns = [name for name in rows[0] if name not in apart and any(row[name] not in (None, "") for row in rows)]
+    return [name | {column: row[column] for column in columns} for name, row in zip(named, rows, strict=True)]
 
 
 def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measured:

@@ -62,8 +62,14 @@ class StackCase(StackShape):
     @property
     def words(self) -> frozenset[str]:
         """The words that select this case."""
-        own = (*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}")
-        return frozenset((*own, self.cell, *self.marks.split(), *([f"heads{self.heads}"] * (self.heads > 1)), *(["norm"] * self.norm)))
+        own = (*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}", self.cell)
+        return frozenset(own) | self.special
+
+    @property
+    def special(self) -> frozenset[str]:
+        """What this case has that a plain LSTM has not: one of these words is needed to select it."""
+        named = {self.cell: self.cell != "lstm", f"heads{self.heads}": self.heads > 1, "norm": self.norm}
+        return frozenset((*self.marks.split(), *(name for name, there in named.items() if there)))
 
     @property
     def lane_steps(self) -> list[int]:
