@@ -1,4 +1,4 @@
-"""carrywave trains stacked LSTMs with an explicit carry. Public names are imported lazily, so the spec can be used without torch."""
+"""carrywave trains stacked LSTMs and GRUs with an explicit carry. Names are imported lazily, so the spec can be used without torch."""
 
 from __future__ import annotations
 
