@@ -371,7 +371,7 @@ def test_mistakes_are_one_line(model: Any, how: dict[str, Any], error: type[Exce
 def test_the_encoder_and_the_head_are_modules() -> None:
     with pytest.raises(UserError, match=r"the encoder of a model must be an nn[.]Module, got function"):
         cw.Model(lambda x: x, cw.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="got LSTM; build one and load the weights with load_state_dict"):
+    with pytest.raises(UserError, match="got LSTM; build them and use load_state_dict"):
         cw.Model(Encoder(), nn.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
     both_ways = cw.Model(Encoder(), cw.LSTM(4, 3, bidirectional=True), TagHead())
     with pytest.raises(SpecError, match=r"cannot be read backwards; set batch[.]tokens"):

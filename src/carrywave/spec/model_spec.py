@@ -99,8 +99,6 @@ class ModelSpec(Section):
             by_name(self.cell).zoneout(self.zoneout)
         except SpecError as error:
             raise ValueError(str(error)) from None
-        if any(width % self.heads for width in self.widths):
-            raise ValueError(f"heads is {self.heads}, which must divide hidden {self.hidden}; each head has an equal share of the units")
         if self.heads > 1 and self.projection:
             raise ValueError(f"projection {self.projection} would mix what {self.heads} heads keep apart; remove one of them")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
@@ -115,6 +113,8 @@ class ModelSpec(Section):
             if given > WIDEST:
                 raise ValueError(f"{name} is {given}; use at most {WIDEST}")
         widths = self.widths
+        if any(width % self.heads for width in widths):
+            raise ValueError(f"heads is {self.heads}, which must divide hidden {self.hidden}; each head has an equal share of the units")
         if self.projection and self.projection >= min(widths):
             raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
         if self.cutoffs is not None and self.softmax != "adaptive":
