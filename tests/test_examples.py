@@ -159,6 +159,7 @@ def test_workers_of_a_script_reach_the_loss_of_one_device(command: str) -> None:
     assert all(line == reached[0] for line in reached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", each(UNDER_TORCHRUN))
 def test_workers_of_torchrun_have_the_losses_of_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     together = losses(start(command, UNDER_TORCHRUN[command]))

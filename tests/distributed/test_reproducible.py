@@ -141,6 +141,7 @@ def drawn(crew: Crew, examples: int, replicas: tuple[int, ...]) -> None:
     each()
 
 
+@pytest.mark.slow
 def test_replicas_change_no_bit_of_any_case(crew: Crew) -> None:
     drawn(crew, 4, (2, 4))
 
