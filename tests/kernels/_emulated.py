@@ -24,13 +24,26 @@ import _formulas
 from carrywave.kernels.hopper.layout import LayerShape
 from carrywave.kernels.hopper.marks import LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.step_marks import CellNoise
 from carrywave.kernels.weights import LayerWeights
 
 WARPGROUPS = 4
 Table = list[tuple[int, int]]  # (lane, length) at each place of a group
 
 # The launches beside the recurrence itself.
-AROUND = ("pack", "states", "gradients", "unpack", "deal", "real_rows", "last_state", "set_reset_bits", "begun_rows", "prepare_backward")
+AROUND = (
+    "pack",
+    "states",
+    "gradients",
+    "unpack",
+    "deal",
+    "real_rows",
+    "last_state",
+    "set_reset_bits",
+    "begun_rows",
+    "noise_bytes",
+    "prepare_backward",
+)
 # The rows of a unit for each gate of the cell, in the products with the inputs and with h.
 ROWS = {"lstm": ((0, 1, 2, 3),) * 2, "gru": ((0, 1, 2), (0, 1, 3)), "slstm": ((0, 1, 2, 3),) * 2}
 
@@ -118,6 +131,17 @@ def set_reset_bits(resets_TB: Tensor, first: int, bits_BW: Tensor) -> None:
     for step, lane in resets_TB.nonzero().tolist():
         words[lane, (first + step) // 32] |= 1 << (first + step) % 32
     bits_BW.copy_(torch.where(words < 1 << 31, words, words - (1 << 32)))
+
+
+def noise_bytes(noise: CellNoise, shape: LayerShape, x_TBI: Tensor) -> Tensor:
+    like_TBP = x_TBI.new_empty(()).expand(*x_TBI.shape[:2], shape.width)
+    old = [noise.kept(0, part, like_TBP) for part in range(len(noise.zoneout))]
+    multiplier_TBP = noise.candidate(0, like_TBP)
+    bytes_TBP = torch.ones(like_TBP.shape, dtype=torch.uint8) if multiplier_TBP is None else (multiplier_TBP > 0).to(torch.uint8)
+    for bit, kept in ((2, old[0]), (4, old[-1])):
+        if isinstance(kept, Tensor):
+            bytes_TBP = bytes_TBP + kept.to(torch.uint8) * bit
+    return bytes_TBP
 
 
 def begun_rows(hs_TBP: Tensor, marks: LayerMarks) -> Tensor:

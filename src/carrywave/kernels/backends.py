@@ -67,12 +67,6 @@ def with_library(name: str, x_TBI: Tensor, *, onednn: bool = False) -> str:
     return name if name != "aten" or library is None else f"{name} ({library})"
 
 
-def has_heads(cell: Cell, layer: Layer) -> bool:
-    """True if the recurrent matrix has several blocks."""
-    first = layer[0]
-    return first.w_hh.shape[1] != (first.w_ih.shape[0] // cell.gates if first.w_hr is None else first.w_hr.shape[0])
-
-
 class Backends:
     """What runs layers of a cell: its definition, which autograd differentiates, on every device. A module that a cell names, such as
     `kernels.lstm.dispatch`, has others as `BACKENDS`.

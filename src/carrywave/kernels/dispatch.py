@@ -22,14 +22,14 @@ from torch import Tensor
 
 from carrywave.cells.cell import Cell
 from carrywave.kernels import torch_kernels
-from carrywave.kernels.backends import Backend, Backends, has_heads, in_dtype, known, with_library, without_choice
+from carrywave.kernels.backends import Backend, Backends, in_dtype, known, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.cuda import normed, nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.step_marks import StepMarks
-from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.weights import Layer, LayerWeights, heads_of
 from carrywave.kernels.window import WindowChunk
 
 _told: set[str] = set()  # reasons that this process has already warned about
@@ -76,13 +76,13 @@ class Dispatch(Backends):
         forced = name != "auto"
         if layer[0].extra is not None:
             return "normed" if not forced and normed.serves(self.of, x_TBI, layer, marks) else "reference"
-        whole = not has_heads(self.of, layer)
+        whole = heads_of(layer, self.of.gates) == 1
         torchs = "aten" if whole and self.aten is not None and torch_kernels.serves(x_TBI, marks) else "reference"
         if only := without_choice(name, x_TBI):
             return torchs if only == "aten" else only
         name = name if forced else self._fastest(x_TBI, layer, marks)
-        manual = whole and self.manual is not None and (marks is None or marks.noise is None)
-        if name == "manual" and manual and self.manual is not None and self.manual.serves(x_TBI, layer):
+        quiet = marks is None or marks.noise is None
+        if name == "manual" and whole and quiet and self.manual is not None and self.manual.serves(x_TBI, layer):
             return "manual"
         if name != "persistent":
             return torchs

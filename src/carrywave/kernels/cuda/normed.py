@@ -20,7 +20,7 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.step_marks import StepMarks
-from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.weights import Layer, LayerWeights, heads_of
 
 _SOURCE = "normed.cu"
 _CELLS = {"lstm": 0, "gru": 1}
@@ -31,7 +31,7 @@ _own = nvrtc.Replaceable("norms inside a cell")
 def serves(cell: Cell, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> bool:
     """True if these kernels run a layer with norms: in one direction, without heads, projection, noise and resets to a learned carry."""
     first = layer[0]
-    if cell.name not in _CELLS or len(layer) > 1 or first.w_hr is not None or first.w_hh.shape[1] * cell.gates != first.w_ih.shape[0]:
+    if cell.name not in _CELLS or len(layer) > 1 or first.w_hr is not None or heads_of(layer, cell.gates) > 1:
         return False
     if marks is not None and (marks.noise is not None or marks.initial is not None):
         return False

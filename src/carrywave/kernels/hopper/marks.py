@@ -77,39 +77,26 @@ def empty_bits(steps: int, lanes: int, like: Tensor) -> Tensor:
 
 
 def marks_of(
-    marks: Sequence[StepMarks | None] | None, count: int, resets: Resets | None, shape: LayerShape, x_TBI: Tensor, hidden: int
+    marks: Sequence[StepMarks | None] | None, count: int, resets: Resets | None, shape: LayerShape, x_TBI: Tensor
 ) -> list[LayerMarks]:
     """The marks of all layers as the kernels read them. `resets` are the same for all."""
     if marks is None:
         return [NOTHING] * count
-    return [_of_layer(each or StepMarks(), resets, shape, x_TBI, hidden) for each in marks]
+    return [_of_layer(each or StepMarks(), resets, shape, x_TBI) for each in marks]
 
 
-def _of_layer(marks: StepMarks, resets: Resets | None, shape: LayerShape, x_TBI: Tensor, hidden: int) -> LayerMarks:
+def _of_layer(marks: StepMarks, resets: Resets | None, shape: LayerShape, x_TBI: Tensor) -> LayerMarks:
     begin: tuple[Tensor | None, Tensor | None] = (None, None)
     if marks.initial is not None and resets is not None:
         h, memory = marks.initial[0], marks.initial[-1]
         begin = tuple(  # type: ignore[assignment]
             recurrence.padded_to(part[0].detach(), shape.width, dtype)[0] for part, dtype in ((h, x_TBI.dtype), (memory, torch.float32))
         )
-    return LayerMarks(resets, None if marks.noise is None else _noise(marks.noise, shape, x_TBI, hidden), *begin)
+    return LayerMarks(resets, None if marks.noise is None else _noise(marks.noise, shape, x_TBI), *begin)
 
 
-def _noise(noise: CellNoise, shape: LayerShape, x_TBI: Tensor, hidden: int) -> Noise:
+def _noise(noise: CellNoise, shape: LayerShape, x_TBI: Tensor) -> Noise:
     """The noise of a layer in one direction; a cell whose memory is h has one chance for both."""
-    steps, lanes = x_TBI.shape[:2]
-    like_TBH = x_TBI.new_empty(()).expand(steps, lanes, hidden)
     if noise.key is None:
         return Noise(None, 1.0, noise.zoneout[0], noise.zoneout[-1])
-    scale = 1.0 / (1.0 - noise.recurrent_dropout)
-    if x_TBI.is_cuda:
-        return Noise(recurrence.noise_bytes(noise, shape, x_TBI), scale, 0.0, 0.0)
-    old = [noise.kept(0, part, like_TBH) for part in range(len(noise.zoneout))]
-    multiplier_TBH = noise.candidate(0, like_TBH)
-    bytes_TBP = x_TBI.new_zeros(steps, lanes, shape.width, dtype=torch.uint8)
-    bits_TBH = bytes_TBP[..., :hidden]
-    bits_TBH += 1 if multiplier_TBH is None else (multiplier_TBH > 0).to(torch.uint8)
-    for bit, kept in ((2, old[0]), (4, old[-1])):
-        if isinstance(kept, Tensor):
-            bits_TBH += kept.to(torch.uint8) * bit
-    return Noise(bytes_TBP, scale, 0.0, 0.0)
+    return Noise(recurrence.noise_bytes(noise, shape, x_TBI), 1.0 / (1.0 - noise.recurrent_dropout), 0.0, 0.0)

@@ -22,7 +22,7 @@ from carrywave.kernels.hopper.chip import chip_of
 from carrywave.kernels.hopper.layout import SHARED_BYTES, Chip, Wave, alone, heads_for, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.step_marks import StepMarks
-from carrywave.kernels.weights import Layer
+from carrywave.kernels.weights import Layer, heads_of
 from carrywave.kernels.window import WindowChunk
 
 FAILED = "it failed: "  # how a refusal starts when a kernel was tried
@@ -51,19 +51,16 @@ def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell:
     learned = marks is not None and marks.initial is not None
     if marks is not None and marks.noise is not None and (len(weights) > 1 or learned):
         return "it supports noise inside the cell in one direction, and not together with resets to a learned carry"
-    if learned and (cell == "slstm" or _heads(weights, cell) > 1):
+    if learned and (cell == "slstm" or heads_of(weights, by_name(cell).gates) > 1):
         return "it supports resets to a learned carry only without heads, and not in an sLSTM"
     if refused := device_refusal(x_TBI.device.index or 0):
         return refused
     layout = _layout(x_TBI, weights, cell)
-    if (
-        layout is not None
-        and marks is not None
-        and max(each.shared_bytes + each.reset_bytes for each in (layout.shape, layout.back)) > SHARED_BYTES
-    ):
-        return "its shared memory has no room for resets besides the widest layers"
     if layout is None:
-        return f"{_heads(weights, cell)} x {weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
+        return f"{heads_of(weights, by_name(cell).gates)} x {weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
+    resets = marks is not None and marks.resets is not None
+    if resets and max(each.shared_bytes + each.reset_bytes for each in (layout.shape, layout.back)) > SHARED_BYTES:
+        return "its shared memory has no room for resets besides the widest layers"
     return ""
 
 
@@ -149,7 +146,7 @@ def _alone(x_TBI: Tensor, weights: Layer, cell: str) -> Wave:
 
 def _layout(x_TBI: Tensor, weights: Layer, cell: str) -> Wave | None:
     """How a layer runs; None if it does not fit."""
-    chip, (steps, lanes), units, heads = _chip(x_TBI), x_TBI.shape[:2], weights[0].w_hh.shape[1], _heads(weights, cell)
+    chip, (steps, lanes), units, heads = _chip(x_TBI), x_TBI.shape[:2], weights[0].w_hh.shape[1], heads_of(weights, by_name(cell).gates)
     if heads > 1:
         of_heads = heads_for(chip, units, heads, lanes, cell) if units % 64 == 0 else None
         return None if of_heads is None else Wave(of_heads, 1, steps)
@@ -159,16 +156,10 @@ def _layout(x_TBI: Tensor, weights: Layer, cell: str) -> Wave | None:
     return whole if whole is not None and whole.shape.valid and whole.back.valid else None
 
 
-def _heads(weights: Layer, cell: str) -> int:
-    """The blocks of the recurrent matrix."""
-    w_ih_GI, w_hh_GP = weights[0].w_ih, weights[0].w_hh
-    return w_ih_GI.shape[0] // (by_name(cell).gates * w_hh_GP.shape[1])
-
-
 def wave_of(x_TBI: Tensor, layers: Sequence[Layer], cell: str = "lstm") -> Wave | None:
     """How layers that this backend can run are run concurrently; None if they should run one by one."""
     widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
-    if cell == "slstm" or any(_heads(layer, cell) > 1 for layer in layers):
+    if cell == "slstm" or any(heads_of(layer, by_name(cell).gates) > 1 for layer in layers):
         return None
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None

@@ -117,7 +117,7 @@ class _Stack(torch.autograd.Function):
         spans = stack.spans_of(steps, wave.chunk_steps)
         dealt = [Dealt(None, None) for _ in spans] if lengths_B is None else recurrence.deal(lengths_B, steps, wave.chunk_steps, like)
         resets = marking.resets_of(None if marks is None or marks[0] is None else marks[0].resets)
-        marked = marking.marks_of(marks, len(given), resets, wave.shape, x_TBI, hidden)
+        marked = marking.marks_of(marks, len(given), resets, wave.shape, x_TBI)
         masks = [padded_mask(each[6], wave, like) for each in given]
         carries = [(h_BH, c_BH) for h_BH, c_BH, *_ in given]
         layers = stack.activations(wave.shape, carries, [mask is not None for mask in masks], steps, len(spans), like, kept=kept)

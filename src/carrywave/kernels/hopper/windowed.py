@@ -226,7 +226,7 @@ class StackWindow:
         if resets_TB is not None and self.bits_BW is None:
             self.bits_BW = marking.empty_bits(self.steps, self.lanes, x_TBI)
         resets = marking.resets_of(resets_TB, self.chunks[index][0], self.bits_BW)
-        marked = marking.marks_of(marks, len(self.layers), resets, self.how.shape, x_TBI, self.hidden)
+        marked = marking.marks_of(marks, len(self.layers), resets, self.how.shape, x_TBI)
         for kinds in {each.kinds for each in marked}:
             recurrence.prepare_backward(self.how.back, self.like, kinds)
         return marked
