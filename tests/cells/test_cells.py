@@ -19,7 +19,7 @@ from carrywave.errors import DataError, SpecError, UserError
 from carrywave.exporting.onnx_graph import graph
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model

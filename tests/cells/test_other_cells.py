@@ -21,7 +21,7 @@ import carrywave as cw
 from carrywave.cells.cell import by_name
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.plan.cost.stage_costs import Costs, far_off

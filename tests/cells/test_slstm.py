@@ -16,7 +16,7 @@ from carrywave.errors import SpecError, UserError
 from carrywave.exporting.onnx_graph import graph
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.model import Model
 from carrywave.plan.cost.shipped_profiles import shipped
 from carrywave.plan.cost.stage_costs import Costs, far_off

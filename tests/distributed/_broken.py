@@ -13,7 +13,7 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.kernels import random
-from carrywave.model import heads
+from carrywave.model.heads.scoring import IGNORED
 from carrywave.model.lstm import LSTM
 from carrywave.model.over_time import pooling
 from carrywave.model.state import Chunk
@@ -42,7 +42,7 @@ def _mean_of_means(rank: int) -> Any:
     def local(job: Job) -> float:
         targets = job.batch.targets
         assert targets is not None
-        real = targets.isfinite().sum() if targets.is_floating_point() else (targets != heads.IGNORED).sum()
+        real = targets.isfinite().sum() if targets.is_floating_point() else (targets != IGNORED).sum()
         return max(1.0, float(real))
 
     def wrong(stage: Any, plan: Any, program: Any, jobs: Any, *others: Any, **named: Any) -> list[BatchOutcome]:

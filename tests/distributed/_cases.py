@@ -22,10 +22,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front

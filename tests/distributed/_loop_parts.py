@@ -19,7 +19,7 @@ from _train import main
 import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.parallel import mesh as mesh_module
 from carrywave.step.passes.profiler_ranges import PREFIX
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import carrywave as cw
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.parallel.world import leave
 
 RANK = int(os.environ.get("RANK", "0"))

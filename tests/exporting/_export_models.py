@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 
 import carrywave as cw
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.spec.step_inputs import StepInputs
 

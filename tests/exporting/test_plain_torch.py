@@ -15,9 +15,9 @@ from _export_models import MODELS, made
 
 from carrywave.cells.cell import Cell
 from carrywave.exporting.portable import Portable
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Features
-from carrywave.model.heads import Forecast
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, outside
 from carrywave.step.worker_setup import tensors_of

@@ -23,7 +23,9 @@ from carrywave.data.order import Cursor, SequenceOrder
 from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front

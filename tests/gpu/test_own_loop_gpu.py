@@ -12,7 +12,7 @@ from torch import nn
 
 import carrywave as cw
 from carrywave.errors import Diverged
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from _own_loop import train

@@ -30,7 +30,7 @@ from carrywave.kernels.hopper.layout import H200, shape_for
 from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.spec.load import parse

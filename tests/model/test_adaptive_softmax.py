@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from carrywave.errors import SpecError, UserError
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.heads import IGNORED
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.scoring import IGNORED
 from carrywave.plan.cost.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse

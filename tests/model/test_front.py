@@ -14,7 +14,8 @@ from torch.nn import functional
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.over_time.front import shorter
 

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax, tie
+from carrywave.model.heads.classes import Sigmoid, Softmax, tie
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.over_time.pooling import POOLS
 
 DOUBLE = torch.float64

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from carrywave.errors import SpecError
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model

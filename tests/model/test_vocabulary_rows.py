@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import IGNORED, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.scoring import IGNORED
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model

@@ -22,7 +22,8 @@ from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage

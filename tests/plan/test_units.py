@@ -9,7 +9,7 @@ import pytest
 from carrywave.data.codec import Codec
 from carrywave.errors import PlanError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, hold, shared

@@ -19,7 +19,7 @@ from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
 from carrywave.kernels.lstm import aten
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel

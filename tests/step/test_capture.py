@@ -14,7 +14,8 @@ from carrywave.data.order import Cursor, SequenceOrder, StreamOrder
 from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.plan.plan import Plan

@@ -13,7 +13,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
 from carrywave.kernels.cuda import clock
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh

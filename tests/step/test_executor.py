@@ -25,7 +25,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
 from carrywave.kernels.deferred_gradients import Deferred
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage

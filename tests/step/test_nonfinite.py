@@ -22,7 +22,7 @@ from carrywave import LSTM, Carry, Model
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.stage import Stage
 from carrywave.parallel.world import World
 from carrywave.runs.watcher import Silent

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.parallel.mesh import Mesh
 
 DOUBLE = torch.float64

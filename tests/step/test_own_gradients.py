@@ -15,7 +15,7 @@ from _small_models import VOCABULARY, batch_of, build
 
 import carrywave as cw
 from carrywave.errors import Diverged, UserError
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.plan.plan import Plan
 
 PLANS = {

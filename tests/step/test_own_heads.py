@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 
 T, B, WIDTH, CLASSES = 4, 3, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}

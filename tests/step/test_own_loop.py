@@ -13,7 +13,7 @@ import carrywave as cw
 from carrywave.errors import Diverged, RunError, SpecError, UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.parameter_placement import Holding, hold
 from carrywave.plan.plan import Plan
 from carrywave.step.checks.hooks import Hooks

@@ -10,7 +10,9 @@ import carrywave as cw
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.step.checks.own_modules.probe_sample import few_of
 from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.model.heads import PooledNumbers
+from carrywave.model.heads.pooled import PooledNumbers
 
 
 class Head(nn.Module):

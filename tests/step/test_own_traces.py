@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.stage import Chunk, Stage, State
 from carrywave.plan.plan import Plan as ParallelPlan
 from carrywave.spec.train_spec import TrainSpec

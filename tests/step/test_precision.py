@@ -10,7 +10,7 @@ from torch import nn
 
 import carrywave as cw
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.parallel.world import World
 from carrywave.step import precision as precisions
 from carrywave.step.precision import autocast, configure, made_for_bf16, not_made_for_bf16, parameter_dtype, settled

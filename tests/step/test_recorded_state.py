@@ -17,7 +17,7 @@ from _emulated_graphs import emulate
 
 import carrywave as cw
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
 from carrywave.step.all_reduce import AllReduce, Reduced

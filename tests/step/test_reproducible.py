@@ -24,7 +24,7 @@ from carrywave.data.sequences import View
 from carrywave.errors import PlanError, UserError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh

@@ -12,7 +12,8 @@ import carrywave as cw
 from carrywave.data.batch import IGNORED
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Accumulator, PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.pooled import Accumulator, PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time import segments

@@ -20,7 +20,8 @@ import carrywave as cw
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.step.checks.own_modules.splitting import SplitCheck
 
 STEPS, LANES, FEATURES, WIDTH, CLASSES = 9, 4, 3, 6, 5

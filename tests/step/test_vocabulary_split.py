@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh

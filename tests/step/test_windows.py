@@ -30,7 +30,7 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage

@@ -15,7 +15,7 @@ from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.sequences import History, View
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast, deviation
+from carrywave.model.heads.forecast import Forecast, deviation
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.runs.evaluation import order_for

@@ -12,7 +12,7 @@ import torch
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import SpecError
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.parameter_placement import Holding, hold, homes
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse

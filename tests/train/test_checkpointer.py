@@ -19,7 +19,7 @@ from torch import distributed as dist
 from carrywave.errors import RunError
 from carrywave.kernels.carry import Carry
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.state import State

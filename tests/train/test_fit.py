@@ -249,7 +249,7 @@ def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
         torch.manual_seed(0)
         from carrywave import LSTM, Model
         from carrywave.model.encoders import Embedding
-        from carrywave.model.heads import Softmax
+        from carrywave.model.heads.classes import Softmax
 
         model = Model(Embedding(9, 6), LSTM(6, 6, 2), Softmax(6, 9)).double()
         trainers.append(Trainer(model, parse({"train": {"precision": "fp64", "optimizer": "sgd", "lr": 0.5}}, defaults=False).train))
@@ -417,7 +417,7 @@ def test_more_workers_than_there_are_is_refused(text: Path, tmp_path: Path) -> N
 def test_a_trainer_refuses_what_it_cannot_do() -> None:
     from carrywave import LSTM, Model, Plan
     from carrywave.model.encoders import Embedding
-    from carrywave.model.heads import Softmax
+    from carrywave.model.heads.classes import Softmax
 
     def model(**options: Any) -> Model:
         return Model(Embedding(9, 6), LSTM(6, 6, **options), Softmax(12 if options else 6, 9))

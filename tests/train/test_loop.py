@@ -20,7 +20,7 @@ from carrywave import LSTM, Model
 from carrywave.data.batch import Batch
 from carrywave.data.shuffle import varied_steps
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Program

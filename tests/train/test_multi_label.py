@@ -17,7 +17,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.prepare import check_codec
 from carrywave.errors import DataError, UserError
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Sigmoid
+from carrywave.model.heads.classes import Sigmoid
 from carrywave.model.model import Model
 from carrywave.report.page import render
 from carrywave.report.record import read_run

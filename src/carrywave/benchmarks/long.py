@@ -20,7 +20,7 @@ from carrywave.benchmarks.harness.workers import memory_bytes, printed
 from carrywave.data.batch import Batch
 from carrywave.measure.timing import settle
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model

@@ -29,7 +29,7 @@ from carrywave.benchmarks.peers.plain_loops import collate
 from carrywave.benchmarks.pipeline import CHECKED, Step, check_losses, counted, first_steps, ours
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import PooledSoftmax
+from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh

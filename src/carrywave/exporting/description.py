@@ -7,9 +7,11 @@ from typing import Any
 
 from carrywave import __version__
 from carrywave.exporting.portable import NEXT, Portable, step_encoder
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
-from carrywave.model.heads import Forecast, Pooled, Softmax
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import Pooled
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, beyond_cell, outside

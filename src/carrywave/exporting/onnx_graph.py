@@ -19,9 +19,11 @@ from carrywave.exporting import onnx_layers, onnx_pooling
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features
-from carrywave.model.heads import Forecast, Line, Pooled, Softmax
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast, Line
+from carrywave.model.heads.pooled import Pooled
 from carrywave.model.over_time.front import Front
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from carrywave.exporting.onnx_layers import Lanes
 from carrywave.exporting.onnx_nodes import Nodes
-from carrywave.model.heads import Pooled
+from carrywave.model.heads.pooled import Pooled
 
 
 class Seen(NamedTuple):

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import UserError
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State

@@ -21,7 +21,8 @@ from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.lstm import LSTM, class_of
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage

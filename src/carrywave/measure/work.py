@@ -26,7 +26,7 @@ from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Rig, time_task, time_unit
 from carrywave.measure.timing import call_seconds, settle
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh

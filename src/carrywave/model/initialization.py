@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
-from carrywave.model.heads import Forecast, Line, Pooled, Softmax
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.forecast import Forecast, Line
+from carrywave.model.heads.pooled import Pooled
 from carrywave.model.recurrent import Recurrent
 
 INITS = ("torch", "orthogonal", "xavier")

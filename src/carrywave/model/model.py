@@ -12,7 +12,8 @@ from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
 from carrywave.model.arguments import checked_lengths, checked_resets
 from carrywave.model.dropout import Dropout, check_unwrapped, keyed
-from carrywave.model.heads import Forecast, Pooled
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import Pooled
 from carrywave.model.over_time.front import Front, shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage

@@ -20,7 +20,9 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.heads import IGNORED, Forecast, Pooled
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.scoring import IGNORED
 from carrywave.model.over_time import segments
 from carrywave.model.over_time.front import shorter
 from carrywave.model.recurrent import Recurrent

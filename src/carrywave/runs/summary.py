@@ -11,7 +11,7 @@ import torch
 from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.data.packing import PackedOrder
 from carrywave.kernels.step_marks import CellNoise, StepMarks
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import Front

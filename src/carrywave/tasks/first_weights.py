@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
-from carrywave.model.heads import Forecast, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.spec.spec import Spec
 from carrywave.tasks.ridge import Line, fit_line

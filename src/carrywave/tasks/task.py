@@ -18,10 +18,8 @@ from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import DataError, SpecError
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
-from carrywave.model.heads import Forecast, PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
 from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
@@ -36,9 +34,9 @@ from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.first_weights import class_counts, label_counts, set_first_weights
+from carrywave.tasks.first_weights import set_first_weights
+from carrywave.tasks.heads import Encoder, head_of
 
-Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
 
 
@@ -179,7 +177,7 @@ class Task:
         model = Model(
             front,
             lstm,
-            self._head(lstm.output_size, encoder, train, empty),
+            head_of(self.spec, self.facts, lstm.output_size, encoder, train, empty),
             dropout_in=Dropout(first, locked=spec.locked, name="dropout_in"),
             dropout_out=Dropout(last, locked=spec.locked, name="dropout_out"),
         )
@@ -204,44 +202,6 @@ class Task:
             return encoder
         return Front(encoder if isinstance(encoder, Embedding) else encoder.width, spec.front_layers, spec.front_dropout)
 
-    def _head(
-        self, width: int, encoder: Encoder, train: Sequences | None, device: str | None
-    ) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
-        spec, facts = self.spec, self.facts
-        match spec.task:
-            case "language":
-                if spec.model.softmax == "adaptive":
-                    return AdaptiveSoftmax(width, facts.vocabulary, spec.model.cutoffs_of(facts.vocabulary))
-                tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
-                rows = encoder.rows if isinstance(encoder, Embedding) else None
-                return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
-            case "tagging":
-                kind = Sigmoid if spec.data.multi_label else Softmax
-                return kind(width, len(facts.labels), weights=self._class_weights(train), label_smoothing=spec.train.label_smoothing)
-            case "classification":
-                pooled = PooledSigmoid if spec.data.multi_label else PooledSoftmax
-                return pooled(
-                    width,
-                    len(facts.labels),
-                    spec.model.pool,
-                    self._class_weights(train),
-                    bidirectional=spec.model.bidirectional,
-                    label_smoothing=spec.train.label_smoothing,
-                )
-            case "regression":
-                return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
-            case "forecasting":
-                return Forecast(
-                    width,
-                    spec.data.horizon,
-                    facts.outputs,
-                    spec.data.quantiles,
-                    loss=spec.train.loss,
-                    linear=spec.model.linear > 0,
-                    scaled=spec.data.standardize == "window",
-                    past_steps=spec.past_steps,
-                )
-
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
@@ -253,23 +213,6 @@ class Task:
         """The view with the past values that the head reads."""
         past = self.spec.past_steps
         return replace(view, history=History(past, np.array(self.codec.targets))) if past else view
-
-    def _class_weights(self, train: Sequences | None) -> Tensor | None:
-        asked, labels = self.spec.train.class_weights, self.facts.labels
-        if asked is None:
-            return None
-        if isinstance(asked, dict):
-            unknown = sorted(set(asked) - set(labels))
-            if unknown:
-                raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
-            return torch.tensor([asked.get(label, 1.0) for label in labels])
-        if train is None:
-            return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
-        if self.spec.data.multi_label:
-            zeros, ones = label_counts(train)
-            return torch.tensor(np.maximum(zeros, 1) / np.maximum(ones, 1), dtype=torch.float32)
-        counts = class_counts(self.spec.task, train, len(labels))
-        return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
 
     def _pretrain(self, encoder: Encoder) -> None:
         path = self.spec.model.pretrained

@@ -62,7 +62,7 @@ class LanguageShape(StackShape):
         """The model with its initial weights, identical in every process and loop; `rows`: of the vocabulary, those of this worker."""
         from carrywave.model.dropout import Dropout
         from carrywave.model.encoders import Embedding
-        from carrywave.model.heads import Softmax
+        from carrywave.model.heads.classes import Softmax
         from carrywave.model.lstm import LSTM
         from carrywave.model.model import Model
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads.classes import Softmax
 from carrywave.model.model import Model
 from carrywave.model.vocabulary.rows import Exchange, Rows
 

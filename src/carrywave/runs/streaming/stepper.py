@@ -20,8 +20,10 @@ from carrywave.data.files.fields import numbers
 from carrywave.data.tables.moments import standardise, unusable
 from carrywave.data.text.tokenizers import Words
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.heads import PooledNumbers, PooledSigmoid, PooledSoftmax, Sigmoid, Softmax, at_least_float32
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.scoring import at_least_float32
 from carrywave.runs.checkpoint.atomic_files import read_metadata, read_tensors, replacing, write_tensors, writing
 from carrywave.runs.streaming.clients import Client, Clients
 from carrywave.runs.streaming.step_function import StepFunction

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import PooledSigmoid, PooledSoftmax, Sigmoid, Softmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front

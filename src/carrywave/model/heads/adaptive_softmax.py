@@ -21,7 +21,7 @@ from torch.nn import functional
 from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads import IGNORED, at_least_float32, score_classes
+from carrywave.model.heads.scoring import IGNORED, at_least_float32, score_classes
 
 
 class AdaptiveSoftmax(nn.Module):

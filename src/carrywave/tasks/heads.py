@@ -1,0 +1,77 @@
+"""The head of each task."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from carrywave.data.sequences import Sequences
+from carrywave.errors import SpecError
+from carrywave.model.encoders import Embedding, Features, Numbers
+from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+from carrywave.tasks.first_weights import class_counts, label_counts
+
+Encoder = Embedding | Numbers | Features
+
+
+def head_of(
+    spec: Spec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
+) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
+    """The head of a task. Balanced class weights need the training data; `device`: as in torch."""
+    match spec.task:
+        case "language":
+            if spec.model.softmax == "adaptive":
+                return AdaptiveSoftmax(width, facts.vocabulary, spec.model.cutoffs_of(facts.vocabulary))
+            tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
+            rows = encoder.rows if isinstance(encoder, Embedding) else None
+            return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
+        case "tagging":
+            kind = Sigmoid if spec.data.multi_label else Softmax
+            return kind(width, len(facts.labels), weights=_class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)
+        case "classification":
+            pooled = PooledSigmoid if spec.data.multi_label else PooledSoftmax
+            return pooled(
+                width,
+                len(facts.labels),
+                spec.model.pool,
+                _class_weights(spec, facts, train),
+                bidirectional=spec.model.bidirectional,
+                label_smoothing=spec.train.label_smoothing,
+            )
+        case "regression":
+            return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
+        case "forecasting":
+            return Forecast(
+                width,
+                spec.data.horizon,
+                facts.outputs,
+                spec.data.quantiles,
+                loss=spec.train.loss,
+                linear=spec.model.linear > 0,
+                scaled=spec.data.standardize == "window",
+                past_steps=spec.past_steps,
+            )
+
+
+def _class_weights(spec: Spec, facts: DataFacts, train: Sequences | None) -> Tensor | None:
+    asked, labels = spec.train.class_weights, facts.labels
+    if asked is None:
+        return None
+    if isinstance(asked, dict):
+        unknown = sorted(set(asked) - set(labels))
+        if unknown:
+            raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
+        return torch.tensor([asked.get(label, 1.0) for label in labels])
+    if train is None:
+        return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
+    if spec.data.multi_label:
+        zeros, ones = label_counts(train)
+        return torch.tensor(np.maximum(zeros, 1) / np.maximum(ones, 1), dtype=torch.float32)
+    counts = class_counts(spec.task, train, len(labels))
+    return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
