@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from carrywave import __version__
-from carrywave.exporting.portable import NEXT, Portable, step_encoder
+from carrywave.exporting.portable import NEXT, Portable, Ports, step_encoder
+from carrywave.exporting.single_step.program import Program
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
@@ -23,9 +24,10 @@ from carrywave.tasks.views import Layout
 FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
 
 
-def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
-    """The description as JSON."""
+def describe(task: Task, portable: Portable, form: str, precision: str, step: Program | None = None) -> str:
+    """The description as JSON; `step`: of a single step, with the state before the first."""
     model = portable.model
+    ports: Ports = portable if step is None else step
     whole: dict[str, Any] = {
         "carrywave": __version__,
         "task": task.spec.task,
@@ -35,10 +37,12 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     }
     if form != "safetensors":
         whole |= {
-            "inputs": [port.to_json() for port in portable.inputs],
-            "outputs": [port.to_json() for port in portable.outputs],
-            "state": {port.name: port.name + NEXT for port in portable.state},
+            "inputs": [port.to_json() for port in ports.inputs],
+            "outputs": [port.to_json() for port in ports.outputs],
+            "state": {port.name: port.name + NEXT for port in ports.state},
         }
+        if step is not None:
+            whole["initial"] = {name: _initial(state.initial.tolist()) for name, state in step.states.items()}
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
@@ -50,6 +54,11 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
         step["lane"] = {"column": task.codec.columns[target], "one_of": list(task.codec.channels)}
     whole |= {"model": _network(model), "data": _data(task.spec), **step, "codec": json.loads(task.codec.to_json())}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def _initial(values: list[float]) -> float | list[float]:
+    """A state before the first step: one number if all of its numbers are the same."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _network(model: Model) -> dict[str, Any]:
