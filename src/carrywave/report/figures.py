@@ -11,8 +11,16 @@ from carrywave.plan.show.text import seconds_text
 from carrywave.report.chart import number
 from carrywave.report.record import RunRecord, is_number
 
-SHARES = ("accuracy", "micro_f1", "macro_f1", "exact_match", "coverage", "top")  # metrics that are parts of one
-NAMES = {"micro_f1": "micro F1", "macro_f1": "macro F1", "mae": "MAE", "rmse": "RMSE", "mase": "MASE", "bits": "bits per token"}
+SHARES = ("accuracy", "micro_f1", "macro_f1", "exact_match", "span_", "coverage", "top")  # metrics that are parts of one
+NAMES = {
+    "micro_f1": "micro F1",
+    "macro_f1": "macro F1",
+    "span_f1": "span F1",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "mase": "MASE",
+    "bits": "bits per token",
+}
 PARTS = ("compute", "messages", "wait", "rest")  # of a worker's step
 
 

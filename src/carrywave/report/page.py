@@ -282,8 +282,8 @@ def _labels(sample: Decided) -> dict[str, Any]:
     for row in sample.folded():
         scores = [float(row[name]) for name in ("precision", "recall", "f1")]
         shown = ["–" if math.isnan(score) else f"{100 * score:.1f}%" for score in scores]
-        rows.append((str(row["label"]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
-    return {"rows": rows, "more": len(sample.rows) - len(rows)}
+        rows.append((str(row[sample.name]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
+    return {"name": sample.name, "rows": rows, "more": len(sample.rows) - len(rows)}
 
 
 def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:

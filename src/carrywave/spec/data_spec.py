@@ -49,6 +49,11 @@ class DataSpec(Section):
         description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "
         "labels, or a vector of 0 and 1",
     )
+    scheme: Literal["auto", "none", "bio", "bioes"] = Field(
+        "auto",
+        description="model.crf: which labels may follow which: bio (I-X only after B-X or I-X), bioes (also with E-X and S-X, or L and U), "
+        "or none: any; auto goes by the names of the labels",
+    )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"

@@ -104,6 +104,7 @@ ACTS: Mapping[str, Rule] = {
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging"),
     "data.multi_label": _tasks(*LABELS),
+    "data.scheme": lambda spec: None if spec.model.crf else "is for model.crf, which is off; remove it, or set model.crf=true",
     "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (
@@ -146,6 +147,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
+        "crf",
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "init_bias", "forget_bias", "pretrained"),
     ),

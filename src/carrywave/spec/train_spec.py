@@ -21,6 +21,7 @@ BestMetric = Literal[
     "micro_f1",
     "macro_f1",
     "exact_match",
+    "span_f1",
     "top_5_accuracy",
     "mae",
     "rmse",
@@ -31,12 +32,13 @@ BestMetric = Literal[
 OF_TASK: Mapping[str, tuple[str, ...]] = {
     "language": ("loss", "perplexity", "bits"),
     "classification": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
-    "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
+    "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "span_f1", "top_5_accuracy"),
     "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
     "regression": ("loss", "mae", "rmse"),
 }
 MULTI_LABEL = ("loss", "unweighted_loss", "micro_f1", "macro_f1", "exact_match")  # of any task with data.multi_label
-HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "top_5_accuracy")  # better if higher; every other metric is better if lower
+# Better if higher; every other metric is better if lower.
+HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "span_f1", "top_5_accuracy")
 OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median
 

@@ -17,6 +17,7 @@ from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST
 from carrywave.data.text.documents import DocumentEnds
+from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.errors import DataError, SpecError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
@@ -36,6 +37,7 @@ from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.first_weights import set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
+from carrywave.tasks.span_metrics import TagConfusion
 
 POOLED = ("classification", "regression")  # tasks with one target per sequence
 
@@ -85,6 +87,8 @@ class Task:
                     raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
                 view = views.tagging(data)
+                if self.spec.model.crf:
+                    check_sequences(name, data, self.facts.labels, self.spec.data.scheme)
             case "forecasting":
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
                 scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
@@ -238,6 +242,9 @@ class Task:
             series = series_names(part.data.names or (), channels) if by_series else ()
             slope = None if part.data.means is None else self._slope(part.data, device)
             columns = metrics.Columns(names, units, series, apart=bool(channels), summed=self.codec.transform == "diff", slope=slope)
+        if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
+            weighted, chosen = self.spec.train.class_weights is not None, self.spec.model.crf
+            return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops)
 
     def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:
