@@ -7,7 +7,7 @@ and standard deviations only from the rows that are trained on.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec, first_unknown, unknown_token
 from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
-from carrywave.data.files.rows import Row, Rows
+from carrywave.data.files.row_weights import Weigher
+from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.moments import Moments, own_scale, standardise
 from carrywave.data.text import vocabulary
@@ -155,12 +156,21 @@ def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     """Return a line that names the fields of the first row that are ignored, if any."""
     first = next(iter(rows), None)
     wanted = {codec.field: data.text, TARGETS.get(codec.task, ""): data.label}  # with the names that the data has for them
-    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets")]
+    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets", WEIGHT)]
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     read = [name if given in (None, name) else f"{given} as {name}" for name, given in wanted.items() if name]
     return (f"{rows.name}: reading {' and '.join(read)}; ignored: {shown}",)
+
+
+def weighing(parts: Mapping[str, Sequences]) -> tuple[str, ...]:
+    """Return a line if targets have weights."""
+    found = [part for part, each in parts.items() if each.weights is not None or each.step_weights is not None]
+    if not found:
+        return ()
+    fact = f"{' and '.join(found)}: {WEIGHT} multiplies the loss of each target, and means are over its sum"
+    return (f"{fact}; data.weight={NO_WEIGHT} ignores it",)
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
@@ -217,7 +227,7 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
     if join and writer.rows < (2 if labelled else 1):
         many = f"{writer.rows} token{'s' * (writer.rows != 1)}"
         raise DataError(f"{rows.name} has {many}, but a language model needs 2 to have a target; add more text")
-    return writer.close(join=join)
+    return writer.close(join=join, name=rows.name)
 
 
 class _Writer:
@@ -226,6 +236,7 @@ class _Writer:
     def __init__(self, codec: Codec, new: NewArray, labelled: bool, *, documents: bool = False) -> None:
         self.codec, self.rows, self.new, self.documents = codec, 0, new, documents
         self.resets: Appender | None = None  # made when a row has some
+        self.weigher = Weigher(new, per_step=codec.task in RESETS) if labelled else None
         self.inputs = new(np.float32, len(codec.columns)) if codec.kind is None else new(token_dtype(codec.size), None)
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
@@ -284,6 +295,8 @@ class _Writer:
             scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
         self._add_resets(len(steps), row, where)
+        if self.weigher is not None:
+            self.weigher.add(row, len(steps), where)
         self.inputs.append(steps)
         self.starts.append(np.array([self.rows], np.int64))
         self.lengths.append(np.array([len(steps)], np.int64))
@@ -320,11 +333,12 @@ class _Writer:
             )
         return number
 
-    def close(self, *, join: bool) -> Sequences:
+    def close(self, *, join: bool, name: str) -> Sequences:
         """Finish the arrays and return the sequences."""
         starts, lengths = self.starts.close(), self.lengths.close()
         if join:
             starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
         labels = None if self.labels is None else self.labels.close()
         tags, resets = (None if each is None else each.close() for each in (self.tags, self.resets))
-        return Sequences(self.inputs.close(), starts, lengths, labels, tags, resets)
+        weights, step_weights = (None, None) if self.weigher is None else self.weigher.close(join=join, name=name)
+        return Sequences(self.inputs.close(), starts, lengths, labels, tags, resets, weights, step_weights)

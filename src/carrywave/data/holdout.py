@@ -38,6 +38,7 @@ def pick(sequences: Sequences, wanted: NDArray[np.bool_]) -> Sequences:
         starts=sequences.starts[wanted],
         lengths=sequences.lengths[wanted],
         labels=None if sequences.labels is None else sequences.labels[wanted],
+        weights=None if sequences.weights is None else sequences.weights[wanted],
         names=None if sequences.names is None else tuple(name for name, keep in zip(sequences.names, wanted, strict=True) if keep),
     )
 

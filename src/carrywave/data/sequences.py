@@ -27,6 +27,8 @@ class Sequences:
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
     tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag; of several labels, [rows, labels] float32, NaN for none
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
+    weights: NDArray[np.float32] | None = None  # [n] weight of each sequence's targets in the loss; None: 1, or those of its rows
+    step_weights: NDArray[np.float32] | None = None  # for each row: the weight of what it holds as a target; None: that of its sequence
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
@@ -57,6 +59,8 @@ class View:
     lengths: Ints  # number of steps that can be trained on
     targets_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> targets [T, B, …], int64 or float32
     labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
+    weights: NDArray[np.float32] | None = None  # one per sequence, of its targets
+    weights_at: Callable[[NDArray[np.int64]], NDArray[np.float32]] | None = None  # rows [T, B] -> weights of their targets, [T, B, …]
     inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
     history: History | None = None  # the past values that a head reads beside each step

@@ -44,6 +44,11 @@ class DataSpec(Section):
         None,
         description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
     )
+    weight: str | None = Field(
+        None,
+        description="the column or field with the weight of each target in the loss: a number from 0 on for a row, or a list of one for "
+        "each step; by default weight, except for forecasting, where a row's is that of its own values as targets; none: not read",
+    )
     multi_label: bool = Field(
         False,
         description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "

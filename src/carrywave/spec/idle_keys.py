@@ -143,7 +143,7 @@ ACTS: Mapping[str, Rule] = {
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
 ALWAYS: Mapping[str, tuple[str, ...]] = {
-    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
+    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),

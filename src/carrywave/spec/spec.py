@@ -75,7 +75,7 @@ class Spec(Section):
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         if self.batch.windows == "random" and self.batch.vary:
             raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
-        weighted, several = self.train.class_weights is not None, self.data.multi_label
+        weighted, several = self.train.class_weights is not None or self.data.weight not in (None, "none"), self.data.multi_label
         check_best(self.train.best, self.task, self.data.quantiles, weighted=weighted, multi_label=several)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")

@@ -48,7 +48,7 @@ def check_best(metric: str, task: str, quantiles: Sequence[float] | None, *, wei
         with_several = " with several labels (data.multi_label)" * multi_label
         raise ValueError(f"train.best={metric} is not a metric of {task}{with_several}; use {', '.join(known)}")
     if metric == "unweighted_loss" and not weighted:
-        raise ValueError("train.best=unweighted_loss is for train.class_weights, without which it is the loss; use loss")
+        raise ValueError("train.best=unweighted_loss is for train.class_weights and data.weight, without which it is the loss; use loss")
     if metric == "pinball" and quantiles is None:
         raise ValueError("train.best=pinball needs data.quantiles; set them, or use loss, mae, rmse or mase")
     if metric in OF_POINTS and quantiles is not None and 0.5 not in quantiles:

@@ -238,7 +238,8 @@ class Task:
             series = series_names(part.data.names or (), channels) if by_series else ()
             slope = None if part.data.means is None else self._slope(part.data, device)
             columns = metrics.Columns(names, units, series, apart=bool(channels), summed=self.codec.transform == "diff", slope=slope)
-        return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops)
+        weighted = part.view.weights is not None or part.view.weights_at is not None
+        return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
 
     def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:
         """What errors of logarithms are multiplied by in the data itself: its values, for log1p 1 more."""

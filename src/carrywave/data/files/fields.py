@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.files.frames import is_column, is_frame, plain_column, plain_frame
-from carrywave.data.files.rows import Row
+from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row
 from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
 from carrywave.errors import DataError
 
@@ -186,6 +186,24 @@ def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
     if array.shape != (steps,) or array.dtype != np.bool_:
         raise DataError(f"{where}: resets must be a list of true and false, one for each of the {steps} steps; got {value!r:.60}")
     return array
+
+
+def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
+    """Return the weight of a row, or those of its steps; None if the row does not say."""
+    if WEIGHT not in row:
+        return None
+    value = as_plain(row[WEIGHT])
+    found = np.asarray(np.nan if value is None else numbers(value, WEIGHT, where), np.float64)
+    if found.shape not in ((), (steps,)):
+        many = f"one number, or a list of one for each of the {steps} steps"
+        raise DataError(
+            f"{where}: {WEIGHT} has shape {list(found.shape)}; write {many}, or set data.weight={NO_WEIGHT}, and it is not read"
+        )
+    if not (np.isfinite(found) & (found >= 0) & (found <= np.finfo(np.float32).max)).all():
+        raise DataError(
+            f"{where}: {WEIGHT} is {value!r:.40}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
+        )
+    return found if found.ndim else float(found)
 
 
 def _ignored(label: Any) -> bool:
