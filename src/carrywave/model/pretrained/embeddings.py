@@ -45,13 +45,12 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
                         )
                     continue
                 token = _token(fields, width, path, number)
-                row, like = rows.get(token), others.get(token, ())
-                if row is None and not like:
+                if token not in rows and token not in others:
                     continue
                 values = _numbers(fields[-width:], path, number)
-                if row is not None:
-                    found.setdefault(row, values)
-                for other in like:
+                if token in rows:
+                    found.setdefault(rows[token], values)
+                for other in others.get(token, ()):
                     lowered.setdefault(other, values)
     except UnicodeDecodeError:
         raise DataError(f"{path}:{number}: not UTF-8 text; use a text file with a token and its numbers on each line") from None
