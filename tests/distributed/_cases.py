@@ -31,7 +31,7 @@ from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSof
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
-from carrywave.model.spelled_words import SpelledWords
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
@@ -208,8 +208,18 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
     if task in POOLED and resets is not None:
         targets[unused] = math.nan if targets.is_floating_point() else -100
+    weights = _weights(case["weights"], lead, task, generator) if case.get("weights") else None
     fresh, pooled, epoch = torch.tensor(asked["fresh"]), task in POOLED, case.get("epoch", 0)
-    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets)
+    return Batch.of(
+        inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets, weights=weights
+    )
+
+
+def _weights(kind: str, lead: tuple[int, ...], task: str, generator: torch.Generator) -> Tensor:
+    """Weights of targets, some of them 0: one for each `lane`, `step` or number `ahead` where the task has such."""
+    shape = (*lead, HORIZON) if kind == "ahead" and task == "forecasting" else lead[-1:] if kind == "lane" and task not in POOLED else lead
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return torch.where(drawn < 0.2, 0.0, 3.0 * drawn)
 
 
 def train(case: Case, mesh: Mesh) -> Run:

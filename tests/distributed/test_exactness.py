@@ -75,6 +75,25 @@ def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str,
     check(changed(words, resets=0.3, padding="odd"), crew)
 
 
+VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
+
+
+@pytest.mark.parametrize("plan", PLANS | SHARED | VOCABULARY)
+def test_weights_of_targets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
+    asked = (PLANS | SHARED | VOCABULARY)[plan]
+    check(a_case(plan=asked, weights="step"), crew)
+    check(a_case(plan={**asked, "recompute": "twice"}, weights="lane"), crew)
+    ahead = {**asked, "split_vocabulary": False}
+    check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True, plan=ahead, weights="ahead"), crew)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_weights_of_sequences_give_the_answer_of_one_device(task: str, plan: str, crew: Crew) -> None:
+    check(sequences(task=task, plan=PLANS[plan], weights="lane"), crew)
+    check(sequences(task=task, plan={**PLANS[plan], "chunk_steps": 1}, model__pool="mean_max", resets=0.3, weights="lane"), crew)
+
+
 STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
 
 

@@ -12,7 +12,7 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding
 from carrywave.model.initialization import initialize
-from carrywave.model.spelled_words import SpelledWords, token_embedding
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
 
 CODES, LENGTH = 8, 5
 CLOSE = 1e-12  # a few dozen terms of order one in float64

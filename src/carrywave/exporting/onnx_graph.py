@@ -26,7 +26,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.over_time.front import Front
-from carrywave.model.spelled_words import REACH, SpelledWords
+from carrywave.model.vocabulary.spelled_words import REACH, SpelledWords
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file

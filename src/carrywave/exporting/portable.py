@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
-from carrywave.model.spelled_words import SpelledWords, token_embedding
 from carrywave.model.state import State
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
 
 BATCH, TIME = "batch", "time"  # the sizes that are free
 NEXT = "_next"  # what the name of a state has at its end when it comes out
@@ -55,6 +55,22 @@ class Port:
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
 
 
+class Ports(Protocol):
+    """Whatever has tensors that go in and come out."""
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """What goes in."""
+
+    @property
+    def outputs(self) -> tuple[Port, ...]:
+        """What comes out."""
+
+    @property
+    def state(self) -> tuple[Port, ...]:
+        """Those of the inputs that come out again after each call."""
+
+
 def step_encoder(model: Model) -> nn.Module | None:
     """What encodes single steps: the encoder, or what a front has before it; None: numbers go into the front as they are."""
     return model.encoder.step_encoder if isinstance(model.encoder, Front) else model.encoder
@@ -81,12 +97,12 @@ class Portable(nn.Module):
         self.takes_lengths = stateful or model.pooled or model.reads_whole
         lengths = (Port("lengths", torch.int64, (BATCH,)),) if self.takes_lengths else ()
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
-        self.state = self._state(dtype) if stateful else ()
+        self.state: tuple[Port, ...] = self._state(dtype) if stateful else ()
         head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
         self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.outputs, head.past_steps)),)
-        self.inputs = (*step, *self.past, *lengths, *flags, *self.state)
+        self.inputs: tuple[Port, ...] = (*step, *self.past, *lengths, *flags, *self.state)
         result = Port(OUTPUTS[type(model.head)], dtype, self._result())
-        self.outputs = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
+        self.outputs: tuple[Port, ...] = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
     @property
     def encoder(self) -> nn.Module | None:

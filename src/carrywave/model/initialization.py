@@ -22,7 +22,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.recurrent import Recurrent
-from carrywave.model.spelled_words import SpelledWords
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 
 INITS = ("torch", "orthogonal", "xavier")
 UNIT_VARIANCE = math.sqrt(3.0)  # the bound of uniform numbers with this variance

@@ -21,7 +21,7 @@ from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
-from carrywave.model.spelled_words import token_embedding
+from carrywave.model.vocabulary.spelled_words import token_embedding
 from carrywave.spec.spec import Spec
 from carrywave.tasks.ridge import Line, fit_line
 

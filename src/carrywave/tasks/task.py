@@ -28,8 +28,8 @@ from carrywave.model.over_time.front import Front
 from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained.embeddings import load_pretrained
 from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
-from carrywave.model.spelled_words import SpelledWords
 from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs

@@ -17,8 +17,9 @@ from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
-from carrywave.model.spelled_words import SpelledWords
+from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import check_resets
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -175,6 +176,8 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             check_resets(model)
             if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
                 check_ends(batch.targets, batch.resets, batch.lengths)
+        if batch.weights is not None:
+            _check_weights(batch, batch.weights, model)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
@@ -225,13 +228,26 @@ def check_continued(batch: Batch, before: Lanes | None) -> Lanes:
 
 def _check_detached(batch: Batch) -> None:
     """Refuse a batch with an autograd graph: what lies behind it would get each worker's own sum, neither summed over all nor divided."""
-    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets)):
+    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("weights", batch.weights)):
         if tensor is not None and tensor.requires_grad:
             owner = "the encoder of cw.Model" if name == "inputs" else "the head of cw.Model"
             raise UserError(
                 f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
                 f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
             )
+
+
+def _check_weights(batch: Batch, weights: Tensor, model: Model | OpaqueModel) -> None:
+    """Refuse weights that the model's loss does not take, or not in this form."""
+    if isinstance(model, OpaqueModel):
+        check_weights(weights, model.given_loss, f"the module {type(model.module).__name__}", by_lane=model.pooled)
+        return
+    by_lane = model.whole_head or (model.pooled and batch.resets is None)
+    check_weights(weights, model.head.loss, f"the head {type(model.head).__name__}", by_lane=by_lane)
+    if model.pooled and batch.resets is not None and weights.dim() == 1:
+        raise UserError(
+            "the weights are one for each lane, but lanes hold several sequences; pass [time, lane], at the last step of each sequence"
+        )
 
 
 def _other_targets(model: Model | OpaqueModel) -> UserError:
