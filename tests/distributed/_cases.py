@@ -31,6 +31,7 @@ from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSof
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
@@ -47,6 +48,7 @@ from _odd import CELLS
 Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
+CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
 POOLED = ("classification", "regression")
 STREAMS = ("language", "forecasting")
 
@@ -86,6 +88,11 @@ def model_of(case: Case) -> Model:
     else:
         encoder = Numbers(FEATURES)
     width = asked["input"] if tokens or asked["own_encoder"] else FEATURES
+    if asked.get("characters"):
+        assert isinstance(encoder, Embedding)
+        encoder.rare = (VOCABULARY // 2, VOCABULARY - 1, 0.5)
+        encoder = SpelledWords(encoder, asked["characters"], CHARACTERS, LETTERS, 4, 6)
+        width = encoder.width
     if asked.get("front"):
         layers = [{"channels": channels, "kernel": kernel, "stride": stride} for channels, kernel, stride in asked["front"]]
         encoder = Front(encoder if tokens else width, layers, dropout=0.2)
@@ -169,6 +176,12 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     else:
         inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
         inputs[padded_TB] = VOCABULARY - 1 if odd else 0
+        if model.get("characters"):
+            codes = torch.randint(2, CHARACTERS, (steps, lanes, LETTERS), generator=generator)
+            lengths_TB1 = torch.randint(LETTERS + 1, (steps, lanes, 1), generator=generator)  # some words have no characters
+            codes[torch.arange(LETTERS) >= lengths_TB1] = 0
+            codes[padded_TB] = CHARACTERS - 1 if odd else 0
+            inputs = torch.cat([inputs[..., None], codes], dim=-1)
     share = case.get("resets")  # of the steps at which a lane starts again
     resets = None if share is None else torch.rand((steps, lanes), generator=generator) < share
     by_lane = task in POOLED and resets is None

@@ -66,6 +66,15 @@ def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool:
     check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", [*PLANS, "head shared by three"])
+@pytest.mark.parametrize("kind", ["cnn", "lstm"])
+def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str, crew: Crew) -> None:
+    """Also with rare words that are read as unknown ones, cut in time, and in lanes that hold several sequences."""
+    words = sequences(task="tagging", plan=(PLANS | SHARED)[plan], model__numbers=False, model__characters=kind)
+    check(words, crew)
+    check(changed(words, resets=0.3, padding="odd"), crew)
+
+
 VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
 
 

@@ -363,4 +363,4 @@ def test_a_dump_shows_every_key_in_order() -> None:
 def test_a_long_override_is_not_repeated_in_full(override: str) -> None:
     with pytest.raises(SpecError) as caught:
         load(None, [override.replace("X", "1" * 100 if "{X" in override else "1" * 5000)])
-    assert len(str(caught.value)) < 700  # the keys of a section are listed
+    assert len(str(caught.value)) < 1000  # the keys of a section are listed

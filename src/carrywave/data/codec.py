@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from carrywave.data.files.label_sets import NAMES, NONE, VECTORS
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.calendar import FEATURES, calendar_columns
+from carrywave.data.text.spelling import FIRST, Spelling
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
@@ -23,7 +24,7 @@ from carrywave.spec.facts import DataFacts
 HISTOGRAM_BINS = 64
 TRANSFORMS = get_args(Transform)
 # Left out if they have their default: hashes stay.
-LATER = ("date_order", "month_days", "channels", "transform", "scale_season", "label_sets")
+LATER = ("date_order", "month_days", "channels", "transform", "scale_season", "label_sets", "lowercase", "characters", "word_length")
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -31,6 +32,7 @@ SINGLE: dict[str, Any] = {
     "bpe": str | None,
     "size": int,
     "scale_season": int,
+    "word_length": int,
     "time": str | None,
     "series": str | None,
     "frequency": str | None,
@@ -40,6 +42,7 @@ SINGLE: dict[str, Any] = {
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
+    "characters": str,
     "labels": str,
     "columns": str,
     "targets": int,
@@ -67,6 +70,9 @@ class Codec:
     vocabulary: tuple[str, ...] = ()  # characters or words
     bpe: str | None = None  # byte-pair tokenizer, as serialised by its library
     size: int = 0  # number of tokens; 0 for numeric inputs
+    lowercase: bool = False  # words are looked up in lower case
+    characters: tuple[str, ...] = ()  # of the words in train, if they are read beside the words
+    word_length: int = 0  # how many characters of a word are read
     labels: tuple[str, ...] = ()
     label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
     label_sets: str = NONE  # several labels may hold: the form in which the data lists them
@@ -120,8 +126,9 @@ class Codec:
 
     def problem(self) -> str | None:
         """Return what is inconsistent in a codec read from a file, or None."""
-        if not isinstance(self.own_scale, bool):
-            return f"own_scale is {self.own_scale!r:.40}"
+        for name in ("own_scale", "lowercase"):
+            if not isinstance(getattr(self, name), bool):
+                return f"{name} is {getattr(self, name)!r:.40}"
         for name, kind in SINGLE.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
@@ -136,6 +143,8 @@ class Codec:
             return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"
         if self.kind == "char" and any(len(token) != 1 and token != UNKNOWN for token in self.vocabulary):
             return "a token of its character vocabulary is longer than one character"
+        if any(len(character) != 1 for character in self.characters) or (self.word_length > 0) != bool(self.characters):
+            return f"{self.word_length} of {len(self.characters)} characters of a word are read, some of which may be several"
         if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
         if not len(self.names) == len(self.means) == len(self.stds) or any(
@@ -165,7 +174,17 @@ class Codec:
         """The tokenizer for this vocabulary."""
         if self.kind is None:
             raise DataError(f"this {self.task} model takes numbers, not text; pass steps")
-        return make_tokens(self.kind, self.vocabulary, self.bpe, self.size)
+        return make_tokens(self.kind, self.vocabulary, self.bpe, self.size, lowercase=self.lowercase)
+
+    @cached_property
+    def spelling(self) -> Spelling | None:
+        """The codes of characters, if they are read beside words."""
+        return Spelling(self.characters, self.word_length) if self.characters else None
+
+    @property
+    def character_codes(self) -> int:
+        """The number of different codes of characters; 0 if they are not read."""
+        return FIRST + len(self.characters) if self.characters else 0
 
     @cached_property
     def label_numbers(self) -> dict[str, int]:
@@ -237,6 +256,10 @@ class Codec:
             raise DataError(unknown_token(self.tokens.name(text, unknown), where))
         return found
 
+    def spelled(self, ids: Ids, words: Sequence[str]) -> Ids:
+        """The ids of words [words], or [words, 1 + word_length] with the codes of their characters if these are read."""
+        return ids if self.spelling is None else np.concatenate([ids[:, None], self.spelling.codes(words)], axis=1)
+
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode token ids to text."""
         return self.tokens.decode(ids)
@@ -261,6 +284,8 @@ class Codec:
             fixed=len(self.fixed),
             categories=tuple(len(values) + 1 for values in self.categories),
             known_categories=sum(name in self.known for name in self.categorical),
+            characters=self.character_codes,
+            word_length=self.word_length,
         )
 
 

@@ -20,8 +20,8 @@ from carrywave.data.files.row_weights import Weigher
 from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.moments import Moments, own_scale, standardise
-from carrywave.data.text import vocabulary
-from carrywave.data.text.tokenizers import Ids, Words
+from carrywave.data.text import spelling, vocabulary
+from carrywave.data.text.tokenizers import Ids, Words, split_words
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
@@ -114,12 +114,14 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     seen = _Learned(rows, spec, held)
     known: dict[str, Any] = {}
-    if content == "text":
+    if (content == "text" and spec.data.tokens == "word") or (content == "tokens" and isinstance(fields.tokens_of(first[1], where), list)):
+        known = _words(vocabulary.count_words(map(split_words, seen.texts()) if content == "text" else seen.words()), spec)
+    elif spec.model.characters != "none" or spec.data.lowercase:
+        key = "data.lowercase" if spec.data.lowercase else f"model.characters={spec.model.characters}"
+        raise SpecError(f"{key} is for words, but {where} has {_form(content, spec)}; set data.tokens=word for text, or remove it")
+    elif content == "text":
         words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
         known = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
-    elif content == "tokens" and isinstance(fields.tokens_of(first[1], where), list):
-        words = vocabulary.choose(vocabulary.count_words(seen.words()), spec.data, words=True)
-        known = {"kind": "word", "vocabulary": words, "size": len(words)}
     elif content == "tokens":
         if spec.data.vocabulary is not None or spec.data.min_count > 1:
             raise SpecError("data.vocabulary and data.min_count do not apply to numeric tokens; remove them, or use string tokens")
@@ -144,6 +146,20 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         known["label_sets"] = seen.sets.form
     kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
     return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **known)
+
+
+def _words(counts: Mapping[str, int], spec: Spec) -> dict[str, Any]:
+    """What is known of words from how often each occurs in train, and of their characters if they are read."""
+    words = vocabulary.choose(counts, spec.data, words=True)
+    known: dict[str, Any] = {"kind": "word", "vocabulary": words, "size": len(words), "lowercase": spec.data.lowercase}
+    if spec.model.characters != "none":
+        known["characters"], known["word_length"] = spelling.learn(counts, spec.data.word_length)
+    return known
+
+
+def _form(content: str, spec: Spec) -> str:
+    """What a row that has no words holds."""
+    return {"text": f"text that is read by {spec.data.tokens}", "tokens": "numbers as tokens"}.get(content, "numbers")
 
 
 def _count(row: Row, where: str) -> int:
@@ -237,7 +253,11 @@ class _Writer:
         self.codec, self.rows, self.new, self.documents = codec, 0, new, documents
         self.resets: Appender | None = None  # made when a row has some
         self.weigher = Weigher(new, per_step=codec.task in RESETS) if labelled else None
-        self.inputs = new(np.float32, len(codec.columns)) if codec.kind is None else new(token_dtype(codec.size), None)
+        if codec.kind is None:
+            self.inputs = new(np.float32, len(codec.columns))
+        else:
+            columns = 1 + codec.word_length if codec.word_length else None
+            self.inputs = new(token_dtype(max(codec.size, codec.character_codes)), columns)
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
         self.tags: Appender | None = None
@@ -253,19 +273,22 @@ class _Writer:
             self.tags = new(np.int64, None)
 
     def content(self, row: Row, where: str) -> NDArray[Any]:
-        """Return a row's inputs: tokens [steps], or numbers [steps, features]."""
+        """Return a row's inputs: tokens [steps], those of words with the codes of their characters if they are read, or numbers
+        [steps, features].
+        """
         codec = self.codec
         if codec.kind is None:
             # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
             whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
             matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
             return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)), where)
+        if isinstance(codec.tokens, Words):
+            written = codec.field == "text"
+            words = split_words(ended(fields.text_of(row, where), codec.task, codec.kind)) if written else words_of(row, where)
+            return codec.spelled(self._known(codec.tokens.word_ids(words), where, lambda place: words[place]), words)
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)
             return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
-        if isinstance(codec.tokens, Words):
-            words = words_of(row, where)
-            return self._known(codec.tokens.word_ids(words), where, lambda place: words[place])
         ids = ids_of(row, where)
         return self._known(np.where(ids < codec.size, ids, -1).astype(np.int32), where, lambda place: str(ids[place]))
 

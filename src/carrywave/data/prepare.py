@@ -57,7 +57,7 @@ READING = (
     "standardize",
 )
 # As READING, but left out where they have their default: keys of older versions stay.
-READING_LATER = ("channels", "transform", "scale", "multi_label", "reset", "weight")
+READING_LATER = ("channels", "transform", "scale", "multi_label", "reset", "weight", "lowercase", "word_length")
 LABELLED = ("classification", "tagging", "regression")
 
 
@@ -219,9 +219,10 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
 
 
 def _reading(spec: Spec) -> dict[str, Any]:
-    """The options of the data section that affect how it is read."""
+    """The options that affect how data is read: those of its section, and whether the model reads the characters of words."""
     later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
-    return spec.data.model_dump(mode="json", include={*READING, *later})
+    spelled = {} if spec.model.characters == "none" else {"characters": True}
+    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled
 
 
 def _hash(value: Any) -> str:

@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 class Sequences:
     """Rows of `inputs`, cut into sequences by `starts` and `lengths`."""
 
-    inputs: NDArray[Any]  # [rows] tokens (uint8, uint16 or int32), or [rows, features] float32
+    inputs: NDArray[Any]  # [rows] tokens (uint8, uint16 or int32), [rows, 1 + L] with codes of their characters, [rows, features] float32
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
@@ -40,6 +40,11 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The tokens [rows], without the characters that may be beside them."""
+        return self.inputs if self.inputs.ndim == 1 else self.inputs[:, 0]
 
 
 @dataclass(frozen=True)

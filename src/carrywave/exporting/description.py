@@ -16,6 +16,7 @@ from carrywave.model.heads.pooled import Pooled
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, beyond_cell, outside
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
@@ -63,8 +64,10 @@ def _initial(values: list[float]) -> float | list[float]:
 
 def _network(model: Model) -> dict[str, Any]:
     lstm, head, encoder = model.lstm, model.head, step_encoder(model)
+    words = token_embedding(encoder)
     found: dict[str, Any] = {
-        "embedding": [encoder.vocabulary, encoder.width] if isinstance(encoder, Embedding) else None,
+        "embedding": None if words is None else [words.vocabulary, words.width],
+        "characters": list(encoder.characters.shape) if isinstance(encoder, SpelledWords) else None,
         "categories": [list(table) for table in encoder.inputs.tables] if isinstance(encoder, Features) else [],
         "front": [layer.model_dump() for layer in model.encoder.layers] if isinstance(model.encoder, Front) else [],
         "cell": lstm.cell.name,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from carrywave.data.text.spelling import EDGE, FIRST
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
@@ -24,6 +25,7 @@ from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, P
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
 
 BATCH, TIME = "batch", "time"  # the sizes that are free
 NEXT = "_next"  # what the name of a state has at its end when it comes out
@@ -75,8 +77,8 @@ def step_encoder(model: Model) -> nn.Module | None:
 
 
 class Portable(nn.Module):
-    """A model behind ports: x [B, T, …], codes [B, T, K] of categories if it reads any, past values [B, T, C, N] if its head does and,
-    where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
+    """A model behind ports: x [B, T, …], characters [B, T, L] of words or codes [B, T, K] of categories if it reads any, past values
+    [B, T, C, N] if its head does and, where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
     """
 
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
@@ -84,7 +86,7 @@ class Portable(nn.Module):
         if stateful and model.reads_whole:
             reader = "a front reads" if model.has_front else "bidirectional layers read"
             raise UserError(f"{reader} whole sequences, so there is no carry to pass on; export without --stateful")
-        if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | Numbers | Features | None):
+        if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | SpelledWords | Numbers | Features | None):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
             raise UserError(f"{parts} are not carrywave's own encoder and head, which alone can be exported; export your module yourself")
         self.model = model
@@ -111,6 +113,8 @@ class Portable(nn.Module):
         encoder = self.encoder
         if isinstance(encoder, Embedding):
             return (Port("x", torch.int64, (BATCH, TIME)),)
+        if isinstance(encoder, SpelledWords):
+            return Port("x", torch.int64, (BATCH, TIME)), Port("characters", torch.int64, (BATCH, TIME, encoder.length))
         if isinstance(encoder, Features):
             codes = Port("codes", torch.int64, (BATCH, TIME, len(encoder.inputs.places)))
             return Port("x", dtype, (BATCH, TIME, encoder.inputs.numbers)), codes
@@ -141,6 +145,8 @@ class Portable(nn.Module):
         x = named["x"]
         if "codes" in named:
             x = torch.cat([x, named["codes"].to(x.dtype)], dim=-1)  # as data is stored: float32 holds every code below 2**24
+        if "characters" in named:
+            x = torch.cat([x[..., None], named["characters"]], dim=-1)
         x = x.transpose(0, 1)
         if self.model.stride > 1:
             # Two steps are left of any sequence then: torch.export takes a size that may be 1 for another case. Padding changes nothing.
@@ -165,6 +171,8 @@ class Portable(nn.Module):
         """The inputs of a batch, [T, B, …], and its past values under the names of their ports."""
         inputs = inputs_TB.transpose(0, 1)
         past = {} if history is None else {"past": history.unfold(0, history.shape[0] - len(inputs_TB) + 1, 1).transpose(0, 1)}
+        if isinstance(self.encoder, SpelledWords):
+            return {"x": inputs[..., 0], "characters": inputs[..., 1:]}
         if not isinstance(self.encoder, Features):
             return {"x": inputs} | past
         numbers = self.encoder.inputs.numbers
@@ -181,8 +189,11 @@ class Portable(nn.Module):
         found = []
         for port in self.inputs:
             shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
-            if port.name == "x" and isinstance(self.encoder, Embedding):
-                found.append(torch.randint(self.encoder.vocabulary, shape, generator=draw))
+            if port.name == "x" and (words := token_embedding(self.encoder)) is not None:
+                found.append(torch.randint(words.vocabulary, shape, generator=draw))
+            elif port.name == "characters" and isinstance(self.encoder, SpelledWords):
+                found.append(torch.randint(FIRST, self.encoder.codes, shape, generator=draw))
+                found[-1][..., 1 + seed % shape[-1] :] = EDGE
             elif port.name == "codes" and isinstance(self.encoder, Features):
                 tables, places = self.encoder.inputs.tables, self.encoder.inputs.places
                 found.append(torch.stack([torch.randint(tables[place][0], shape[:-1], generator=draw) for place in places], dim=-1))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from carrywave.data.text.spelling import OTHER
 from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
@@ -21,6 +22,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.recurrent import Recurrent
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 
 INITS = ("torch", "orthogonal", "xavier")
 UNIT_VARIANCE = math.sqrt(3.0)  # the bound of uniform numbers with this variance
@@ -104,6 +106,10 @@ def _value(
     if isinstance(module, Tables):
         value = _uniform(key, shape, SHARED_SCALE if scales.asked is None else scales.asked)
         value[0] = 0.0  # of values that train does not contain
+        return value
+    if isinstance(module, SpelledWords):
+        value = _uniform(key, shape, UNIT_VARIANCE)
+        value[OTHER] = 0.0  # no training text has such a character
         return value
     if isinstance(module, nn.Embedding):
         value = _grid(random.normal, key, shape)

@@ -59,6 +59,10 @@ class DataSpec(Section):
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
     min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    lowercase: bool = Field(False, description="words are read in lower case; their characters (model.characters) as they are spelled")
+    word_length: Positive = Field(
+        32, description="model.characters: how many characters of a word are read; a longer word is read without its middle"
+    )
     reset: str | None = Field(
         None,
         description="language: what ends a document in a stream: a token, 'blank line', or 'row' (each row of a JSON, CSV or Parquet "

@@ -99,6 +99,10 @@ def _front_dropout(spec: Spec) -> str | None:
     return "is for model.front, which is none; remove it, or set a front" if spec.model.front == "none" else None
 
 
+def _characters(spec: Spec) -> str | None:
+    return "is for model.characters, which is none; remove it, or set model.characters=cnn" if spec.model.characters == "none" else None
+
+
 ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
@@ -115,11 +119,17 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
     **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles", "data.scale"), _tasks("forecasting")),
+    "data.lowercase": _not_forecasting(),
+    "data.word_length": _characters,
     "data.context": _context,
     "data.augment": _augment,
     "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
     "model.embedding": _not_forecasting(),
     "model.dropout_words": _not_forecasting(),
+    "model.dropout_rare": _not_forecasting(),
+    "model.freeze_embedding": _not_forecasting(),
+    "model.characters": _tasks("classification", "regression", "tagging"),
+    **dict.fromkeys(("model.character_embedding", "model.character_width"), _characters),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
     "model.front_dropout": _front_dropout,
@@ -175,7 +185,8 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
     if spec.task != "forecasting":
         kind = "numbers" if not facts.vocabulary else "tokens already"
         of_text = () if text else ("data.tokens",)
-        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", "model.embedding", "model.dropout_words")
+        names = ("embedding", "dropout_words", "dropout_rare", "freeze_embedding")
+        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", *(f"model.{name}" for name in names))
         for key in (*of_text, *of_tokens):
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"

@@ -21,6 +21,15 @@ class ModelSpec(Section):
     hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
     layers: Positive = Field(2, description="number of recurrent layers")
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
+    characters: Literal["none", "cnn", "lstm"] = Field(
+        "none",
+        description="words: what reads the characters of each word, beside its embedding: a convolution over 3 characters, of which the "
+        "maximum over the word is taken (cnn), or an LSTM in both directions, of which the last outputs are taken (lstm)",
+    )
+    character_embedding: Positive = Field(30, description="width of the embedding of a character")
+    character_width: Positive = Field(
+        50, description="how much wider the characters make what is read of a word: filters, or units of both directions together"
+    )
     heads: Positive = Field(1, description="equal groups of each layer's units; between steps, units read only those of their own group")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
@@ -38,6 +47,9 @@ class ModelSpec(Section):
     dropout_hidden: Share | None = Field(None, description="dropout between layers; by default model.dropout")
     dropout_output: Share | None = Field(None, description="dropout before the head; by default model.dropout")
     dropout_words: Share = Field(0.0, description="dropout of whole rows of the embedding")
+    dropout_rare: Share = Field(
+        0.0, description="words: the share of those that occur once in train that are read as <unk>, which is learned from them"
+    )
     weight_drop: Share = Field(0.0, description="dropout of recurrent weights, the same for all steps of a batch")
     locked: bool = Field(False, description="use the same dropout mask at every step of a batch (variational dropout)")
     tie: bool = Field(False, description="language: softmax and embedding share one matrix")
@@ -83,6 +95,7 @@ class ModelSpec(Section):
         description="forecasting: a linear function of the last so many values is added to what the layers forecast; it starts as a ridge "
         "regression on the training data; 0 for none",
     )
+    freeze_embedding: bool = Field(False, description="the token embedding stays as it begins: with model.pretrained, as it is in the file")
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "
@@ -103,13 +116,22 @@ class ModelSpec(Section):
             raise ValueError(f"projection {self.projection} would mix what {self.heads} heads keep apart; remove one of them")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
             raise ValueError(f"forget_bias is {self.forget_bias:g}, but cell={self.cell} has no forget gate; remove it")
+        if self.characters == "lstm" and self.character_width % 2:
+            raise ValueError(
+                f"character_width is {self.character_width}, but characters=lstm has half of it for each direction; make it even"
+            )
         if self.front == ():
             raise ValueError("front lists no layer; list some, or use none")
         if self.layers > DEEPEST:
             raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
             raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; list one width for each layer")
-        for name, given in (("hidden", max(self.widths)), ("embedding", self.embedding or 0)):
+        for name, given in (
+            ("hidden", max(self.widths)),
+            ("embedding", self.embedding or 0),
+            ("character_embedding", self.character_embedding),
+            ("character_width", self.character_width),
+        ):
             if given > WIDEST:
                 raise ValueError(f"{name} is {given}; use at most {WIDEST}")
         widths = self.widths

@@ -16,12 +16,16 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
+from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
+from carrywave.model.vocabulary.spelled_words import token_embedding
 from carrywave.spec.spec import Spec
 from carrywave.tasks.ridge import Line, fit_line
+
+BLOCK_ROWS = 1 << 22  # counted at once
 
 
 def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences | None, line: Line | None) -> frozenset[str]:
@@ -32,6 +36,7 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     head = model.head
     if train is None:
         return frozenset()
+    _forget_unknown(model, spec, codec, train)
     if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None and spec.model.init_bias == "frequency":
         rows = head.rows if isinstance(head, Softmax) else None
         if not head.bias.is_meta:
@@ -51,6 +56,31 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
                 head.line.bias.copy_(torch.from_numpy(line.bias_CK))
         return frozenset({"head.line.weight", "head.line.bias"})
     return frozenset()
+
+
+def _forget_unknown(model: Model, spec: Spec, codec: Codec, train: Sequences) -> None:
+    """Set the vector of unknown words to zero if nothing will train it: a random one would mean something."""
+    words, head = token_embedding(model.encoder), model.head
+    if words is None or UNKNOWN not in codec.vocabulary or spec.model.dropout_rare or words.weight is getattr(head, "weight", None):
+        return
+    low, high = (0, words.vocabulary) if words.rows is None else (words.rows.low, words.rows.high)
+    unknown = codec.vocabulary.index(UNKNOWN)
+    if low <= unknown < high and not words.weight.is_meta and not _token_counts(train, words.vocabulary)[unknown]:
+        with torch.no_grad():
+            words.weight[unknown - low] = 0.0
+
+
+def first_rare(train: Sequences, vocabulary: int) -> int:
+    """The first of the tokens that occur no more than once in the training file: a vocabulary begins with the most frequent ones."""
+    return int(np.flatnonzero(_token_counts(train, vocabulary) > 1).max(initial=-1)) + 1
+
+
+def _token_counts(train: Sequences, vocabulary: int) -> NDArray[np.int64]:
+    """How often each token occurs in the training file, held-out rows included."""
+    counts, tokens = np.zeros(vocabulary, np.int64), train.tokens
+    for first in range(0, len(tokens), BLOCK_ROWS):
+        counts += np.bincount(np.asarray(tokens[first : first + BLOCK_ROWS], np.int64), minlength=vocabulary)
+    return counts
 
 
 def _log_frequencies(spec: Spec, train: Sequences, classes: int) -> NDArray[np.float64]:

@@ -13,11 +13,12 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.first_weights import class_counts, label_counts
 
-Encoder = Embedding | Numbers | Features
+Encoder = Embedding | SpelledWords | Numbers | Features
 
 
 def head_of(

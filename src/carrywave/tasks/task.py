@@ -17,7 +17,8 @@ from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST
 from carrywave.data.text.documents import DocumentEnds
-from carrywave.errors import DataError, SpecError
+from carrywave.data.text.tokenizers import UNKNOWN
+from carrywave.errors import DataError, PlanError, SpecError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.initialization import initialize, rounded_by_host
@@ -28,13 +29,14 @@ from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained.embeddings import load_pretrained
 from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
 from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.first_weights import set_first_weights
+from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
 
 POOLED = ("classification", "regression")  # tasks with one target per sequence
@@ -149,7 +151,7 @@ class Task:
         width = (spec.embedding or spec.widths[0]) if tokens else inputs.width
         encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
         if tokens:
-            encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty)
+            encoder = self._words(Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty), train)
         front = self._front(encoder)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = class_of(spec.cell)(
@@ -200,7 +202,25 @@ class Task:
         spec = self.spec.model
         if not spec.front_layers:
             return encoder
-        return Front(encoder if isinstance(encoder, Embedding) else encoder.width, spec.front_layers, spec.front_dropout)
+        words = isinstance(encoder, Embedding | SpelledWords)
+        return Front(encoder if words else encoder.width, spec.front_layers, spec.front_dropout)
+
+    def _words(self, words: Embedding, train: Sequences | None) -> Embedding | SpelledWords:
+        """The embedding of tokens, with what reads their characters beside it."""
+        spec = self.spec.model
+        if spec.dropout_rare and train is not None:
+            if UNKNOWN not in self.codec.vocabulary:
+                raise SpecError(
+                    "model.dropout_rare makes words <unk>, which the vocabulary does not have; set data.tokens=word, or remove it"
+                )
+            words.rare = (first_rare(train, words.vocabulary), self.codec.vocabulary.index(UNKNOWN), spec.dropout_rare)
+        words.weight.requires_grad_(not spec.freeze_embedding)
+        if not self.facts.characters:
+            return words
+        if words.rows is not None:
+            raise PlanError("plan.split_vocabulary=true splits an embedding that is read beside characters; remove it, or model.characters")
+        facts = self.facts
+        return SpelledWords(words, spec.characters, facts.characters, facts.word_length, spec.character_embedding, spec.character_width)
 
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
@@ -215,7 +235,7 @@ class Task:
         return replace(view, history=History(past, np.array(self.codec.targets))) if past else view
 
     def _pretrain(self, encoder: Encoder) -> None:
-        path = self.spec.model.pretrained
+        path, encoder = self.spec.model.pretrained, encoder.words if isinstance(encoder, SpelledWords) else encoder
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
         tokens = list(self.codec.vocabulary)
