@@ -27,6 +27,7 @@ class Sequences:
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
     tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag; of several labels, [rows, labels] float32, NaN for none
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
+    spans: Ints | None = None  # [n, 2] the first of `labels` that a sequence has, and the end of them, if it may have any number in a row
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
@@ -57,6 +58,7 @@ class View:
     lengths: Ints  # number of steps that can be trained on
     targets_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> targets [T, B, …], int64 or float32
     labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
+    labels_at: Callable[[Ints, int], NDArray[Any]] | None = None  # sequences [B], steps of the window -> labels in a row [B, L], then -1
     inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
     history: History | None = None  # the past values that a head reads beside each step
