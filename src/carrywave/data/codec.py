@@ -24,7 +24,18 @@ from carrywave.spec.facts import DataFacts
 HISTOGRAM_BINS = 64
 TRANSFORMS = get_args(Transform)
 # Left out if they have their default: hashes stay.
-LATER = ("date_order", "month_days", "channels", "transform", "scale_season", "label_sets", "lowercase", "characters", "word_length")
+LATER = (
+    "date_order",
+    "month_days",
+    "channels",
+    "transform",
+    "scale_season",
+    "label_sets",
+    "lowercase",
+    "characters",
+    "word_length",
+    "text_labels",
+)
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -76,6 +87,7 @@ class Codec:
     labels: tuple[str, ...] = ()
     label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
     label_sets: str = NONE  # several labels may hold: the form in which the data lists them
+    text_labels: bool = False  # a transcription is a text, and its characters are the labels
     columns: tuple[str, ...] = ()  # names of the numeric features of a step, those of the calendar last
     targets: tuple[int, ...] = ()  # indices of the columns to forecast
     mean: tuple[float, ...] = ()  # per column; inputs are (value - mean) / std
@@ -126,7 +138,7 @@ class Codec:
 
     def problem(self) -> str | None:
         """Return what is inconsistent in a codec read from a file, or None."""
-        for name in ("own_scale", "lowercase"):
+        for name in ("own_scale", "lowercase", "text_labels"):
             if not isinstance(getattr(self, name), bool):
                 return f"{name} is {getattr(self, name)!r:.40}"
         for name, kind in SINGLE.items():
@@ -245,6 +257,10 @@ class Codec:
             return [int(each) for each in holds]
         return [self.label(number) for number, each in enumerate(holds) if each]
 
+    def transcript(self, numbers: Sequence[int]) -> str | list[str | int | bool]:
+        """Return labels in a row, in the form that they have in the data."""
+        return "".join(self.labels[number] for number in numbers) if self.text_labels else [self.label(number) for number in numbers]
+
     def encode(self, text: str, where: str = "the text") -> Ids:
         """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""
         try:
@@ -280,6 +296,7 @@ class Codec:
             steps=int(sequences.lengths.sum()),
             longest=int(sequences.lengths.max(initial=0)),
             histogram=histogram(sequences.lengths),
+            most_labels=0 if sequences.spans is None else int((sequences.spans[:, 1] - sequences.spans[:, 0]).max(initial=0)),
             known=len(self.known_columns),
             fixed=len(self.fixed),
             categories=tuple(len(values) + 1 for values in self.categories),

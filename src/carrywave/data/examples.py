@@ -28,7 +28,8 @@ from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
 RESETS = ("language", "tagging")  # tasks in which a row may hold several sequences, each with a new state
-TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target
+# The field that holds the target.
+TARGETS = {"classification": "label", "regression": "label", "tagging": "labels", "transcription": "labels"}
 
 
 @dataclasses.dataclass
@@ -42,6 +43,7 @@ class _Learned:
     sets: label_sets.LabelSets = dataclasses.field(default_factory=label_sets.LabelSets)
     features: Moments = dataclasses.field(default_factory=Moments)
     targets: Moments = dataclasses.field(default_factory=Moments)
+    text_labels: bool | None = None  # of transcriptions: whether they are texts
     columns: int | None = None
     outputs: int | None = None
     largest: int = -1
@@ -62,6 +64,14 @@ class _Learned:
             for label in fields.tags_of(row, _count(row, where), where):
                 if label is not None:
                     self._label(*label, where)
+        elif task == "transcription":
+            labels, text = fields.transcript_of(row, where)
+            if text is not (self.text_labels if self.text_labels is not None else text):
+                kinds = ("a text", "a list") if text else ("a list", "a text")
+                raise DataError(f"{where}: labels is {kinds[0]}, but earlier rows have {kinds[1]}; write all in one form")
+            self.text_labels = text
+            for kind, name in labels:
+                self._label(kind, name, where)
         elif task == "regression":
             target = fields.target_of(row, where, self.outputs)
             self.outputs = len(target)
@@ -142,6 +152,8 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
             seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
+    if spec.task == "transcription":
+        known["text_labels"] = bool(seen.text_labels)
     if spec.data.multi_label:
         known["label_sets"] = seen.sets.form
     kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
@@ -190,8 +202,8 @@ def weighing(parts: Mapping[str, Sequences]) -> tuple[str, ...]:
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
-    if spec.task in ("classification", "tagging") and not labels:
-        raise DataError(f"{rows.name} has no labels; add a label to each row, or to each step for tagging")
+    if spec.task in ("classification", "tagging", "transcription") and not labels:
+        raise DataError(f"{rows.name} has no labels; add a label to each row, to each step for tagging, any number for transcription")
     numeric = all(name.removeprefix("-").isdecimal() for name in labels)
     return tuple(sorted(labels, key=lambda name: (int(name), name) if numeric else (0, name)))
 
@@ -261,6 +273,7 @@ class _Writer:
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
         self.tags: Appender | None = None
+        self.spans: Appender | None = None
         self.several = codec.label_sets != label_sets.NONE
         if labelled and self.several:
             listed = new(np.float32, len(codec.labels))
@@ -271,6 +284,8 @@ class _Writer:
             self.labels = new(np.float32, codec.outputs)
         elif labelled and codec.task == "tagging":
             self.tags = new(np.int64, None)
+        elif labelled and codec.task == "transcription":
+            self.labels, self.spans, self.count = new(np.int64, None), new(np.int64, 2), 0
 
     def content(self, row: Row, where: str) -> NDArray[Any]:
         """Return a row's inputs: tokens [steps], those of words with the codes of their characters if they are read, or numbers
@@ -314,6 +329,11 @@ class _Writer:
         elif self.labels is not None and codec.task == "classification":
             _, label = fields.class_of(fields.take(row, "label", where), "label", where)
             self.labels.append(np.array([self._class(label, where)], np.int64))
+        elif self.labels is not None and self.spans is not None:
+            labels, _ = fields.transcript_of(row, where)
+            self.labels.append(np.array([self._class(label, where) for _, label in labels], np.int64))
+            self.spans.append(np.array([[self.count, self.count + len(labels)]], np.int64))
+            self.count += len(labels)
         elif self.labels is not None:
             scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
@@ -362,6 +382,8 @@ class _Writer:
         if join:
             starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
         labels = None if self.labels is None else self.labels.close()
-        tags, resets = (None if each is None else each.close() for each in (self.tags, self.resets))
+        tags, resets, spans = (None if each is None else each.close() for each in (self.tags, self.resets, self.spans))
         weights, step_weights = (None, None) if self.weigher is None else self.weigher.close(join=join, name=name)
-        return Sequences(self.inputs.close(), starts, lengths, labels, tags, resets, weights, step_weights)
+        return Sequences(
+            self.inputs.close(), starts, lengths, labels, tags, resets, weights=weights, step_weights=step_weights, spans=spans
+        )

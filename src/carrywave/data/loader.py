@@ -79,6 +79,8 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
         ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
+    elif view.labels_at is not None:
+        targets = _ignoring(view.labels_at(known, window.steps), sequence < 0)
     elif view.labels is not None and ends is not None:
         targets = np.zeros((*rows_TB.shape, *view.labels.shape[1:]), view.labels.dtype)
         scored_TB = np.zeros(rows_TB.shape, np.bool_)

@@ -58,7 +58,7 @@ READING = (
 )
 # As READING, but left out where they have their default: keys of older versions stay.
 READING_LATER = ("channels", "transform", "scale", "multi_label", "reset", "weight", "lowercase", "word_length")
-LABELLED = ("classification", "tagging", "regression")
+LABELLED = ("classification", "tagging", "regression", "transcription")
 
 
 @dataclass(frozen=True)

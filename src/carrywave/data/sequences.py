@@ -29,6 +29,7 @@ class Sequences:
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
     weights: NDArray[np.float32] | None = None  # [n] weight of each sequence's targets in the loss; None: 1, or those of its rows
     step_weights: NDArray[np.float32] | None = None  # for each row: the weight of what it holds as a target; None: that of its sequence
+    spans: Ints | None = None  # [n, 2] the first of `labels` that a sequence has, and the end of them, if it may have any number in a row
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
@@ -66,6 +67,7 @@ class View:
     labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
     weights: NDArray[np.float32] | None = None  # one per sequence, of its targets
     weights_at: Callable[[NDArray[np.int64]], NDArray[np.float32]] | None = None  # rows [T, B] -> weights of their targets, [T, B, …]
+    labels_at: Callable[[Ints, int], NDArray[Any]] | None = None  # sequences [B], steps of the window -> labels in a row [B, L], then -1
     inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
     history: History | None = None  # the past values that a head reads beside each step

@@ -42,7 +42,8 @@ class DataSpec(Section):
     text: str | None = Field(None, description="the column or field with the text, or its list of tokens; by default text, tokens or steps")
     label: str | None = Field(
         None,
-        description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
+        description="classification, regression, tagging, transcription: the column or field with the target; by default label, for "
+        "tagging and transcription labels",
     )
     weight: str | None = Field(
         None,
@@ -136,7 +137,8 @@ class DataSpec(Section):
         "window (forecasting): what the model reads, then also with those of the last values up to each step (model.linear of them, or 96)",
     )
     augment: AugmentSpec | None = Field(
-        None, description="classification, regression, tagging: random changes to sequences of numbers in training; see docs/data.md"
+        None,
+        description="separate sequences of numbers: random changes to them in training; see docs/data.md",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 

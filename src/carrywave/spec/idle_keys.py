@@ -54,7 +54,7 @@ def _min_lr(spec: Spec) -> str | None:
 def _loss(spec: Spec) -> str | None:
     if spec.task == "forecasting" and spec.data.quantiles is not None:
         return "has no effect beside data.quantiles, whose loss is the pinball loss; remove it"
-    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy"}
+    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy", "transcription": "that of CTC"}
     return f"is for forecasting and regression; the loss of {spec.task} is {kinds[spec.task]}; remove it" if spec.task in kinds else None
 
 
@@ -74,7 +74,7 @@ def _context(spec: Spec) -> str | None:
 
 
 def _augment(spec: Spec) -> str | None:
-    if (why := _tasks("classification", "regression", "tagging")(spec)) is not None:
+    if (why := _tasks("classification", "regression", "tagging", "transcription")(spec)) is not None:
         return why
     return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
 
@@ -106,7 +106,7 @@ def _characters(spec: Spec) -> str | None:
 ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
-    "data.label": _tasks("classification", "regression", "tagging"),
+    "data.label": _tasks("classification", "regression", "tagging", "transcription"),
     "data.multi_label": _tasks(*LABELS),
     "data.reset": _reset,
     "data.share": _share,
@@ -123,7 +123,7 @@ ACTS: Mapping[str, Rule] = {
     "data.word_length": _characters,
     "data.context": _context,
     "data.augment": _augment,
-    "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
+    "data.standardize": _tasks("classification", "tagging", "transcription", "forecasting", "regression"),
     "model.embedding": _not_forecasting(),
     "model.dropout_words": _not_forecasting(),
     "model.dropout_rare": _not_forecasting(),
@@ -135,6 +135,7 @@ ACTS: Mapping[str, Rule] = {
     "model.front_dropout": _front_dropout,
     "model.softmax": _tasks("language"),
     "model.pool": _tasks(*POOLED),
+    "model.upsample": _tasks("transcription"),
     "model.linear": _tasks("forecasting"),
     "batch.windows": _tasks("forecasting"),
     "batch.pack": lambda spec: "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None,

@@ -19,7 +19,7 @@ from carrywave.spec.train_spec import TrainSpec, check_best
 
 PAST_STEPS = 96  # last values that a straight line reads, and that give a moving scale, where a spec does not say how many
 
-TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
+TaskName = Literal["language", "classification", "tagging", "transcription", "forecasting", "regression"]
 
 
 class Spec(Section):
@@ -32,7 +32,8 @@ class Spec(Section):
 
     task: TaskName = Field(
         "language",
-        description="what to predict: the next token, a label per sequence, a label per step, the next values, numbers per sequence",
+        description="what to predict: the next token, a label per sequence, a label per step, labels in a row that are in no fixed place "
+        "(transcription), the next values, numbers per sequence",
     )
     data: DataSpec = DataSpec()
     model: ModelSpec = ModelSpec()
@@ -55,13 +56,15 @@ class Spec(Section):
         if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
             raise ValueError(
                 "model.bidirectional cannot read a stream backwards; "
-                "use separate sequences (classification, tagging or regression with batch.tokens)"
+                "use separate sequences (classification, tagging, transcription or regression with batch.tokens)"
             )
         if self.model.front_layers:
             self._check_front()
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
-        if self.task in ("classification", "regression") and streams:
+        if self.task == "transcription":
+            self._check_transcription()
+        if self.task in ("classification", "regression", "transcription") and streams:
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
@@ -81,12 +84,27 @@ class Spec(Section):
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
 
+    def _check_transcription(self) -> None:
+        augment = self.data.augment
+        if augment is not None and (augment.crop < 1.0 or augment.shift):
+            raise ValueError(
+                "data.augment with crop or shift leaves out steps or moves them, but transcription has labels for all of them, in their "
+                "order; use noise and scale"
+            )
+        if self.batch.pack:
+            raise ValueError("transcription reads the whole of a lane as one sequence; remove batch.pack")
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but a transcription is scored over all ways to lay it along the "
+                "whole sequence; use plan.micro_batches, which divides lanes instead, or remove it"
+            )
+
     def _check_front(self) -> None:
         stride = total_stride(self.model.front_layers)
         if self.streams or self.task in ("language", "forecasting"):
             raise ValueError(
-                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression or "
-                "tagging with batch.tokens), or remove it"
+                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression, "
+                "transcription or tagging with batch.tokens), or remove it"
             )
         if self.task == "tagging" and stride > 1:
             raise ValueError(
@@ -110,6 +128,11 @@ class Spec(Section):
         if self.batch.lanes is not None or self.batch.steps is not None:
             return True
         return self.task in ("language", "forecasting")
+
+    @property
+    def reads_whole(self) -> bool:
+        """True if a front or the head needs whole sequences at once, so that time cannot be cut."""
+        return self.task == "transcription" or bool(self.model.front_layers)
 
     @property
     def lanes(self) -> int:

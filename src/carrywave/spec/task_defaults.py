@@ -21,7 +21,8 @@ Sections = dict[str, dict[str, Any]]
 
 def with_task_defaults(spec: Spec) -> Spec:
     """The spec with the defaults of its task for keys that are not set."""
-    wanted = {"language": _language, "tagging": _tagging, "forecasting": _forecasting}.get(spec.task, _pooled)(spec)
+    own = {"language": _language, "tagging": _tagging, "transcription": _transcription, "forecasting": _forecasting}
+    wanted = own.get(spec.task, _pooled)(spec)
     if spec.train.optimizer in ADAM:
         wanted.setdefault("train", {}).update({"clip": 1.0, "schedule": "cosine"})
     else:
@@ -45,6 +46,10 @@ def _language(spec: Spec) -> Sections:
 def _tagging(spec: Spec) -> Sections:
     both_ways = {} if spec.streams else {"bidirectional": True}
     return {"model": {**both_ways, "dropout": 0.3}, "train": {"lr": 5e-3}}
+
+
+def _transcription(spec: Spec) -> Sections:
+    return {"model": {"bidirectional": True, "dropout": 0.2}, "train": {"lr": 3e-3, "warmup": 100}}
 
 
 def _pooled(spec: Spec) -> Sections:

@@ -22,6 +22,8 @@ BestMetric = Literal[
     "macro_f1",
     "exact_match",
     "top_5_accuracy",
+    "label_error",
+    "sequence_error",
     "mae",
     "rmse",
     "mase",
@@ -32,6 +34,7 @@ OF_TASK: Mapping[str, tuple[str, ...]] = {
     "language": ("loss", "perplexity", "bits"),
     "classification": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
     "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
+    "transcription": ("loss", "label_error", "sequence_error"),
     "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
     "regression": ("loss", "mae", "rmse"),
 }

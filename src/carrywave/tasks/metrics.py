@@ -20,10 +20,12 @@ from carrywave.data.tables.transform import LARGEST
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.label_metrics import LabelDecisions, Row
+from carrywave.tasks.transcription.label_errors import LabelErrors
 
 BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "classification": ("label",),
     "tagging": ("label",),
+    "transcription": (),
     "forecasting": ("column", "series", "step"),
     "regression": ("column",),
     "language": (),
@@ -93,6 +95,8 @@ def for_task(
             if spec.data.multi_label:
                 return LabelDecisions(len(facts.labels), device, facts.labels, threshold=spec.train.threshold, weighted=weighted)
             return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted)
+        case "transcription":
+            return LabelErrors(len(facts.labels), device)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":

@@ -38,8 +38,9 @@ from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
+from carrywave.tasks.transcription import targets as transcripts
 
-POOLED = ("classification", "regression")  # tasks with one target per sequence
+POOLED = ("classification", "regression", "transcription")  # tasks with one target, or one row of them, per sequence
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Task:
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
                 scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
                 view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
+            case "transcription":
+                view = transcripts.view(name, data, self.codec, self.spec.model)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":

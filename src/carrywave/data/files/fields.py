@@ -177,6 +177,21 @@ def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
 
 
+def transcript_of(row: Row, where: str) -> tuple[list[tuple[str, str]], bool]:
+    """Return the labels of a transcription, any number in a row, and whether they are the characters of a text."""
+    value = as_plain(take(row, "labels", where))
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: labels is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
+        return [("string", letter) for letter in value], True
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, list):
+        raise DataError(f'{where}: labels is {kind_of(value)}, not a list of labels or a text; write ["a", "b"] or "ab"')
+    return [class_of(label, "a label", where) for label in value], False
+
+
 def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
     """Return true or false for each step, True if a new sequence starts with it; None if the row does not say."""
     if row.get("resets") is None:

@@ -36,6 +36,11 @@ def open_members(paths: Sequence[Path | str], device: str, world: World) -> list
                 f"start one worker instead of {world.size}"
             )
         _check_alike(members[0], member)
+    if members[0].spec.task == "transcription":
+        raise RunError(
+            "runs of transcription cannot be averaged: each puts a label at another step, so that the mean of their probabilities has "
+            "none; pass one run"
+        )
     return members
 
 
