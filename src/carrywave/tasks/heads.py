@@ -11,6 +11,7 @@ from carrywave.errors import SpecError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.spec.facts import DataFacts
@@ -46,6 +47,16 @@ def head_of(
             )
         case "regression":
             return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
+        case "forecasting" if spec.data.distribution != "none":
+            return DistributionForecast(
+                width,
+                spec.data.horizon,
+                facts.outputs,
+                spec.data.distribution,
+                linear=spec.model.linear > 0,
+                scaled=spec.data.standardize == "window",
+                past_steps=spec.past_steps,
+            )
         case "forecasting":
             return Forecast(
                 width,
