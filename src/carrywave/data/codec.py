@@ -18,11 +18,11 @@ from carrywave.data.text.spelling import FIRST, Spelling
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
-from carrywave.spec.data_spec import Transform
+from carrywave.spec.data_spec import COUNTS, Distribution, Transform
 from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
-TRANSFORMS = get_args(Transform)
+TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
 # Left out if they have their default: hashes stay.
 LATER = (
     "date_order",
@@ -35,6 +35,7 @@ LATER = (
     "characters",
     "word_length",
     "text_labels",
+    "distribution",
 )
 SINGLE: dict[str, Any] = {
     "task": str,
@@ -49,6 +50,7 @@ SINGLE: dict[str, Any] = {
     "frequency": str | None,
     "date_order": str | None,
     "transform": str,
+    "distribution": str,
     "label_sets": str,
 }
 MANY: dict[str, Any] = {
@@ -111,6 +113,7 @@ class Codec:
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each in train; the code of the first is 1, and 0 is any other value
     channels: tuple[str, ...] = ()  # columns of the data to forecast, if each is a series of its own; `targets` is then their one column
     transform: str = "none"  # of the columns to forecast, before they are standardised
+    distribution: str = "none"  # that is forecast of them
 
     def to_json(self) -> str:
         """Serialise to JSON."""
@@ -174,6 +177,8 @@ class Codec:
             return f"label_sets is {self.label_sets!r:.40}"
         if self.transform not in TRANSFORMS:
             return f"transform is {self.transform!r:.40}"
+        if self.distribution not in DISTRIBUTIONS:
+            return f"distribution is {self.distribution!r:.40}"
         unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
         if unknown or any(name not in FEATURES for name in self.calendar):
             return f"known is {list(self.known)} and calendar is {list(self.calendar)}"
@@ -240,6 +245,11 @@ class Codec:
     def known_columns(self) -> tuple[int, ...]:
         """The places of the numeric columns that are known for the whole horizon."""
         return tuple(place for place, name in enumerate(self.columns) if name in self.known)
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """The places of the columns that are counts, and scaled by their mean alone."""
+        return self.targets if self.distribution in COUNTS else ()
 
     @property
     def outputs(self) -> int:

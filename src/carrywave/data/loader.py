@@ -72,7 +72,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         inside = view.resets_at(rows_TB) & ~padded_TB
         resets = inside if resets is None else resets | inside
     targets = None
-    history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, view.starts[known])
+    history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, known)
     if not share.targets:
         pass
     elif view.targets_at is not None:
@@ -164,11 +164,15 @@ def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Cal
     return inputs
 
 
-def _history(view: View, history: History, rows_TB: Ints, starts_B: Ints) -> NDArray[np.float32]:
+def _history(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
     """Past values [N - 1 + T, B, C]; the first of them come before the window."""
     before = np.arange(1 - history.steps, 0)[:, None]
-    rows = np.concatenate([np.maximum(rows_TB[0] + before, starts_B), rows_TB])
-    return np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
+    rows = np.concatenate([np.maximum(rows_TB[0] + before, view.starts[sequence_B]), rows_TB])
+    values = np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
+    if history.units is None:
+        return values
+    units = history.units[sequence_B].astype(np.float32)
+    return np.concatenate([values, np.broadcast_to(units, values.shape)], axis=-1)
 
 
 class Loader:

@@ -57,7 +57,7 @@ READING = (
     "standardize",
 )
 # As READING, but left out where they have their default: keys of older versions stay.
-READING_LATER = ("channels", "transform", "scale", "multi_label", "reset", "weight", "lowercase", "word_length")
+READING_LATER = ("channels", "transform", "scale", "multi_label", "reset", "weight", "lowercase", "word_length", "distribution")
 LABELLED = ("classification", "tagging", "regression", "transcription")
 
 

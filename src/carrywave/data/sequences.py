@@ -33,7 +33,7 @@ class Sequences:
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
-        None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms)
+        None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms, distributions)
     )
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
     notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
@@ -50,10 +50,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class History:
-    """The last `steps` values of some columns, up to and including each step; what lies before a sequence is its first value."""
+    """The last `steps` values of some columns, up to and including each step; what lies before a sequence is its first value.
+
+    With `units` [n, columns], the size of a unit in each sequence follows them in every row.
+    """
 
     steps: int
     columns: Ints
+    units: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)

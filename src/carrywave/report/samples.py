@@ -291,7 +291,7 @@ def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
 
 def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, made_HQ: NDArray[np.float64]) -> Forecasted:
     """What came before and after a row of a series, and the forecast after it."""
-    spec, shares = saved.spec.data, saved.spec.data.quantiles
+    spec, shares = saved.spec.data, saved.spec.data.levels
     start = max(0, row + 1 - 2 * spec.horizon)
     past, came = values_R[start : row + 1], values_R[row + 1 : row + 1 + spec.horizon]
     history = [(float(start - row + at), float(value)) for at, value in enumerate(past)]

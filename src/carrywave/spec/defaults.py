@@ -100,7 +100,10 @@ def with_residual(spec: Spec) -> Spec:
     """
     if spec.data.residual != AUTO or spec.task != "forecasting":
         return spec
-    found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
+    if spec.data.counts:
+        found = "none"  # a difference is no count; what a linear part starts from, the head adds
+    else:
+        found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
     return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 

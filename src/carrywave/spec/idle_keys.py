@@ -52,6 +52,8 @@ def _min_lr(spec: Spec) -> str | None:
 
 
 def _loss(spec: Spec) -> str | None:
+    if spec.task == "forecasting" and spec.data.distribution != "none":
+        return "has no effect beside data.distribution, whose loss is its negative log-likelihood; remove it"
     if spec.task == "forecasting" and spec.data.quantiles is not None:
         return "has no effect beside data.quantiles, whose loss is the pinball loss; remove it"
     kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy", "transcription": "that of CTC"}
@@ -118,7 +120,8 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _tasks("forecasting")),
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
-    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles", "data.scale"), _tasks("forecasting")),
+    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.scale"), _tasks("forecasting")),
+    **dict.fromkeys(("data.quantiles", "data.distribution"), _tasks("forecasting")),
     "data.lowercase": _not_forecasting(),
     "data.word_length": _characters,
     "data.context": _context,
@@ -210,6 +213,6 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
 def idle_beside_own(spec: Spec) -> Iterator[str]:
     """Lines for keys that describe the built-in model, if the user passes one of their own."""
     keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights", "train.label_smoothing")
-    for key in keys:
+    for key in (*keys, "data.distribution"):
         if is_set(spec, key):
             yield f"{key} is for the model that a spec describes, but you pass a model of your own; remove it"

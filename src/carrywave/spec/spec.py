@@ -74,12 +74,15 @@ class Spec(Section):
             raise ValueError("data.augment changes the lengths that batch.pack has laid out; remove one of them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
-        if self.model.linear and self.task == "forecasting" and self.data.residual not in ("auto", "last"):
+        if self.model.linear and self.task == "forecasting" and not self.data.counts and self.data.residual not in ("auto", "last"):
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         if self.batch.windows == "random" and self.batch.vary:
             raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
         weighted, several = self.train.class_weights is not None or self.data.weight not in (None, "none"), self.data.multi_label
-        check_best(self.train.best, self.task, self.data.quantiles, weighted=weighted, multi_label=several)
+        distribution = self.data.distribution != "none"
+        if self.train.best == "weighted_quantile_loss" and self.data.transform != "none":
+            raise ValueError("train.best=weighted_quantile_loss is in the units of the file, which data.transform is not; use crps")
+        check_best(self.train.best, self.task, self.data.levels, weighted=weighted, multi_label=several, distribution=distribution)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
@@ -171,8 +174,11 @@ class Spec(Section):
 
     @property
     def past_steps(self) -> int:
-        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
-        return self.model.linear or self.scale_steps
+        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none.
+
+        That of counts reads at least one, beside which it finds the scale of the series.
+        """
+        return self.model.linear or self.scale_steps or int(self.data.counts)
 
     @property
     def plans_itself(self) -> bool:

@@ -72,7 +72,7 @@ def _decay(spec: Spec, decay: float) -> dict[str, Any]:
 
 def _forecasting(spec: Spec) -> Sections:
     data = spec.data
-    train: dict[str, Any] = {"lr": 2e-3} if data.quantiles is not None else {"lr": 2e-3, "loss": "mae"}
+    train: dict[str, Any] = {"lr": 2e-3} if data.levels is not None else {"lr": 2e-3, "loss": "mae"}
     train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
     if data.residual in ("auto", "last") and data.transform != "diff":

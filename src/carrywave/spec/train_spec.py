@@ -28,6 +28,8 @@ BestMetric = Literal[
     "rmse",
     "mase",
     "pinball",
+    "crps",
+    "weighted_quantile_loss",
 ]
 
 OF_TASK: Mapping[str, tuple[str, ...]] = {
@@ -35,16 +37,25 @@ OF_TASK: Mapping[str, tuple[str, ...]] = {
     "classification": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
     "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
     "transcription": ("loss", "label_error", "sequence_error"),
-    "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
+    "forecasting": ("loss", "mae", "rmse", "mase", "pinball", "crps", "weighted_quantile_loss"),
     "regression": ("loss", "mae", "rmse"),
 }
 MULTI_LABEL = ("loss", "unweighted_loss", "micro_f1", "macro_f1", "exact_match")  # of any task with data.multi_label
 HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "top_5_accuracy")  # better if higher; every other metric is better if lower
 OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
+OF_DISTRIBUTIONS = ("crps", "weighted_quantile_loss")
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median
 
 
-def check_best(metric: str, task: str, quantiles: Sequence[float] | None, *, weighted: bool, multi_label: bool = False) -> None:
+def check_best(
+    metric: str,
+    task: str,
+    quantiles: Sequence[float] | None,
+    *,
+    weighted: bool,
+    multi_label: bool = False,
+    distribution: bool = False,
+) -> None:
     """Refuse a metric that evaluations of this task do not have."""
     known = MULTI_LABEL if multi_label else OF_TASK[task]
     if metric not in known:
@@ -52,6 +63,8 @@ def check_best(metric: str, task: str, quantiles: Sequence[float] | None, *, wei
         raise ValueError(f"train.best={metric} is not a metric of {task}{with_several}; use {', '.join(known)}")
     if metric == "unweighted_loss" and not weighted:
         raise ValueError("train.best=unweighted_loss is for train.class_weights and data.weight, without which it is the loss; use loss")
+    if metric in OF_DISTRIBUTIONS and not distribution:
+        raise ValueError(f"train.best={metric} needs data.distribution; set it, or use loss, mae, rmse or mase")
     if metric == "pinball" and quantiles is None:
         raise ValueError("train.best=pinball needs data.quantiles; set them, or use loss, mae, rmse or mase")
     if metric in OF_POINTS and quantiles is not None and 0.5 not in quantiles:

@@ -55,7 +55,7 @@ def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints
     """
     ahead = np.arange(1, spec.horizon + 1)
     absolute_HC, square_HC = (np.zeros((spec.horizon, len(columns))) for _ in range(2))
-    share_Q = np.array(spec.quantiles or ())
+    share_Q = np.array(spec.levels or ())
     targets_H, scaled_count = np.zeros(spec.horizon), 0
     scaled = pinball = 0.0
     for number, rows in origins_of(data, spec.horizon, block):

@@ -12,6 +12,7 @@ from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.vocabulary.spelled_words import SpelledWords
@@ -50,6 +51,16 @@ def head_of(
             return Ctc(width, len(facts.labels), upsample=spec.model.upsample)
         case "regression":
             return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
+        case "forecasting" if spec.data.distribution != "none":
+            return DistributionForecast(
+                width,
+                spec.data.horizon,
+                facts.outputs,
+                spec.data.distribution,
+                linear=spec.model.linear > 0,
+                scaled=spec.data.standardize == "window",
+                past_steps=spec.past_steps,
+            )
         case "forecasting":
             return Forecast(
                 width,

@@ -76,6 +76,19 @@ class FirstRow:
         return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
 
 
+class Units:
+    """Maps each row to the size of a unit of some columns in the data's own."""
+
+    def __init__(self, data: Sequences, columns: Ints) -> None:
+        assert data.units is not None
+        order = np.argsort(data.starts, kind="stable")
+        self._starts, self._units = data.starts[order], data.units[order][:, columns]
+
+    def __call__(self, rows: Ints) -> NDArray[np.float64]:
+        """Return the sizes [..., columns]."""
+        return self._units[np.searchsorted(self._starts, rows, side="right") - 1]
+
+
 class Naive:
     """The naive forecast that model outputs are relative to: zero, the last value, or the last season."""
 
@@ -176,14 +189,19 @@ def forecasting(
     scale_steps: int = 0,
     changes: bool | None = None,
 ) -> View:
-    """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
+    """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast, or counts as they
+    are in the data.
+    """
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
     values = data.inputs
+    units = Units(data, columns) if spec.counts else None
 
     def future(rows: Ints) -> NDArray[Any]:
         # Padding repeats a real row, so only the end of the whole array needs clipping.
         wanted = np.minimum(rows[..., None] + ahead, len(values) - 1)
+        if units is not None:
+            return np.asarray(np.rint(values[wanted][..., columns] * units(rows)[..., None, :]), dtype=np.float32)
         return np.asarray(values[wanted][..., columns] - naive(rows), dtype=np.float32)
 
     # The last warm-up row is the origin of the first forecast.

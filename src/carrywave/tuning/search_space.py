@@ -28,7 +28,7 @@ MEASURE = {
     "language": ("data.tokens", "data.vocabulary", "data.min_count"),
     "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing", "data.transform", "data.scale"),
     "regression": ("data.standardize",),
-    "loss": ("train.loss", "train.class_weights", "train.label_smoothing"),
+    "loss": ("train.loss", "train.class_weights", "train.label_smoothing", "data.distribution"),
 }
 
 

@@ -19,7 +19,7 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.columns import COVARIATES, ColumnChoice
-from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise
+from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise, with_counts
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.transform import LEAST
@@ -66,6 +66,11 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
             moments_of(rows).check_unscaled(table.columns, table.name if len(names) == 1 else f"{table.name}: series {name}")
     scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
     mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
+    places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
+    counted = places if spec.data.counts else ()
+    if counted and scaled:
+        sums = [np.abs(table.values[start : start + length]).sum(axis=0) for start, length in zip(train.starts, train.lengths, strict=True)]
+        mean, std = with_counts((mean, std), counted, np.sum(sums, axis=0) / max(int(train.lengths.sum()), 1))
     positions = len(calendar_columns(choice.calendar))  # which need no scale, and come last
     if positions:
         mean, std = (*mean[:-positions], *(0.0,) * positions), (*std[:-positions], *(1.0,) * positions)
@@ -73,9 +78,9 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     shared = tuple(place for place, column in enumerate(table.columns) if column in fixed - set(choice.known))
     # A single series shares its scale with any other, so those of its channels are named after these alone.
     names = reading.channels if reading.channels and len(table.names) == reading.many else names
-    season = spec.data.season if scales_by_change(spec, table) else 0
-    own = _own_scales(table, train, names, shared, (mean, std), season) if scaled and (by_series or len(table.names) > 1) else {}
-    places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
+    season = spec.data.season if scales_by_change(spec, table) and not counted else 0
+    several = scaled and (by_series or len(table.names) > 1)
+    own = _own_scales(table, train, names, shared, (mean, std), season, counted) if several else {}
     return Codec(
         spec.task,
         "columns",
@@ -99,6 +104,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         categories=_categories(table, train),
         channels=reading.channels,
         transform=reading.transform,
+        distribution=reading.distribution,
         **own,
     )
 
@@ -121,11 +127,17 @@ def scales_by_change(spec: Spec, table: Table) -> bool:
 
 
 def _own_scales(
-    table: Table, train: SeriesPart, names: tuple[str, ...], shared: tuple[int, ...], all_series: Scale, season: int
+    table: Table,
+    train: SeriesPart,
+    names: tuple[str, ...],
+    shared: tuple[int, ...],
+    all_series: Scale,
+    season: int,
+    counted: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Return the mean and standard deviation of every series: one may count in thousands, another in units."""
     scales = [
-        with_shared(own_scale(table.values[start : start + length], season), shared, all_series)
+        with_shared(own_scale(table.values[start : start + length], season, counted), shared, all_series)
         for start, length in zip(train.starts, train.lengths, strict=True)
     ]
     return {"names": names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
@@ -157,9 +169,10 @@ def _scales(table: Table, codec: Codec) -> list[Scale]:
     found = []
     for number, (name, start, length) in enumerate(zip(table.names, table.starts, table.lengths, strict=True)):
         own = known.get(name) or known.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
-        found.append(
-            own or with_shared(own_scale(table.values[start : start + length], codec.scale_season), shared, (codec.mean, codec.std))
-        )
+        if own is None:
+            own = own_scale(table.values[start : start + length], codec.scale_season, codec.counted)
+            own = with_shared(own, shared, (codec.mean, codec.std))
+        found.append(own)
     return found
 
 
@@ -223,8 +236,8 @@ def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], 
     own, names = span.only(kept), _named(table, kept)
     shape = len(table.names), 2, len(codec.columns)
     means, units = np.moveaxis(np.array(_scales(table, codec), np.float64).reshape(shape)[kept], 1, 0).copy()
-    warm, logs = own.warm if own.warm.any() else None, codec.transform in LEAST
-    means = means if logs else None
+    warm, absolute = own.warm if own.warm.any() else None, codec.transform in LEAST or codec.distribution != "none"
+    means = means if absolute else None
     return Sequences(inputs, own.starts, own.lengths, step_weights=table.weights, warm=warm, units=units, means=means, names=names)
 
 

@@ -15,7 +15,7 @@ from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import CallKind
 from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
-from carrywave.spec.data_spec import packed_windows
+from carrywave.spec.data_spec import PARAMETERS, packed_windows
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.signal_spec import total_stride
@@ -223,7 +223,7 @@ class Units:
                 width,
                 0,
                 outputs * read + outputs - tied + query + line,
-                kept=0 if pooled else outputs * (KEPT_LOGS if alignments else 1) + facts.outputs * past,
+                kept=0 if pooled else outputs * (KEPT_LOGS if alignments else 1) + facts.outputs * past + _likelihood(spec, facts),
                 deferred=0 if pooled else outputs,
                 work=0 if pooled else outputs + alignments,
                 carry=read if pooled else 0,
@@ -281,12 +281,20 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[CallKind, int]:
         case "regression":
             kind, outputs = "linear", facts.outputs
         case "forecasting":
-            kind, outputs = "linear", spec.data.horizon * facts.outputs * len(spec.data.quantiles or (0.5,))
+            each = PARAMETERS.get(spec.data.distribution) or spec.data.quantiles or (0.5,)
+            kind, outputs = "linear", spec.data.horizon * facts.outputs * len(each)
     if outputs < 1:
         raise PlanError(
             f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
     return "softmax" if kind == "softmax" else "linear", outputs
+
+
+def _likelihood(spec: Spec, facts: DataFacts) -> int:
+    """What backward keeps of a likelihood: some numbers for each value, of counts in float64."""
+    if spec.task != "forecasting" or spec.data.distribution == "none":
+        return 0
+    return spec.data.horizon * facts.outputs * (24 if spec.data.counts else 10)
 
 
 def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int) -> Unit:

@@ -75,6 +75,11 @@ def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
                 f"{member.run.path} forecasts logarithms (data.transform={transform}), whose average is not that of the forecasts; "
                 "evaluate runs one by one"
             )
+        if member.task.codec.distribution != "none":
+            raise DataError(
+                f"{member.run.path} forecasts a distribution (data.distribution={member.task.codec.distribution}), and the average of "
+                "several has no likelihood of its own; evaluate runs one by one"
+            )
         if _read(member, part) != _read(members[0], parts[0]):
             raise DataError(
                 f"{members[0].run.path} and {member.run.path} have other rows as {part.name}, or read them otherwise, so they cannot be "

@@ -106,8 +106,8 @@ def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Tab
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1
             for column, made_Q in zip(codec.forecast_columns, made_HCQ[step].tolist(), strict=True):
-                if spec.quantiles is None:
+                if spec.levels is None:
                     row[column] = made_Q[0]
                 else:
-                    row |= {f"{column}-q{quantile:g}": value for quantile, value in zip(spec.quantiles, made_Q, strict=True)}
+                    row |= {f"{column}-q{quantile:g}": value for quantile, value in zip(spec.levels, made_Q, strict=True)}
             yield row
