@@ -13,6 +13,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.first_weights import class_counts, label_counts
@@ -22,7 +23,7 @@ Encoder = Embedding | Numbers | Features
 
 def head_of(
     spec: Spec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
-) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
+) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | StepNumbers | Forecast:
     """The head of a task. Balanced class weights need the training data; `device`: as in torch."""
     match spec.task:
         case "language":
@@ -44,6 +45,8 @@ def head_of(
                 bidirectional=spec.model.bidirectional,
                 label_smoothing=spec.train.label_smoothing,
             )
+        case "regression" if spec.each_step:
+            return StepNumbers(width, facts.outputs, spec.train.loss)
         case "regression":
             return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
         case "forecasting":

@@ -36,8 +36,7 @@ from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.first_weights import set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
-
-POOLED = ("classification", "regression")  # tasks with one target per sequence
+from carrywave.tasks.step_metrics import StepErrors
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,8 @@ class Task:
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
                 scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
                 view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
+            case "regression" if self.spec.each_step:
+                view = views.each_step(data, self.spec.train.loss)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
@@ -228,6 +229,8 @@ class Task:
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit: Tensor | None = None
         columns: metrics.Columns | None = None
+        if self.spec.each_step:
+            return StepErrors(self.codec, part.data.names or (), device)
         if self.spec.task == "regression":
             units = torch.tensor(self.codec.target_std, dtype=torch.float64)
             # Numbers of different units are not averaged in them.

@@ -198,7 +198,7 @@ class Units:
             width = out
         head, outputs = _head(spec, facts)
         tied = facts.vocabulary * width if model.tie else 0
-        pooled = spec.task in ("classification", "regression")
+        pooled = spec.pooled
         past = spec.past_steps if spec.task == "forecasting" else 0
         line = facts.outputs * spec.data.horizon * (past + 1) if model.linear else 0
         read = 2 * width if pooled and model.pool == "mean_max" else width
