@@ -36,6 +36,9 @@ LATER = (
     "word_length",
     "text_labels",
     "distribution",
+    "step_targets",
+    "masked",
+    "spreads",
 )
 SINGLE: dict[str, Any] = {
     "task": str,
@@ -69,6 +72,9 @@ MANY: dict[str, Any] = {
     "categorical": str,
     "categories": tuple,
     "channels": str,
+    "step_targets": str,
+    "masked": str,
+    "spreads": tuple,
     **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
 }
 
@@ -114,6 +120,9 @@ class Codec:
     channels: tuple[str, ...] = ()  # columns of the data to forecast, if each is a series of its own; `targets` is then their one column
     transform: str = "none"  # of the columns to forecast, before they are standardised
     distribution: str = "none"  # that is forecast of them
+    step_targets: tuple[str, ...] = ()  # columns that are estimated at every step from the others
+    masked: tuple[str, ...] = ()  # columns that may be empty: whether each is there, and for how long it has not been, is read as well
+    spreads: tuple[tuple[float, ...], ...] = ()  # the deviation of each step target in each of `names`, in standardised units
 
     def to_json(self) -> str:
         """Serialise to JSON."""
@@ -162,7 +171,13 @@ class Codec:
             return f"{self.word_length} of {len(self.characters)} characters of a word are read, some of which may be several"
         if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
-        if not len(self.names) == len(self.means) == len(self.stds) or any(
+        if self.spreads and (len(self.spreads) != len(self.names) or any(len(each) != len(self.step_targets) for each in self.spreads)):
+            return f"{len(self.names)} series have the deviations of {len(self.spreads)}"
+        if self.step_targets and len(self.step_targets) != len(self.target_mean):
+            return f"step_targets is {list(self.step_targets)} for {len(self.target_mean)} means"
+        if self.spreads:
+            pass  # all series have one scale
+        elif not len(self.names) == len(self.means) == len(self.stds) or any(
             len(scale) != len(self.columns) or any(not isinstance(value, float | int) for value in scale)
             for scale in self.means + self.stds
         ):
@@ -210,8 +225,8 @@ class Codec:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The numeric columns that come from the data, as the calendar's do not."""
-        return self.columns[: len(self.columns) - len(calendar_columns(self.calendar))]
+        """The numeric columns that come from the data, as the calendar's do not, nor those that say what is missing."""
+        return self.columns[: len(self.columns) - 2 * len(self.masked) - len(calendar_columns(self.calendar))]
 
     @property
     def read_columns(self) -> tuple[str, ...]:
@@ -224,12 +239,12 @@ class Codec:
     @property
     def forecast_columns(self) -> tuple[str, ...]:
         """The columns of the data that are forecast."""
-        return self.channels or tuple(self.columns[place] for place in self.targets)
+        return self.step_targets or self.channels or tuple(self.columns[place] for place in self.targets)
 
     @cached_property
     def scale_of(self) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
         """The mean and std of each series in train, by name, if each has its own; of channels of a single series, by channel."""
-        return dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
+        return {} if self.spreads else dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
 
     def knows_scale(self, name: str) -> bool:
         """True if the scale of a series of the data is known from train: its own, or that of all series."""

@@ -32,6 +32,11 @@ RESETS = ("language", "tagging")  # tasks in which a row may hold several sequen
 TARGETS = {"classification": "label", "regression": "label", "tagging": "labels", "transcription": "labels"}
 
 
+def target_field(spec: Spec) -> str:
+    """The field of a row that holds its target, or those of its steps."""
+    return "labels" if spec.each_step else TARGETS.get(spec.task, "label")
+
+
 @dataclasses.dataclass
 class _Learned:
     """What the first pass collects besides tokens."""

@@ -26,8 +26,21 @@ from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, hold_out, key_of, prepare, read, rows_of_file, table_of_file
+from carrywave.data.prepare import (
+    Prepared,
+    bundle,
+    check_codec,
+    hold_out,
+    key_of,
+    prepare,
+    read,
+    rows_of_file,
+    series_of_file,
+    table_of_file,
+)
 from carrywave.data.sequences import Sequences
+from carrywave.data.steps import step_series, table_blocks
+from carrywave.data.steps.table_blocks import SeriesSource
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
@@ -59,6 +72,9 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     if spec.task == "forecasting":
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found = series.build(openers, spec, MemoryAppender, codec=codec)
+    elif spec.each_step:
+        sources = {part: _series_source(value, part, spec) for part, value in given.items()}
+        found = step_series.build(sources, spec, MemoryAppender, codec=codec)
     else:
         plain = {part: _rows(value, part, spec) for part, value in given.items()}
         streamed = {part: each.key() for part, each in plain.items() if isinstance(each, hub_datasets.DatasetRows)}
@@ -110,6 +126,8 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
         return read(file, codec, spec, labelled=labelled, part=part)
     if spec.task == "forecasting":
         found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
+    elif spec.each_step:
+        found = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
         rows = _named(_rows(data, part, spec), spec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
@@ -127,6 +145,20 @@ def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file or an object, in their original units."""
     file = file_of(data, spec)
     return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec)
+
+
+def step_series_of(data: Any, spec: Spec) -> SeriesSource:
+    """Return the series in a file or an object, to estimate what `data.targets` are at every step."""
+    file = file_of(data, spec)
+    return series_of_file(file, spec) if file is not None else _series_source(data, "data", spec)
+
+
+def _series_source(data: Any, part: str, spec: Spec) -> SeriesSource:
+    """The series of an object whose steps have targets: of a table, or of rows with steps."""
+    frame = as_table(data, part) if is_frame(data) else None
+    if frame is None or "steps" in frame.table.column_names:
+        return table_blocks.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, labelled=labelled), spec.data)
+    return table_blocks.of_table(frame.table, part, spec.data, frame.index)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:
@@ -235,7 +267,7 @@ def as_rows(data: Any, part: str) -> Rows | None:
 
 def _named(rows: Rows, spec: Spec, *, labelled: bool = True) -> Rows:
     """Rows with the fields that tasks read."""
-    return renamed(rows, spec.data, target=examples.TARGETS.get(spec.task, "label"), labelled=labelled)
+    return renamed(rows, spec.data, target=examples.target_field(spec), labelled=labelled)
 
 
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
@@ -307,7 +339,7 @@ def _row(item: Any, where: str, spec: Spec) -> Row:
             fact = f"{where} is a pair, but {spec.task} takes its targets from the data itself"
             raise DataError(f"{fact}; pass only the inputs, or set task to that of your targets, such as classification")
         weight = {spec.data.weight or WEIGHT: item[2]} if len(item) == 3 else {}
-        return {**_content(item[0], spec), spec.data.label or examples.TARGETS[spec.task]: item[1], **weight}
+        return {**_content(item[0], spec), spec.data.label or examples.target_field(spec): item[1], **weight}
     return _content(item, spec)
 
 
@@ -324,7 +356,7 @@ def _content(item: Any, spec: Spec) -> Row:
         array: NDArray[Any] = np.asarray(plain)
     except ValueError:  # ragged: the validation of steps reports where
         return {"steps": plain}
-    flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and spec.task != "forecasting"
+    flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and not spec.reads_series
     return {"tokens": array} if flat_tokens or spec.task == "language" else {"steps": plain}
 
 

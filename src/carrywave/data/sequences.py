@@ -25,7 +25,8 @@ class Sequences:
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
-    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag; of several labels, [rows, labels] float32, NaN for none
+    # For each row: [rows] int64, -100 for no tag; of several labels, or of numbers, [rows, labels] float32, NaN for none.
+    tags: NDArray[Any] | None = None
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
     weights: NDArray[np.float32] | None = None  # [n] weight of each sequence's targets in the loss; None: 1, or those of its rows
     step_weights: NDArray[np.float32] | None = None  # for each row: the weight of what it holds as a target; None: that of its sequence
@@ -35,6 +36,7 @@ class Sequences:
     means: NDArray[np.float64] | None = (
         None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms, distributions)
     )
+    spreads: NDArray[np.float64] | None = None  # [n, targets] the deviation of each series' targets in train, if steps have numbers
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
     notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
     fingerprint: str = ""  # hash of content and reading; equal for equal data

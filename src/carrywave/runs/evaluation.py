@@ -56,7 +56,7 @@ def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATE
         # A small part may have fewer steps than there are lanes, and evaluation need not use as many lanes as training.
         lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
     # A series is evaluated with its whole past, so it is not cut into lanes.
-    cut = training or spec.task != "forecasting"
+    cut = training or not spec.reads_series
     if cut and not training:
         dealing = 1  # a cut costs context, so metrics depend on where it is: they stay comparable with those of earlier versions
     vary = spec.batch.vary and training

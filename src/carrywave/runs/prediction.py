@@ -1,4 +1,5 @@
-"""Predicts with a trained run: a label, tags, a transcription, numbers or a forecast for each sequence; a continuation for each prompt.
+"""Predicts with a trained run: a label, tags, a transcription, numbers or a forecast for each sequence, numbers for each step; a
+continuation for each prompt.
 
 Rows are read, predicted and written block by block, so memory does not grow with the input; only series are read as a whole, since they
 must be sorted by time. Rank 0 reads and writes, all workers compute.
@@ -17,8 +18,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row, Rows, open_rows
-from carrywave.data.python_inputs import read_python, rows_for, series_of
+from carrywave.data.python_inputs import read_python, rows_for, series_of, step_series_of
+from carrywave.data.steps.step_series import tables_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
@@ -30,7 +33,7 @@ from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.outputs import Outputs
-from carrywave.runs.rows.predicted import BY_PLACE, forecasts, rows_of
+from carrywave.runs.rows.predicted import BY_PLACE, estimates, forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
 from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
@@ -165,7 +168,9 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
             members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", loss=_no_loss)]
         saved = members[0]
         _check(saved, asked)
-        carried = KeptColumns.of(asked.keep, saved.spec.task, multi_label=saved.spec.data.multi_label)
+        carried = KeptColumns.of(
+            asked.keep, "forecasting" if saved.spec.reads_series else saved.spec.task, multi_label=saved.spec.data.multi_label
+        )
     spec = _in_format(saved.spec, asked.format)
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):
@@ -177,6 +182,8 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
                     break
         elif spec.task == "forecasting":
             _forecast(members, spec, asked, sink)
+        elif spec.each_step:
+            _estimate(members, spec, asked, sink)
         else:
             outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
             for block in shared(world, lambda: _blocks(stack, members, spec, asked.data, carried)):
@@ -229,6 +236,29 @@ def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iter
         for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
             asked.note(line)
     return forecasts(Outputs(saved), sequences, table)
+
+
+def _estimate(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -> None:
+    """The numbers of every step, a block of series at a time."""
+    world, codec = members[0].mesh.world, members[0].task.codec
+    places = ("step", *(name for name in (codec.series, codec.time) if name is not None))
+    with ExitStack() as stack:
+        data = kept_on_all(world, stack, lambda: spec) if is_standard(asked.data) else asked.data
+        outputs = [Outputs(member) for member in members]
+        source = step_series_of(data, spec)
+        walks = [tables_of(source, member.task.codec, spec, MemoryAppender) for member in members]
+        while True:
+            with raise_on_all(world, no_timeout=True):
+                blocks = [next(walk, None) for walk in walks]
+            if None in blocks:
+                break
+            given = [block for block in blocks if block is not None]
+            if world.rank == 0:
+                for line in given[0][0].notes[1:]:
+                    asked.note(line)
+            made = [estimates(out, sequences, table) for out, (table, sequences) in zip(outputs, given, strict=True)]
+            if not _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places)):
+                break
 
 
 def _in_format(spec: Spec, format: str) -> Spec:

@@ -39,7 +39,7 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
     batch, sequences = spec.batch, max(facts.sequences, 1)
     if spec.streams:
         steps = batch.steps or STEPS
-        least = LEAST_BATCHES if spec.task == "forecasting" else LEAST_WINDOWS
+        least = LEAST_BATCHES if spec.reads_series else LEAST_WINDOWS
         lanes = batch.lanes or min(max(facts.steps // (steps * least), 1), MOST_LANES)
         spec = _with(spec, batch.model_copy(update={"lanes": lanes, "steps": steps}))
         return _with_epochs(spec, -(-facts.steps // (lanes * steps)))
@@ -82,7 +82,7 @@ def _with_epochs(spec: Spec, batches: int) -> Spec:
 
 def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
     """With `best` or `last` in place of `auto` in train.weights; `valid`: sequences to validate on, None if there is nothing."""
-    few = spec.task in ("classification", "regression") and valid is not None and valid < ENOUGH_TO_CHOOSE
+    few = spec.pooled and valid is not None and valid < ENOUGH_TO_CHOOSE
     update: dict[str, object] = {"weights": "last" if few else "best"} if spec.train.weights == AUTO else {}
     if (few or valid is None) and spec.train.early_stop is None:
         update["early_stop"] = 0  # what is too small to choose by is too small to stop by

@@ -33,7 +33,7 @@ class Spec(Section):
     task: TaskName = Field(
         "language",
         description="what to predict: the next token, a label per sequence, a label per step, labels in a row that are in no fixed place "
-        "(transcription), the next values, numbers per sequence",
+        "(transcription), the next values, numbers per sequence or, with data.each_step, per step",
     )
     data: DataSpec = DataSpec()
     model: ModelSpec = ModelSpec()
@@ -64,7 +64,13 @@ class Spec(Section):
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
         if self.task == "transcription":
             self._check_transcription()
-        if self.task in ("classification", "regression", "transcription") and streams:
+        if self.each_step:
+            self._check_each_step()
+        elif self.data.missing == "mask":
+            raise ValueError("data.missing=mask is for regression with data.each_step; use forward, interpolate or zero")
+        elif self.train.loss == "nse":
+            raise ValueError("train.loss=nse is for regression with data.each_step; use mse or mae")
+        if self.pooled and streams:
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
@@ -82,7 +88,8 @@ class Spec(Section):
         distribution = self.data.distribution != "none"
         if self.train.best == "weighted_quantile_loss" and self.data.transform != "none":
             raise ValueError("train.best=weighted_quantile_loss is in the units of the file, which data.transform is not; use crps")
-        check_best(self.train.best, self.task, self.data.levels, weighted=weighted, multi_label=several, distribution=distribution)
+        kinds = {"weighted": weighted, "multi_label": several, "distribution": distribution, "each_step": self.each_step}
+        check_best(self.train.best, self.task, self.data.levels, **kinds)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
@@ -102,6 +109,18 @@ class Spec(Section):
                 "whole sequence; use plan.micro_batches, which divides lanes instead, or remove it"
             )
 
+    def _check_each_step(self) -> None:
+        if self.data.standardize in ("sequence", "window"):
+            raise ValueError(
+                f"data.standardize={self.data.standardize} needs targets that a new series does not have; use true, which is one scale for "
+                "all series, or false"
+            )
+        if not self.streams and self.batch.windows == "random":
+            raise ValueError("batch.windows=random is for streams; remove it, or batch.tokens")
+        if self.batch.pack or self.data.augment is not None:
+            key = "batch.pack" if self.batch.pack else "data.augment"
+            raise ValueError(f"{key} is not for targets at each step (data.each_step); remove it")
+
     def _check_front(self) -> None:
         stride = total_stride(self.model.front_layers)
         if self.streams or self.task in ("language", "forecasting"):
@@ -109,10 +128,9 @@ class Spec(Section):
                 "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression, "
                 "transcription or tagging with batch.tokens), or remove it"
             )
-        if self.task == "tagging" and stride > 1:
-            raise ValueError(
-                f"model.front makes one step of {stride}, but tagging labels every step; list layers with a stride of 1, or remove it"
-            )
+        if (self.task == "tagging" or self.each_step) and stride > 1:
+            what = "tagging labels every step" if self.task == "tagging" else "every step has a target (data.each_step)"
+            raise ValueError(f"model.front makes one step of {stride}, but {what}; list layers with a stride of 1, or remove it")
         if self.plan_spec.chunk_steps is not None:
             raise ValueError(
                 f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.front reads whole sequences; use plan.micro_batches, "
@@ -130,7 +148,22 @@ class Spec(Section):
             return False
         if self.batch.lanes is not None or self.batch.steps is not None:
             return True
-        return self.task in ("language", "forecasting")
+        return self.task in ("language", "forecasting") or self.each_step
+
+    @property
+    def each_step(self) -> bool:
+        """True for a regression with targets at every step."""
+        return self.task == "regression" and self.data.each_step
+
+    @property
+    def reads_series(self) -> bool:
+        """True if the data is a table of series, read along their times."""
+        return self.task == "forecasting" or self.each_step
+
+    @property
+    def pooled(self) -> bool:
+        """True if there is one target, or one row of them, per sequence."""
+        return self.task in ("classification", "regression", "transcription") and not self.each_step
 
     @property
     def reads_whole(self) -> bool:
@@ -165,7 +198,7 @@ class Spec(Section):
     @property
     def warmup_steps(self) -> int:
         """Random windows: steps before each that are not scored."""
-        return self.steps if self.batch.warmup is None else self.batch.warmup
+        return (self.data.warmup or self.steps) if self.batch.warmup is None else self.batch.warmup
 
     @property
     def reads_changes(self) -> bool:

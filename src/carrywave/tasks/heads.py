@@ -15,6 +15,7 @@ from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -25,7 +26,7 @@ Encoder = Embedding | SpelledWords | Numbers | Features
 
 def head_of(
     spec: Spec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
-) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Ctc | Forecast:
+) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Ctc | StepNumbers | Forecast:
     """The head of a task. Balanced class weights need the training data; `device`: as in torch."""
     match spec.task:
         case "language":
@@ -49,6 +50,8 @@ def head_of(
             )
         case "transcription":
             return Ctc(width, len(facts.labels), upsample=spec.model.upsample)
+        case "regression" if spec.each_step:
+            return StepNumbers(width, facts.outputs, spec.train.loss)
         case "regression":
             return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
         case "forecasting" if spec.data.distribution != "none":

@@ -28,6 +28,7 @@ BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "transcription": (),
     "forecasting": ("column", "series", "step"),
     "regression": ("column",),
+    "regression at every step": ("column", "series"),
     "language": (),
 }
 MOST_COLUMNS = 16  # told with every evaluation in the units of the data

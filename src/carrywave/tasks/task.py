@@ -39,9 +39,8 @@ from carrywave.tasks.changes import Changes
 from carrywave.tasks.distribution_metrics import DistributionErrors
 from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
+from carrywave.tasks.step_metrics import StepErrors
 from carrywave.tasks.transcription import targets as transcripts
-
-POOLED = ("classification", "regression", "transcription")  # tasks with one target, or one row of them, per sequence
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,8 @@ class Task:
                 view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
             case "transcription":
                 view = transcripts.view(name, data, self.codec, self.spec.model)
+            case "regression" if self.spec.each_step:
+                view = views.each_step(data, self.spec.train.loss)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
@@ -253,6 +254,8 @@ class Task:
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit: Tensor | None = None
         columns: metrics.Columns | None = None
+        if self.spec.each_step:
+            return StepErrors(self.codec, part.data.names or (), device)
         if self.spec.task == "regression":
             units = torch.tensor(self.codec.target_std, dtype=torch.float64)
             # Numbers of different units are not averaged in them.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences, View
+from carrywave.data.steps.step_series import LEAST_SPREAD
 from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.spec.data_spec import DataSpec
@@ -58,6 +59,25 @@ def tagging(data: Sequences) -> View:
         return np.asarray(tags[rows])
 
     return weighted(View(data.inputs, data.starts, data.lengths, targets_at=tag, resets_at=resets(data)), data)
+
+
+def each_step(data: Sequences, loss: str) -> View:
+    """Each step has numbers of its own, NaN where there are none; for the NSE loss, also the weight of each [..., 2]."""
+    tags = data.tags
+    if tags is None:
+        return View(data.inputs, data.starts, data.lengths)
+    order = np.argsort(data.starts, kind="stable")
+    starts = data.starts[order]
+    weights = None
+    if loss == "nse":
+        assert data.spreads is not None
+        weights = (data.spreads[order] + LEAST_SPREAD).astype(np.float32) ** -2
+
+    def numbers(rows: Ints) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = np.asarray(tags[rows])
+        return found if weights is None else np.stack([found, weights[np.searchsorted(starts, rows, side="right") - 1]], axis=-1)
+
+    return View(data.inputs, data.starts, data.lengths, targets_at=numbers, warm=data.warm)
 
 
 def pooled(data: Sequences) -> View:

@@ -27,7 +27,7 @@ MEASURE = {
     ),
     "language": ("data.tokens", "data.vocabulary", "data.min_count"),
     "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing", "data.transform", "data.scale"),
-    "regression": ("data.standardize",),
+    "regression": ("data.standardize", "data.targets", "data.each_step", "data.warmup"),
     "loss": ("train.loss", "train.class_weights", "train.label_smoothing", "data.distribution"),
 }
 

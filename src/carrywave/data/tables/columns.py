@@ -49,23 +49,30 @@ class ColumnChoice:
     missing: str = "error"  # how empty cells and missing rows are filled
     targets: tuple[str, ...] = ()  # to forecast; empty: all that are measured
     weight: str | None = None  # the weight of each row's values as targets
+    each_step: bool = False  # targets are estimated at every step from the other columns, and may be empty
 
     @staticmethod
-    def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
-        """Take the choice from the spec or, given a codec, from the training data."""
+    def of(data: DataSpec, codec: Codec | None, *, labelled: bool = True) -> ColumnChoice:
+        """Take the choice from the spec or, given a codec, from the training data; if not `labelled`, without targets that are estimated at
+        every step.
+        """
         weight = None if data.weight == NO_WEIGHT else data.weight
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
             asked["targets"] = data.targets or ()
-            return ColumnChoice(data.columns, data.time, data.series, data.frequency_text, missing=data.missing, weight=weight, **asked)
+            asked["each_step"] = data.each_step
+            columns = data.columns if data.columns is None or not data.each_step else (*data.columns, *asked["targets"])
+            return ColumnChoice(columns, data.time, data.series, data.frequency_text, missing=data.missing, weight=weight, **asked)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
-        learned["targets"] = codec.forecast_columns
+        learned["targets"] = (codec.step_targets if labelled else ()) if codec.step_targets else codec.forecast_columns
+        learned["each_step"] = bool(codec.step_targets)
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
         learned["month_days"] = codec.month_days
         learned["weight"] = weight
+        columns = (*codec.read_columns, *learned["targets"]) if codec.step_targets else codec.read_columns
         return ColumnChoice(
-            codec.read_columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
+            columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
         )
 
     @property
@@ -126,6 +133,8 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
     if not choice.trained:
         require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
         choice.check_weight(name, time, series)
+    if choice.each_step:
+        require(table, choice.targets, name, None if choice.trained else "data.targets")
     categorical = _categorical(table, choice)
     if choice.columns is not None:
         both = (*choice.columns, *choice.known, *choice.static)
@@ -156,11 +165,15 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
             field = "known" if column in choice.known else "static"
             fact = f"column {column} (data.{field}) contains {_why_not(table[column], False) or 'no numbers'}, not numbers"
             raise DataError(f"{name}: {fact}; add it to data.categorical, or remove it from data.{field}")
+    for column in choice.targets if choice.each_step else ():
+        if column not in columns:
+            fact = f"column {column} (data.targets) contains {_why_not(table[column], False) or 'no numbers'}, not numbers"
+            raise DataError(f"{name}: {fact}; correct it, or name another column")
     measured = [column for column in columns if column not in (*choice.known, *choice.static)]
     all_of_them = len(measured) > 1 and not choice.targets
     forecast = ("all of them (data.targets chooses)",) if all_of_them else choice.targets if list(choice.targets) != list(columns) else ()
     lists = {
-        "forecast": forecast,
+        "estimated at every step" if choice.each_step else "forecast": forecast,
         "known ahead": choice.known,
         "categorical": categorical,
         "static": choice.static,

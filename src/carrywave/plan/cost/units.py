@@ -207,7 +207,7 @@ class Units:
             width = out
         head, outputs = _head(spec, facts)
         tied = facts.vocabulary * width if model.tie else 0
-        pooled, alignments = spec.task in ("classification", "regression"), 0
+        pooled, alignments = spec.pooled and spec.task != "transcription", 0
         if spec.task == "transcription":  # what each lane reaches of its labels, forwards and backwards, step by step
             alignments = model.upsample * ALIGNED * (2 * facts.most_labels + 1)
         past = spec.past_steps if spec.task == "forecasting" else 0

@@ -42,10 +42,12 @@ class Outputs:
 
     def of(self, data: Sequences) -> list[Numbers]:
         """The output for the whole of each sequence (classification, regression), its tags (tagging), the log-probabilities of each step
-        (transcription), or the forecast after its last step.
+        (transcription), the numbers of its steps, or the forecast after its last step.
 
         Empty on ranks other than 0. Collective.
         """
+        if self.saved.spec.each_step:
+            return self._of_steps(data)
         pieces: dict[int, Tensor] = {}
         for out, lengths, owners in self._walk(data):
             if self.saved.spec.task == "tagging" and not self._shares and not self.saved.spec.data.multi_label:
@@ -69,6 +71,16 @@ class Outputs:
         """At how many steps a sequence of this length is answered."""
         assert isinstance(self.saved.model, Model)
         return self.saved.model.output_steps(length)
+
+    def _of_steps(self, data: Sequences) -> list[Numbers]:
+        """The output for every step of each sequence, whose windows follow each other."""
+        windows: dict[int, list[Tensor]] = {}
+        for out, lengths, owners in self._walk(data):
+            for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
+                if owner >= 0 and length:
+                    windows.setdefault(owner, []).append(out[:length, lane].clone())
+        found = self._together({owner: torch.cat(each) for owner, each in windows.items()})
+        return [found[number] for number in range(len(data))] if found else []
 
     def after(self, data: Sequences, rows: Mapping[int, Ints]) -> dict[int, Numbers]:
         """The forecasts made after the given rows of each series, counted from its first: [rows, horizon, columns, …] by series.
@@ -110,12 +122,17 @@ class Outputs:
             seen.clear()
             yield out.float().cpu(), batch.lengths.tolist(), batch.sequence.tolist()
 
+    @property
+    def _ragged(self) -> bool:
+        """True if outputs are as long as their sequences."""
+        return self.saved.spec.task in RAGGED or self.saved.spec.each_step
+
     def _together(self, pieces: Mapping[int, Tensor]) -> dict[int, Numbers]:
         """On rank 0, the pieces of all workers by number."""
         own: dict[str, Tensor] = {}
         if pieces:
             outs = list(pieces.values())
-            ragged = self.saved.spec.task in RAGGED
+            ragged = self._ragged
             sizes = [len(out) for out in outs] if ragged else [1] * len(outs)
             # A few large messages instead of one for each sequence.
             own = {
@@ -127,7 +144,7 @@ class Outputs:
         for given in collect(self.saved.mesh.world, own):
             if given:
                 parts = torch.split(given["out"], given["size"].tolist())
-                alone = self.saved.spec.task not in RAGGED
+                alone = not self._ragged
                 found |= {
                     number: (part[0] if alone else part).numpy() for number, part in zip(given["number"].tolist(), parts, strict=True)
                 }

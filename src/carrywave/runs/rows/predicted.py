@@ -86,6 +86,22 @@ def _several(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
 _PREDICTED = {"classification": _labels, "regression": _numbers, "tagging": _tags}
 
 
+def estimates(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
+    """The numbers of every step of every series. Empty on ranks other than 0. Collective when it is called."""
+    return _estimates(outputs.saved, outputs.of(data), table)
+
+
+def _estimates(saved: Saved, outputs: list[Numbers], table: Table) -> Iterator[Row]:
+    codec = saved.task.codec
+    for number, out in enumerate(outputs):
+        start = int(table.starts[number])
+        times = None if table.times is None else table.times.written(slice(start, start + len(out)))
+        named: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
+        for step, values in enumerate(codec.restore(out).tolist()):
+            time = {"step": step + 1} if times is None else {str(codec.time): times[step]}
+            yield {**named, **time, **dict(zip(codec.step_targets, values, strict=True))}
+
+
 def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
     """Every step ahead of the last row of every series. Empty on ranks other than 0. Collective when it is called."""
     return _forecasts(outputs.saved, outputs.of(data), data, table)
