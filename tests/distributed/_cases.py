@@ -26,6 +26,7 @@ from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
@@ -51,6 +52,7 @@ Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
 CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
+SPANS = ("B-x", "B-y", "O", "I-x")  # the names of the classes for a CRF: the last one may not follow everything
 POOLED = ("classification", "regression")
 STREAMS = ("language", "forecasting")
 
@@ -127,6 +129,7 @@ def model_of(case: Case) -> Model:
             smoothing = asked.get("label_smoothing", 0.0)
             kind = Sigmoid if asked.get("multi_label") else Softmax
             head = Chain(width, CLASSES) if asked.get("chain") else kind(width, CLASSES, weights=weights, label_smoothing=smoothing)
+            head = CRF(width, SPANS) if asked.get("crf") else head
         case "classification":
             pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
@@ -211,6 +214,8 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = math.nan if odd else 1.0
     else:
         targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
+        if model.get("crf"):
+            targets[targets == CLASSES - 1] = -100  # unknown, where it might not be allowed
         targets[unused] = 1 if odd else 0
     past = model.get("past", 0)
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None

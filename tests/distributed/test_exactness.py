@@ -294,8 +294,10 @@ def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any]
     [a_plan(replicas=3), a_plan(stages=2, cuts=[2], micro_batches=3), a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2)],
     ids=["replicas", "stages", "both"],
 )
-def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
-    check(sequences(task="tagging", plan=plan, model__chain=True, model__cell="rnn"), crew)
+@pytest.mark.parametrize("head", ["chain", "crf"])
+def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], head: str, crew: Crew) -> None:
+    """A user's own, and ours with forbidden transitions and steps without a label."""
+    check(sequences(task="tagging", plan=plan, model__cell="rnn", **{f"model__{head}": True}), crew)
 
 
 FRONT = [(4, 5, 2), (5, 3, 2)]
