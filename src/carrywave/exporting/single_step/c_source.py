@@ -101,7 +101,7 @@ class _Source:
         ]
         yield "/*"
         for line in [*self.words.about, "", *sizes]:
-            yield f" * {line.replace('*/', '* /')}".rstrip()
+            yield f" * {_remarked(line)}".rstrip()
         yield " */"
 
     def declarations(self) -> Iterator[str]:
@@ -301,6 +301,12 @@ def _number(value: float) -> str:
 
 def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "int"
+
+
+def _remarked(text: str) -> str:
+    """A text within a comment of C, on one line: nothing in it ends the comment, begins another, or is a trigraph."""
+    plain = "".join(each if each.isprintable() else " " for each in text)
+    return re.sub(r"(?<=\?)(?=\?)|(?<=\*)(?=/)|(?<=/)(?=\*)", " ", plain)
 
 
 def _quoted(text: str) -> str:

@@ -17,7 +17,7 @@ class StepModule(nn.Module):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        self.program = program
+        self.program, self.operations = program, program.needed
         self._places = {name: f"weight_{place}" for place, name in enumerate(program.weights)}
         for name, weight in program.weights.items():
             self.register_buffer(self._places[name], weight.clone())
@@ -40,7 +40,7 @@ class StepModule(nn.Module):
         rows = {name: weight[None] if weight.dim() == 1 else weight for name, weight in weights}
         for port, tensor in zip(program.inputs, given, strict=True):
             rows[port.name] = tensor if len(port.shape) == 2 else tensor.flatten(1) if len(port.shape) > 2 else tensor[:, None]
-        for operation in program.needed:
+        for operation in self.operations:
             rows[operation.out.name] = _computed(operation, rows)
         port, value = program.result
         result = rows[value.name]

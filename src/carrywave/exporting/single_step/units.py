@@ -176,7 +176,7 @@ class _Forecaster:
             case "log1p":
                 return made.minimum(LARGEST).expm1()
             case "diff":
-                ahead = [_spread(last, self.levels)]
+                ahead = [last]  # there are no quantiles of changes
                 for step in made.chunk(self.horizon):
                     ahead.append(ahead[-1] + step)
                 return self.program.joined(ahead[1:])
