@@ -191,6 +191,7 @@ def test_every_start_that_a_program_names_is_tested() -> None:
     # What two do without the number; and tests/test_recipes.py has what writes data.
     defaults = {"python examples/replicas.py 2", "python examples/stages.py 2", "python examples/python_data.py"}
     defaults |= {"python examples/music_data.py JSB_Chorales.mat data/jsb-chorales"}
+    defaults |= {"python examples/slot_filling.py SlotGated-SLU/data/atis data/atis"}
     assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
 
 
