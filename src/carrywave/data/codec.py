@@ -18,13 +18,28 @@ from carrywave.data.text.spelling import FIRST, Spelling
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
-from carrywave.spec.data_spec import Transform
+from carrywave.spec.data_spec import COUNTS, Distribution, Transform
 from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
-TRANSFORMS = get_args(Transform)
+TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
 # Left out if they have their default: hashes stay.
-LATER = ("date_order", "month_days", "channels", "transform", "scale_season", "label_sets", "lowercase", "characters", "word_length")
+LATER = (
+    "date_order",
+    "month_days",
+    "channels",
+    "transform",
+    "scale_season",
+    "label_sets",
+    "lowercase",
+    "characters",
+    "word_length",
+    "text_labels",
+    "distribution",
+    "step_targets",
+    "masked",
+    "spreads",
+)
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -38,6 +53,7 @@ SINGLE: dict[str, Any] = {
     "frequency": str | None,
     "date_order": str | None,
     "transform": str,
+    "distribution": str,
     "label_sets": str,
 }
 MANY: dict[str, Any] = {
@@ -56,6 +72,9 @@ MANY: dict[str, Any] = {
     "categorical": str,
     "categories": tuple,
     "channels": str,
+    "step_targets": str,
+    "masked": str,
+    "spreads": tuple,
     **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
 }
 
@@ -76,6 +95,7 @@ class Codec:
     labels: tuple[str, ...] = ()
     label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
     label_sets: str = NONE  # several labels may hold: the form in which the data lists them
+    text_labels: bool = False  # a transcription is a text, and its characters are the labels
     columns: tuple[str, ...] = ()  # names of the numeric features of a step, those of the calendar last
     targets: tuple[int, ...] = ()  # indices of the columns to forecast
     mean: tuple[float, ...] = ()  # per column; inputs are (value - mean) / std
@@ -99,6 +119,10 @@ class Codec:
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each in train; the code of the first is 1, and 0 is any other value
     channels: tuple[str, ...] = ()  # columns of the data to forecast, if each is a series of its own; `targets` is then their one column
     transform: str = "none"  # of the columns to forecast, before they are standardised
+    distribution: str = "none"  # that is forecast of them
+    step_targets: tuple[str, ...] = ()  # columns that are estimated at every step from the others
+    masked: tuple[str, ...] = ()  # columns that may be empty: whether each is there, and for how long it has not been, is read as well
+    spreads: tuple[tuple[float, ...], ...] = ()  # the deviation of each step target in each of `names`, in standardised units
 
     def to_json(self) -> str:
         """Serialise to JSON."""
@@ -126,7 +150,7 @@ class Codec:
 
     def problem(self) -> str | None:
         """Return what is inconsistent in a codec read from a file, or None."""
-        for name in ("own_scale", "lowercase"):
+        for name in ("own_scale", "lowercase", "text_labels"):
             if not isinstance(getattr(self, name), bool):
                 return f"{name} is {getattr(self, name)!r:.40}"
         for name, kind in SINGLE.items():
@@ -147,7 +171,13 @@ class Codec:
             return f"{self.word_length} of {len(self.characters)} characters of a word are read, some of which may be several"
         if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
-        if not len(self.names) == len(self.means) == len(self.stds) or any(
+        if self.spreads and (len(self.spreads) != len(self.names) or any(len(each) != len(self.step_targets) for each in self.spreads)):
+            return f"{len(self.names)} series have the deviations of {len(self.spreads)}"
+        if self.step_targets and len(self.step_targets) != len(self.target_mean):
+            return f"step_targets is {list(self.step_targets)} for {len(self.target_mean)} means"
+        if self.spreads:
+            pass  # all series have one scale
+        elif not len(self.names) == len(self.means) == len(self.stds) or any(
             len(scale) != len(self.columns) or any(not isinstance(value, float | int) for value in scale)
             for scale in self.means + self.stds
         ):
@@ -162,6 +192,8 @@ class Codec:
             return f"label_sets is {self.label_sets!r:.40}"
         if self.transform not in TRANSFORMS:
             return f"transform is {self.transform!r:.40}"
+        if self.distribution not in DISTRIBUTIONS:
+            return f"distribution is {self.distribution!r:.40}"
         unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
         if unknown or any(name not in FEATURES for name in self.calendar):
             return f"known is {list(self.known)} and calendar is {list(self.calendar)}"
@@ -193,8 +225,8 @@ class Codec:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The numeric columns that come from the data, as the calendar's do not."""
-        return self.columns[: len(self.columns) - len(calendar_columns(self.calendar))]
+        """The numeric columns that come from the data, as the calendar's do not, nor those that say what is missing."""
+        return self.columns[: len(self.columns) - 2 * len(self.masked) - len(calendar_columns(self.calendar))]
 
     @property
     def read_columns(self) -> tuple[str, ...]:
@@ -207,12 +239,12 @@ class Codec:
     @property
     def forecast_columns(self) -> tuple[str, ...]:
         """The columns of the data that are forecast."""
-        return self.channels or tuple(self.columns[place] for place in self.targets)
+        return self.step_targets or self.channels or tuple(self.columns[place] for place in self.targets)
 
     @cached_property
     def scale_of(self) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
         """The mean and std of each series in train, by name, if each has its own; of channels of a single series, by channel."""
-        return dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
+        return {} if self.spreads else dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
 
     def knows_scale(self, name: str) -> bool:
         """True if the scale of a series of the data is known from train: its own, or that of all series."""
@@ -230,6 +262,11 @@ class Codec:
         return tuple(place for place, name in enumerate(self.columns) if name in self.known)
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """The places of the columns that are counts, and scaled by their mean alone."""
+        return self.targets if self.distribution in COUNTS else ()
+
+    @property
     def outputs(self) -> int:
         """Number of values in a target: regression outputs, or columns to forecast."""
         return len(self.targets) or len(self.target_mean)
@@ -244,6 +281,10 @@ class Codec:
         if self.label_sets == VECTORS:
             return [int(each) for each in holds]
         return [self.label(number) for number, each in enumerate(holds) if each]
+
+    def transcript(self, numbers: Sequence[int]) -> str | list[str | int | bool]:
+        """Return labels in a row, in the form that they have in the data."""
+        return "".join(self.labels[number] for number in numbers) if self.text_labels else [self.label(number) for number in numbers]
 
     def encode(self, text: str, where: str = "the text") -> Ids:
         """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""
@@ -280,6 +321,7 @@ class Codec:
             steps=int(sequences.lengths.sum()),
             longest=int(sequences.lengths.max(initial=0)),
             histogram=histogram(sequences.lengths),
+            most_labels=0 if sequences.spans is None else int((sequences.spans[:, 1] - sequences.spans[:, 0]).max(initial=0)),
             known=len(self.known_columns),
             fixed=len(self.fixed),
             categories=tuple(len(values) + 1 for values in self.categories),

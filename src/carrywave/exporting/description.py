@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from carrywave import __version__
+from carrywave.data.codec import Codec
 from carrywave.exporting.portable import NEXT, Portable, Ports, step_encoder
 from carrywave.exporting.single_step.program import Program
 from carrywave.model.encoders import Embedding, Features
@@ -13,6 +14,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, beyond_cell, outside
@@ -49,7 +51,11 @@ def describe(task: Task, portable: Portable, form: str, precision: str, step: Pr
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
     if task.spec.data.multi_label:
         whole["threshold"] = task.spec.train.threshold
-    step: dict[str, Any] = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    step: dict[str, Any] = {}
+    if task.spec.task == "forecasting":
+        step = {"step": _step(task)}
+    elif task.spec.each_step:
+        step = {"step": {name: [{"column": column} for column in columns] for name, columns in _columns(task.codec).items()}}
     if task.codec.channels:
         [target] = task.codec.targets
         step["lane"] = {"column": task.codec.columns[target], "one_of": list(task.codec.channels)}
@@ -96,6 +102,8 @@ def _network(model: Model) -> dict[str, Any]:
             "linear": head.line is not None,
             "scaled": head.scaled,
         }
+    elif isinstance(head, StepNumbers):
+        described |= {"kind": "linear", "outputs": head.outputs, "tied": False}
     elif isinstance(head, Pooled):
         described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling, "inputs": head.weight.shape[1]}
     return found
@@ -123,7 +131,12 @@ def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _columns(codec: Codec) -> dict[str, tuple[str, ...]]:
+    """The columns that are read at each step as they are: numbers, those of what is missing among them, and codes of categories."""
+    return {"x": codec.columns, "codes": codec.categorical}
+
+
 def _data(spec: Spec) -> dict[str, Any]:
     """What of the spec's data section says how numbers are made; the codec has the rest."""
-    wanted = FORECASTING if spec.task == "forecasting" else ()
+    wanted = FORECASTING if spec.task == "forecasting" else ("each_step", "warmup", "missing") if spec.each_step else ()
     return {name: value for name, value in spec.data.model_dump(mode="json").items() if name in wanted}

@@ -25,6 +25,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.over_time.front import Front
 from carrywave.model.vocabulary.spelled_words import REACH, SpelledWords
 from carrywave.spec.step_inputs import LEAST_DEVIATION
@@ -129,6 +130,8 @@ class _Graph:
             out = nodes.linear(y_TBW, "embedding.weight" if tied else "head.weight", head.weight, bias, shared=tied)
         elif isinstance(head, AdaptiveSoftmax):
             out = self._adaptive(head, y_TBW)
+        elif isinstance(head, StepNumbers):
+            out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
         elif isinstance(head, Forecast):
             out = self._forecast(head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)))
         else:

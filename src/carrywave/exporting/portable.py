@@ -22,6 +22,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
@@ -37,6 +38,7 @@ OUTPUTS = {
     AdaptiveSoftmax: "log_probabilities",
     Forecast: "forecast",
     PooledNumbers: "values",
+    StepNumbers: "values",
 }
 
 Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the inputs in order to the outputs in order
@@ -136,6 +138,8 @@ class Portable(nn.Module):
             return BATCH, TIME, head.horizon, head.outputs, *last
         if isinstance(head, PooledNumbers):
             return BATCH, head.outputs
+        if isinstance(head, StepNumbers):
+            return BATCH, TIME, head.outputs
         classes = int(head.classes)  # type: ignore[arg-type]
         return (BATCH, classes) if self.model.pooled else (BATCH, TIME, classes)
 

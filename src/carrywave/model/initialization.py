@@ -19,8 +19,11 @@ from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 
@@ -122,8 +125,9 @@ def _value(
             steps = len(module.quantiles) - 1  # above the first quantile, each a rise of softplus(-log(steps))
             value.view(-1, steps + 1)[:, 0] = -0.5 * steps * math.log1p(1.0 / max(1, steps))
         return value
-    if isinstance(module, (Softmax, Forecast, Pooled)):
-        return torch.zeros(shape) if name in ("bias", "query") else Uniform(1.0 / math.sqrt(shape[-1]))
+    if isinstance(module, (Softmax, Ctc, CRF, Forecast, Pooled, StepNumbers)):
+        zeros = ("bias", "query", "start", "transitions", "end")
+        return torch.zeros(shape) if name in zeros else Uniform(1.0 / math.sqrt(shape[-1]))
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
         return torch.ones(shape) if name == "weight" else torch.zeros(shape)
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):

@@ -181,8 +181,8 @@ class Stage(nn.Module):
             return self.head(state.acc if self.accumulates else y, *self._beside(y, chunk))
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
-        """Loss sum and count, from the head's output if the head is ours. What a user's head calls `score` may be anything, such as an
-        accuracy, so its loss is computed again from y.
+        """Loss sum and count, from the head's output if the head is ours and its output has them: a path of labels has not. What a user's
+        head calls `score` may be anything, such as an accuracy, so its loss is computed again from y.
         """
         if not _scores_as_it_learns(self.head):
             return self.loss(y, state, target, chunk)
@@ -285,8 +285,9 @@ def _is_ours(head: nn.Module) -> bool:
 
 
 def _scores_as_it_learns(head: nn.Module) -> bool:
-    """True for a head of ours, of which no method was replaced; a subclass may have another loss."""
-    return type(head).__module__.startswith("carrywave.") and not vars(head).keys() & {"loss", "score", "forward"}
+    """True for a head of ours that scores its output, and of which no method was replaced; a subclass may have another loss."""
+    own = type(head).__module__.startswith("carrywave.") and hasattr(head, "score")
+    return own and not vars(head).keys() & {"loss", "score", "forward"}
 
 
 def _width(model: ModelParts, unit: int) -> int:

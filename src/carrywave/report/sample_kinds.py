@@ -82,6 +82,13 @@ class Decided:
 
 
 @dataclass(frozen=True)
+class Transcribed:
+    """Sequences, as far as they can be written, with the labels that they have and those that the model finds in them."""
+
+    rows: Sequence[tuple[str, str, str]]  # input, truth, prediction
+
+
+@dataclass(frozen=True)
 class Paired:
     """Numbers that were to be predicted, and those that were."""
 
@@ -89,7 +96,7 @@ class Paired:
     points: Sequence[tuple[float, float]]  # truth, prediction
 
 
-Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed
+Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed | Transcribed
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.metrics import BY, Confusion, Metric
-from carrywave.tasks.task import POOLED, Part, Task
+from carrywave.tasks.task import Part, Task
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def open_run(
         plan = _plan_for(asked, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
     else:
-        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.task in POOLED)
+        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.pooled)
         plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
@@ -229,7 +229,7 @@ def evaluate_run(
             raise UserError("several runs are evaluated as one only if their models are in their folders; pass one run with model=...")
         members = [open_run(paths[0], device, model, world=world, loss=loss)] if len(paths) == 1 else open_members(paths, device, world)
         saved = members[0]
-        details = Details(_checked_by(by, saved.spec.task))
+        details = Details(_checked_by(by, "regression at every step" if saved.spec.each_step else saved.spec.task))
         tops = _tops(saved, top_k, confusion)
         parts = [_part(member, data) for member in members]
         part = parts[0]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from carrywave.cells.cell import by_name, names
 from carrywave.errors import SpecError
 from carrywave.spec.section import Positive, Section, Share
-from carrywave.spec.signal_spec import FrontLayer, front_layers
+from carrywave.spec.signal_spec import LONGEST, FrontLayer, front_layers, total_stride
 
 WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
 
@@ -36,8 +36,8 @@ class ModelSpec(Section):
     front: Literal["auto", "none", "small", "deep"] | tuple[FrontLayer, ...] = Field(
         "none",
         description="convolutions over time before the layers, which shorten long sequences: small (64 channels, kernel 9, stride 4; then "
-        "128, 9, 4), deep (64, 9, 2; 128, 7, 2; 128, 5, 2), or a list such as [{channels: 64, kernel: 9, stride: 2}]; classification and "
-        "regression, and tagging if every stride is 1",
+        "128, 9, 4), deep (64, 9, 2; 128, 7, 2; 128, 5, 2), or a list such as [{channels: 64, kernel: 9, stride: 2}]; classification, "
+        "transcription and regression, and tagging if every stride is 1",
     )
     front_dropout: Share = Field(0.0, description="dropout after each convolution of the front")
     dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
@@ -90,6 +90,11 @@ class ModelSpec(Section):
         description="classification, regression: what the head reads of the real steps: the last, their mean, the maximum of each unit, "
         "a mean with learned weights (attention), or mean and maximum side by side",
     )
+    upsample: Positive = Field(
+        1,
+        description="transcription: answers for each step, so that there may be more labels than steps, as there are more sounds than "
+        "letters in some words",
+    )
     linear: Annotated[int, Field(ge=0)] = Field(
         0,
         description="forecasting: a linear function of the last so many values is added to what the layers forecast; it starts as a ridge "
@@ -126,6 +131,8 @@ class ModelSpec(Section):
             raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
             raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; list one width for each layer")
+        if self.upsample > LONGEST:
+            raise ValueError(f"upsample is {self.upsample}; use at most {LONGEST}")
         for name, given in (
             ("hidden", max(self.widths)),
             ("embedding", self.embedding or 0),
@@ -151,6 +158,10 @@ class ModelSpec(Section):
     def front_layers(self) -> tuple[FrontLayer, ...]:
         """The convolutions before the recurrent layers; none if there is no front."""
         return front_layers(self.front)
+
+    def output_steps(self, steps: int) -> int:
+        """At how many steps the head answers, for so many steps of a sequence."""
+        return -(-steps // total_stride(self.front_layers)) * self.upsample
 
     @property
     def widths(self) -> tuple[int, ...]:

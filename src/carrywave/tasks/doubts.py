@@ -68,7 +68,7 @@ def one_label(codec: Codec) -> str | None:
 
 def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
     """Warn if many sequences are nearly constant once scaled by statistics over all sequences."""
-    if spec.task == "forecasting" or codec.size or codec.own_scale or not codec.columns:
+    if spec.reads_series or codec.size or codec.own_scale or not codec.columns:
         return None
     spread = [float(rows.std(axis=0).max()) for rows in _some(train) if len(rows) > 1]
     flat = sum(value < FLAT for value in spread)

@@ -95,29 +95,34 @@ def _log_odds(train: Sequences) -> NDArray[np.float64]:
     return np.asarray(np.log((ones + 1.0) / (zeros + 1.0)), np.float64)
 
 
-def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.int64]:
-    """How often each class or token is a training target."""
-    counts = np.zeros(classes, np.int64)
-    for part in _targets(train, train.inputs if task == "language" else train.tags):
-        counts += np.bincount(part[part >= 0].astype(np.int64), minlength=classes)
-    return counts
+def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.float64]:
+    """How often each class or token is a training target; one with a weight counts as so many, in units of the mean weight."""
+    counts, real = np.zeros(classes), 0
+    for part, weights in _targets(train, train.inputs if task == "language" else train.tags):
+        there = part >= 0
+        counts += np.bincount(part[there].astype(np.int64), weights[there], minlength=classes)
+        real += int(there.sum())
+    return np.asarray(counts * (real / max(counts.sum(), np.finfo(np.float64).tiny)), np.float64)
 
 
-def label_counts(train: Sequences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How often each of several labels is 0 and 1 among the training targets."""
+def label_counts(train: Sequences) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How often each of several labels is 0 and 1 among the training targets, counted as `class_counts` does."""
     parts = list(_targets(train, train.tags))
-    zeros, ones = (sum((part == value).sum(axis=0) for part in parts) for value in (0, 1))
-    return np.asarray(zeros, np.int64), np.asarray(ones, np.int64)
+    mean = sum(weights.sum() for _, weights in parts) / max(1, sum(len(weights) for _, weights in parts))
+    zeros, ones = (sum(((part == value) * weights[:, None]).sum(axis=0) for part, weights in parts) / (mean or 1.0) for value in (0, 1))
+    return np.asarray(zeros), np.asarray(ones)
 
 
-def _targets(train: Sequences, by_row: NDArray[Any] | None) -> Iterator[NDArray[Any]]:
-    """The targets of all sequences, or those of one after the other where each row has one: valid may share the array."""
+def _targets(train: Sequences, by_row: NDArray[Any] | None) -> Iterator[tuple[NDArray[Any], NDArray[np.float64]]]:
+    """The targets of all sequences and their weights, or those of one after the other where each row has one: valid may share the array."""
+    of_sequences = np.ones(len(train)) if train.weights is None else np.asarray(train.weights, np.float64)
     if train.labels is not None:
-        yield np.asarray(train.labels)
+        yield np.asarray(train.labels), of_sequences
         return
     assert by_row is not None
-    for start, length in zip(train.starts, train.lengths, strict=True):
-        yield np.asarray(by_row[start : start + length])
+    for start, length, weight in zip(train.starts, train.lengths, of_sequences, strict=True):
+        rows = slice(start, start + length)
+        yield np.asarray(by_row[rows]), np.full(length, weight) if train.step_weights is None else np.asarray(train.step_weights[rows])
 
 
 def _weighted(logs: torch.Tensor, weights: torch.Tensor, *, several: bool) -> torch.Tensor:
