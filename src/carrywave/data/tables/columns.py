@@ -75,13 +75,11 @@ class ColumnChoice:
 
     def check_weight(self, name: str, time: str | None, series: str | None) -> None:
         """Refuse weights in a column that has another role."""
-        roles = {time: "times", series: "names of the series"} | {
-            column: f"what is in data.{field}" for field in ("columns", "targets", *COVARIATES) for column in getattr(self, field) or ()
+        roles = {time: "holds the times", series: "names the series"} | {
+            column: f"is in data.{field} as well" for field in ("columns", "targets", *COVARIATES) for column in getattr(self, field) or ()
         }
         if self.weight is not None and self.weight in roles:
-            raise DataError(
-                f"{name}: column {self.weight} (data.weight) holds the {roles[self.weight]}; name another, or remove data.weight"
-            )
+            raise DataError(f"{name}: column {self.weight} (data.weight) {roles[self.weight]}; name another, or remove data.weight")
 
 
 @dataclass(frozen=True)
