@@ -51,9 +51,9 @@ class ColumnChoice:
     weight: str | None = None  # the weight of each row's values as targets
 
     @staticmethod
-    def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
-        """Take the choice from the spec or, given a codec, from the training data."""
-        weight = None if data.weight == NO_WEIGHT else data.weight
+    def of(data: DataSpec, codec: Codec | None, *, labelled: bool = True) -> ColumnChoice:
+        """Take the choice from the spec or, given a codec, from the training data; weights are read if there are targets (`labelled`)."""
+        weight = data.weight if labelled and data.weight != NO_WEIGHT else None
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
             asked["targets"] = data.targets or ()
@@ -121,8 +121,8 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         if misused := [column for column in getattr(choice, field) if column in (time, series)]:
             what = "times" if misused[0] == time else "names of the series"
             raise DataError(f"{name}: column {misused[0]} (data.{field}) holds the {what}; remove it from data.{field}")
+    require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
     if not choice.trained:
-        require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
         choice.check_weight(name, time, series)
     categorical = _categorical(table, choice)
     if choice.columns is not None:
