@@ -204,6 +204,16 @@ def test_values_of_a_table_have_the_weight_of_their_row() -> None:
         assert batch.weights[step, 0].tolist() == [(step + 1) / 4, (step + 2) / 4]
 
 
+def test_a_file_of_weighted_series_is_cached(tmp_path: Path) -> None:
+    frame_of().to_csv(tmp_path / "t.csv", index=False)
+    spec = spec_of("forecasting", tmp_path, data={**FORECASTS, "file": "t.csv"})
+    for _ in range(2):
+        found = prepare(spec).train.step_weights
+        assert found is not None
+        assert found.tolist() == (np.arange(12) / 4).tolist()
+    assert prepare(spec_of("forecasting", tmp_path, data={"horizon": 2, "file": "t.csv"})).train.step_weights is None
+
+
 def test_weights_follow_series_times_and_channels() -> None:
     """Rows are sorted, missing ones are filled in with the weight before, and each column is a series of its own."""
     frame = pd.concat([frame_of(unique_id=name, z=1.0) for name in "ba"]).iloc[::-1]

@@ -33,7 +33,7 @@ CHECKS = 4  # part of every entry's name, but not of its key, which runs remembe
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "warm", "units", "means")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
-PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")
+PLAIN_NAME = re.compile(r"[a-z0-9_]+\.(npy|json)")
 
 Parts = dict[str, Sequences]
 
