@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
 from carrywave.runs.ensemble.members import Paths, open_members, paths_of
-from carrywave.runs.rows import row_writer
+from carrywave.runs.rows import row_writer, sample_paths
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.kept_columns import KeptColumns
@@ -52,6 +52,9 @@ class _Asked:
     keep: Sequence[str]
     format: str
     note: Callable[[str], None]
+    samples: int | None = None
+    steps: int | None = None
+    tell: Callable[[str], None] | None = None  # of what is no oddity; None: nobody asked
 
 
 def predict(
@@ -64,6 +67,8 @@ def predict(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
+    samples: int | None = None,
+    steps: int | None = None,
     keep: Sequence[str] = (),
     format: str = "auto",
     device: str = "auto",
@@ -76,9 +81,11 @@ def predict(
     Of a list of runs, the predictions are averaged: probabilities, numbers, forecasts, and quantiles level by level.
 
     Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
-    restrict which tokens are drawn. `format` is that of a file, where its name does not say it. `model` is the model of a run that was
-    trained with the user's own modules; the best weights are loaded into it. Under a launcher, each worker predicts its part, and rank 0
-    returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for `note`.
+    restrict which tokens are drawn. Of a run with data.distribution, `samples` asks for so many sample paths, with a row for each series,
+    path and step, instead of quantiles; `steps` is how far they go: up to the horizon, or, if that is 1, any number. `format` is that of a
+    file, where its name does not say it. `model` is the model of a run that was trained with the user's own modules; the best weights are
+    loaded into it. Under a launcher, each worker predicts its part, and rank 0 returns all of it. Oddities in the data, such as gaps in the
+    times, are warnings, or lines for `note`.
 
     >>> import carrywave as cw
     >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
@@ -95,6 +102,7 @@ def predict(
 
     how = Sampling(temperature, top_k, top_p, seed)
     asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
+    asked = replace(asked, samples=samples, steps=steps, tell=note)
     _predict(asked, device, model, lambda world: nullcontext(keep_all))
     return rows
 
@@ -110,6 +118,8 @@ def predict_run(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
+    samples: int | None = None,
+    steps: int | None = None,
     keep: Sequence[str] = (),
     format: str = "auto",
     as_csv: bool = False,
@@ -143,7 +153,9 @@ def predict_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
-    asked = _Asked(paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)
+    asked = _Asked(
+        paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note, samples, steps, note
+    )
     row_writer.check(output)
     _predict(asked, device, None, to_output)
     return written
@@ -157,7 +169,8 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
         if len(asked.paths) > 1:
             members = open_members(asked.paths, device, world)
         else:
-            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", loss=_no_loss)]
+            whole = asked.samples is not None  # draws may be fed back
+            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", whole=whole, loss=_no_loss)]
         saved = members[0]
         _check(saved, asked)
         carried = KeptColumns.of(asked.keep, saved.spec.task, multi_label=saved.spec.data.multi_label)
@@ -223,7 +236,14 @@ def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iter
         short = short_of_season(spec.data, sequences.lengths)
         for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
             asked.note(line)
-    return forecasts(Outputs(saved), sequences, table)
+    if asked.samples is None:
+        return forecasts(Outputs(saved), sequences, table)
+    steps = sample_paths.check(saved, asked.samples, asked.steps)
+    if world.rank == 0 and asked.tell is not None:
+        fed = spec.data.horizon == 1 and steps > 1
+        ancestral = "sample paths are ancestral: each value is drawn given those drawn before it"
+        asked.tell(ancestral if fed else "sample paths are direct: each step is drawn by itself, given the past alone")
+    return sample_paths.sample_paths(saved, sequences, table, asked.samples, steps, asked.how.seed)
 
 
 def _in_format(spec: Spec, format: str) -> Spec:
@@ -233,6 +253,14 @@ def _in_format(spec: Spec, format: str) -> Spec:
 
 def _check(saved: Saved, asked: _Asked) -> None:
     task, prompt, data = saved.spec.task, asked.prompt, asked.data
+    if (asked.samples is not None or asked.steps is not None) and task != "forecasting":
+        raise UserError(f"{option('samples')} and {option('steps')} are for forecasts, but {asked.paths[0]} is a {task} model; remove them")
+    if asked.steps is not None and asked.samples is None:
+        raise UserError(f"{option('steps')} is how far sample paths go; pass {option('samples')} too, or remove it")
+    if asked.samples is not None:
+        sample_paths.check(saved, asked.samples, asked.steps)
+        if len(asked.paths) > 1:
+            raise UserError(f"{option('samples')} draws from one distribution, and the average of several runs is none; pass one run")
     if saved.mesh.plan.splits_vocabulary and task == "language":
         raise PlanError(
             "a prompt is continued by workers that each hold the whole vocabulary, but this run splits it over them; "
