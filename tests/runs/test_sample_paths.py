@@ -73,8 +73,8 @@ def test_draws_that_are_fed_back_are_read_as_rows_of_the_file(runs: dict[str, Pa
     given["y"] = given["y"].astype(float)
     path = pd.DataFrame(predict(runs[name], given, samples=2, steps=4, device="cpu"))
     for step in range(1, 5):
-        [once] = [predict(runs[name], given, samples=1, steps=1, device="cpu")]
-        now = path.query("step == @step and sample == 2").set_index("unique_id").y
+        once = predict(runs[name], given, samples=1, steps=1, device="cpu")
+        now = path[(path["step"] == step) & (path["sample"] == 2)].set_index("unique_id").y
         for row in once:
             assert now[row["unique_id"]] == pytest.approx(row["y"], rel=1e-6, abs=1e-6)
         more = [{"unique_id": row["unique_id"], "ds": pd.Timestamp(row["ds"]), "y": row["y"]} for row in once]
@@ -92,9 +92,7 @@ def test_paths_that_cannot_be_are_refused(runs: dict[str, Path], tmp_path: Path)
         predict(runs["direct"], frame(), samples=2, steps=4, device="cpu")
     with pytest.raises(UserError, match=r"steps=\.\.\. is how far sample paths go; pass samples=\.\.\. too, or remove it"):
         predict(runs["direct"], frame(), steps=2, device="cpu")
-    with pytest.raises(
-        UserError, match=r"samples=\.\.\. draws from one distribution, and the average of several runs is none; pass one run"
-    ):
+    with pytest.raises(UserError, match=r"samples=\.\.\. draws from one distribution, and the average of several runs is none"):
         predict([runs["direct"], runs["direct"]], frame(), samples=2, device="cpu")
     how = {"task": "forecasting", "data": {"horizon": 1}, "batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}, "device": "cpu"}
     cw.fit({"hidden": 4}, frame(), **how, run=tmp_path / "point", progress=False)
