@@ -10,6 +10,7 @@ import carrywave as cw
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
@@ -72,6 +73,17 @@ MODELS: dict[str, Callable[[], Model]] = {
     "forecasting, linear": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, linear=True, past_steps=5)),
     "forecasting, linear, scaled, quantiles": lambda: Model(
         Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9), linear=True, scaled=True, past_steps=6)
+    ),
+    "forecasting, normal": lambda: Model(Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "normal")),
+    "forecasting, student_t, linear, scaled": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "student_t", linear=True, scaled=True, past_steps=6)
+    ),
+    "forecasting, poisson": lambda: Model(Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "poisson", past_steps=1)),
+    "forecasting, negative_binomial, linear": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "negative_binomial", linear=True, past_steps=6)
+    ),
+    "forecasting, negative_binomial, linear, scaled": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "negative_binomial", linear=True, scaled=True, past_steps=6)
     ),
     # Two categorical columns, of which the first is known for the two steps ahead, and then two of which both are.
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),

@@ -20,6 +20,7 @@ from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
@@ -27,6 +28,7 @@ from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
 from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
+from carrywave.spec.data_spec import PARAMETERS
 
 BATCH, TIME = "batch", "time"  # the sizes that are free
 NEXT = "_next"  # what the name of a state has at its end when it comes out
@@ -37,6 +39,7 @@ OUTPUTS = {
     PooledSigmoid: "logits",
     AdaptiveSoftmax: "log_probabilities",
     Forecast: "forecast",
+    DistributionForecast: "parameters",
     PooledNumbers: "values",
     StepNumbers: "values",
 }
@@ -101,7 +104,7 @@ class Portable(nn.Module):
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
         self.state: tuple[Port, ...] = self._state(dtype) if stateful else ()
         head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
-        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.outputs, head.past_steps)),)
+        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.past_columns, head.past_steps)),)
         self.inputs: tuple[Port, ...] = (*step, *self.past, *lengths, *flags, *self.state)
         result = Port(OUTPUTS[type(model.head)], dtype, self._result())
         self.outputs: tuple[Port, ...] = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
@@ -133,6 +136,8 @@ class Portable(nn.Module):
 
     def _result(self) -> tuple[int | str, ...]:
         head = self.model.head
+        if isinstance(head, DistributionForecast):
+            return BATCH, TIME, head.horizon, head.outputs, len(PARAMETERS[head.distribution])
         if isinstance(head, Forecast):
             last = () if head.quantiles is None else (len(head.quantiles),)
             return BATCH, TIME, head.horizon, head.outputs, *last
