@@ -24,6 +24,7 @@ from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
 from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples
+from carrywave.report.step_samples import step_samples
 from carrywave.runs.evaluation import Details, evaluate, passes
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
@@ -73,6 +74,9 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
                 f"The last forecast within {where}, with the best weights{_some_of(saved, data)}.",
                 [*_forecasts(saved, name, data), *_errors(saved, name, data)],
             )
+        case "regression" if saved.spec.each_step:
+            shown = step_samples(saved, name, data, SECONDS)
+            return Samples(f"The last steps of {where}, with the best weights, and how well each series of it is estimated.", shown)
         case "regression":
             pairs, whole = _pairs(saved, name, data)
             return Samples(f"Targets of {where} and their predictions with the best weights{_part_of(whole)}.", pairs)
