@@ -66,6 +66,34 @@ def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool:
     check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", [*PLANS, "head shared by three"])
+@pytest.mark.parametrize("kind", ["cnn", "lstm"])
+def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str, crew: Crew) -> None:
+    """Also with rare words that are read as unknown ones, cut in time, and in lanes that hold several sequences."""
+    words = sequences(task="tagging", plan=(PLANS | SHARED)[plan], model__numbers=False, model__characters=kind)
+    check(words, crew)
+    check(changed(words, resets=0.3, padding="odd"), crew)
+
+
+VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
+
+
+@pytest.mark.parametrize("plan", PLANS | SHARED | VOCABULARY)
+def test_weights_of_targets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
+    asked = (PLANS | SHARED | VOCABULARY)[plan]
+    check(a_case(plan=asked, weights="step"), crew)
+    check(a_case(plan={**asked, "recompute": "twice"}, weights="lane"), crew)
+    ahead = {**asked, "split_vocabulary": False}
+    check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True, plan=ahead, weights="ahead"), crew)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_weights_of_sequences_give_the_answer_of_one_device(task: str, plan: str, crew: Crew) -> None:
+    check(sequences(task=task, plan=PLANS[plan], weights="lane"), crew)
+    check(sequences(task=task, plan={**PLANS[plan], "chunk_steps": 1}, model__pool="mean_max", resets=0.3, weights="lane"), crew)
+
+
 STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
 
 
@@ -199,18 +227,28 @@ def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew
     check(sequences(task=task, model__multi_label=True, plan=PLANS[plan], resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("distribution", "past"), [("normal", 0), ("student_t", 4), ("negative_binomial", 1), ("negative_binomial", 4), ("poisson", 4)]
+)
+def test_distributions_give_the_answer_of_one_device(plan: str, distribution: str, past: int, crew: Crew) -> None:
+    how = {"model__numbers": True, "model__tie": False, "model__distribution": distribution, "model__past": past}
+    check(a_case(task="forecasting", **how, plan=PLANS[plan]), crew)
+
+
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
     [
         a_case(),
         a_case(model__tie=False, plan__recompute="twice"),
+        a_case(task="forecasting", model__numbers=True, model__tie=False, model__distribution="negative_binomial", model__past=4),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
         sequences(task="tagging", model__multi_label=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways", "several labels"],
+    ids=["tied", "recomputed twice", "counts", "forecasting", "past values", "both ways", "several labels"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}
@@ -256,8 +294,10 @@ def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any]
     [a_plan(replicas=3), a_plan(stages=2, cuts=[2], micro_batches=3), a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2)],
     ids=["replicas", "stages", "both"],
 )
-def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
-    check(sequences(task="tagging", plan=plan, model__chain=True, model__cell="rnn"), crew)
+@pytest.mark.parametrize("head", ["chain", "crf"])
+def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], head: str, crew: Crew) -> None:
+    """A user's own, and ours with forbidden transitions and steps without a label."""
+    check(sequences(task="tagging", plan=plan, model__cell="rnn", **{f"model__{head}": True}), crew)
 
 
 FRONT = [(4, 5, 2), (5, 3, 2)]

@@ -34,7 +34,7 @@ def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(cross_entropy._own, "failures", [])
     monkeypatch.setattr(nvrtc, "available", lambda: "")
-    monkeypatch.setattr(cross_entropy._Summed, "apply", fails)
+    monkeypatch.setattr(cross_entropy._Losses, "apply", fails)
     logits = torch.randn(2, 3).bfloat16().as_subclass(OnCuda)
     with pytest.warns(UserWarning, match="not used, so steps run slower: no room"):
         first = cross_entropy.summed(logits, torch.tensor([0, 2]), -100)

@@ -31,6 +31,9 @@ def export(
     stateful: Annotated[
         bool, typer.Option("--stateful", help="onnx, torch: the carry goes in and comes out; onnx gets a configuration for Triton.")
     ] = False,
+    step: Annotated[
+        bool, typer.Option("--step", help="onnx, torch: one step with its state as inputs and outputs, without recurrent operators.")
+    ] = False,
     int8: Annotated[bool, typer.Option("--int8", help="onnx: quantize the weights, and measure what that costs.")] = False,
     data: Annotated[
         str | None,
@@ -46,7 +49,7 @@ def export(
         from carrywave.exporting.run_export import export_run
 
     given = None if data is None else file_of(data)
-    found = export_run(place_of(run), to.value, output, stateful=stateful, int8=int8, data=given, note=note)
+    found = export_run(place_of(run), to.value, output, stateful=stateful, step=step, int8=int8, data=given, note=note)
     typer.echo(f"wrote {found.folder}: {', '.join(found.files)}")
     if found.difference is not None:
         typer.echo(f"largest difference from the model: {found.difference:.1e}")

@@ -16,7 +16,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.label_sets import NONE
-from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.files.rows import NO_WEIGHT, Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
 from carrywave.data.steps import step_series, table_blocks
@@ -58,8 +58,20 @@ READING = (
     "standardize",
 )
 # As READING, but left out where they have their default: keys of older versions stay.
-READING_LATER = ("channels", "transform", "scale", "multi_label", "reset", "each_step", "warmup")
-LABELLED = ("classification", "tagging", "regression")
+READING_LATER = (
+    "channels",
+    "transform",
+    "scale",
+    "multi_label",
+    "reset",
+    "weight",
+    "lowercase",
+    "word_length",
+    "distribution",
+    "each_step",
+    "warmup",
+)
+LABELLED = ("classification", "tagging", "regression", "transcription")
 
 
 @dataclass(frozen=True)
@@ -189,6 +201,10 @@ def _reads_bytes(spec: Spec) -> bool:
 def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
     if spec.task in LABELLED and labelled and source.format == "text":
         raise DataError(f"{source.name} is read as plain text, which has no labels for {spec.task}; use a .jsonl file, or set data.format")
+    if source.format == "text" and spec.data.weight not in (None, NO_WEIGHT):
+        raise DataError(
+            f"{source.name} is read as plain text, which has no field {spec.data.weight} (data.weight); use .jsonl, or remove it"
+        )
     if spec.reads_series and source.format not in ("csv", "parquet", "jsonl"):
         raise DataError(
             f"{source.name} is read as plain text, but {spec.task} needs a table; use a .csv or .parquet file, or set data.format"
@@ -219,9 +235,10 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
 
 
 def _reading(spec: Spec) -> dict[str, Any]:
-    """The options of the data section that affect how it is read."""
+    """The options that affect how data is read: those of its section, and whether the model reads the characters of words."""
     later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
-    return spec.data.model_dump(mode="json", include={*READING, *later})
+    spelled = {} if spec.model.characters == "none" else {"characters": True}
+    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled
 
 
 def _hash(value: Any) -> str:
@@ -248,7 +265,7 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     notes = (*(line for source in sources.values() for line in source.notes()), *notes)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     parts = hold_out(found, spec, share, held, train.name)
-    return cache.Entry(parts, codec, (*notes, *overlap.notes(parts, sources)))
+    return cache.Entry(parts, codec, (*notes, *examples.weighing(parts), *overlap.notes(parts, sources)))
 
 
 def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
@@ -309,7 +326,7 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)
         if source.format == "jsonl":
-            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice)
+            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True), choice.weight), choice)
         table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
         return arrange(table, source.name, choice, read_notes=told)
 

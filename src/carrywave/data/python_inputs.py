@@ -23,7 +23,7 @@ from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, Row, Rows, renamed
+from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
 from carrywave.data.prepare import (
@@ -57,7 +57,7 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
 
     - a Path, or a string that names a file (see `file_of`): all parts must then be files;
     - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any length;
-    - a pair (inputs, targets); a list of such pairs, or of dicts with the fields of a JSON line;
+    - a pair (inputs, targets), or (inputs, targets, weights); a list of such pairs, or of dicts with the fields of a JSON line;
     - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
     - a map-style Dataset of dicts or pairs; a Dataset of Hugging Face's library, streamed or not;
     - an array [rows, columns], or a list of them, for forecasting.
@@ -207,7 +207,8 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
         join = spec.task == "language" and spec.streams and value.join
         found[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW)
     parts = hold_out(found, spec, share, held, "train")
-    return Entry(parts, codec, (*examples.not_read(rows["train"], codec, spec.data), *overlap.notes(parts, rows)))
+    notes = (*examples.not_read(rows["train"], codec, spec.data), *examples.weighing(parts), *overlap.notes(parts, rows))
+    return Entry(parts, codec, notes)
 
 
 @dataclass(frozen=True)
@@ -302,13 +303,17 @@ def _is_flat(plain: Any) -> bool:
 
 
 def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
-    if len(data) != 2:
-        raise DataError(f"{part} is a tuple of length {len(data)}; pass a pair (inputs, targets), or a list of sequences")
-    inputs, targets = (_side(value, f"{part}: the {name}") for value, name in zip(data, ("inputs", "targets"), strict=True))
-    if not hasattr(inputs, "__len__") or not hasattr(targets, "__len__") or len(inputs) != len(targets):
-        sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in (inputs, targets)]
-        raise DataError(f"{part}: {sizes[0]} inputs for {sizes[1]} targets; pass one target per input")
-    return ItemRows(part, len(inputs), lambda number: _row((inputs[number], targets[number]), f"{part} item {number}", spec))
+    if len(data) not in (2, 3):
+        raise DataError(
+            f"{part} is a tuple of length {len(data)}; pass a pair (inputs, targets), (inputs, targets, weights), or a list of sequences"
+        )
+    names = ("inputs", "targets", "weights")
+    sides = [_side(value, f"{part}: the {name}") for value, name in zip(data, names, strict=False)]
+    sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in sides]
+    for name, size in zip(names[1:], sizes[1:], strict=False):
+        if size != sizes[0] or isinstance(size, str):
+            raise DataError(f"{part}: {sizes[0]} inputs for {size} {name}; pass one {name[:-1]} per input")
+    return ItemRows(part, len(sides[0]), lambda number: _row(tuple(side[number] for side in sides), f"{part} item {number}", spec))
 
 
 def _side(value: Any, what: str) -> Any:
@@ -326,14 +331,15 @@ def _side(value: Any, what: str) -> Any:
 
 
 def _row(item: Any, where: str, spec: Spec) -> Row:
-    """Convert one item to a row: a dict as it is, a pair (content, target), or content alone."""
+    """Convert one item to a row: a dict as it is, a pair (content, target), with a weight or without, or content alone."""
     if isinstance(item, Mapping):
         return dict(item)
-    if isinstance(item, tuple) and len(item) == 2:
+    if isinstance(item, tuple) and len(item) in (2, 3):
         if spec.task in ("language", "forecasting"):
             fact = f"{where} is a pair, but {spec.task} takes its targets from the data itself"
             raise DataError(f"{fact}; pass only the inputs, or set task to that of your targets, such as classification")
-        return {**_content(item[0], spec), spec.data.label or examples.target_field(spec): item[1]}
+        weight = {spec.data.weight or WEIGHT: item[2]} if len(item) == 3 else {}
+        return {**_content(item[0], spec), spec.data.label or examples.target_field(spec): item[1], **weight}
     return _content(item, spec)
 
 
@@ -367,7 +373,7 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
         plain = as_plain(data)
         if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
             return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice)
-        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice)
+        return series.choose_columns(series.from_rows(_rows(data, part, spec), choice.weight), choice)
 
     return open_table
 

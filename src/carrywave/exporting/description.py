@@ -7,7 +7,8 @@ from typing import Any
 
 from carrywave import __version__
 from carrywave.data.codec import Codec
-from carrywave.exporting.portable import NEXT, Portable, step_encoder
+from carrywave.exporting.portable import NEXT, Portable, Ports, step_encoder
+from carrywave.exporting.single_step.program import Program
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
@@ -17,6 +18,7 @@ from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, beyond_cell, outside
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
@@ -25,9 +27,10 @@ from carrywave.tasks.views import Layout
 FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
 
 
-def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
-    """The description as JSON."""
+def describe(task: Task, portable: Portable, form: str, precision: str, step: Program | None = None) -> str:
+    """The description as JSON; `step`: of a single step, with the state before the first."""
     model = portable.model
+    ports: Ports = portable if step is None else step
     whole: dict[str, Any] = {
         "carrywave": __version__,
         "task": task.spec.task,
@@ -37,10 +40,12 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     }
     if form != "safetensors":
         whole |= {
-            "inputs": [port.to_json() for port in portable.inputs],
-            "outputs": [port.to_json() for port in portable.outputs],
-            "state": {port.name: port.name + NEXT for port in portable.state},
+            "inputs": [port.to_json() for port in ports.inputs],
+            "outputs": [port.to_json() for port in ports.outputs],
+            "state": {port.name: port.name + NEXT for port in ports.state},
         }
+        if step is not None:
+            whole["initial"] = {name: _initial(state.initial.tolist()) for name, state in step.states.items()}
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
@@ -58,10 +63,17 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
+def _initial(values: list[float]) -> float | list[float]:
+    """A state before the first step: one number if all of its numbers are the same."""
+    return values[0] if len(set(values)) == 1 else values
+
+
 def _network(model: Model) -> dict[str, Any]:
     lstm, head, encoder = model.lstm, model.head, step_encoder(model)
+    words = token_embedding(encoder)
     found: dict[str, Any] = {
-        "embedding": [encoder.vocabulary, encoder.width] if isinstance(encoder, Embedding) else None,
+        "embedding": None if words is None else [words.vocabulary, words.width],
+        "characters": list(encoder.characters.shape) if isinstance(encoder, SpelledWords) else None,
         "categories": [list(table) for table in encoder.inputs.tables] if isinstance(encoder, Features) else [],
         "front": [layer.model_dump() for layer in model.encoder.layers] if isinstance(model.encoder, Front) else [],
         "cell": lstm.cell.name,

@@ -1,7 +1,7 @@
 """A whole model as an ONNX graph: what `Portable` computes, node by node.
 
 Shapes: T time, B lane, F codes of a step, N of them from one table, W width of the last layer or of a table, V classes, K steps ahead,
-C columns, Q quantiles.
+C columns, Q quantiles, L characters of a word.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
+from carrywave.data.text.spelling import EDGE
 from carrywave.errors import UserError
 from carrywave.exporting import onnx_layers, onnx_pooling
 from carrywave.exporting.onnx_layers import Ends, Lanes
@@ -26,6 +27,7 @@ from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.over_time.front import Front
+from carrywave.model.vocabulary.spelled_words import REACH, SpelledWords
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
@@ -53,6 +55,9 @@ class _Graph:
         y_TBO, encoder = x_TB, portable.encoder
         if isinstance(encoder, Embedding):
             y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", encoder.weight), x_TB)
+        elif isinstance(encoder, SpelledWords):
+            words_TBE = nodes.add("Gather", nodes.weight("embedding.weight", encoder.words.weight), x_TB)
+            y_TBO = nodes.add("Concat", words_TBE, self._characters(encoder), axis=-1)
         elif isinstance(encoder, Features):
             y_TBO = nodes.add("Concat", x_TB, *self._categories(encoder), axis=-1)
         if isinstance(self.model.encoder, Front):
@@ -75,6 +80,23 @@ class _Graph:
             found_TBNW = nodes.add("Gather", table, nodes.slice(codes_TBF, 2, first, first + count))
             yield nodes.reshape(found_TBNW, 0, 0, count * encoder.inputs.tables[place][1])
             first += count
+
+    def _characters(self, encoder: SpelledWords) -> str:
+        """What a convolution reads of the characters of each word."""
+        nodes, filters, length = self.nodes, encoder.reader, encoder.length
+        if not isinstance(filters, nn.Linear):
+            raise UserError("model.characters=lstm has no ONNX form; use --to safetensors, or train with model.characters=cnn")
+        codes_TBL = nodes.add("Transpose", "characters", perm=[1, 0, 2])
+        edge = REACH // 2
+        padded = nodes.add("Pad", codes_TBL, nodes.constant([0, 0, edge, 0, 0, edge]), nodes.constant(EDGE))
+        vectors = nodes.add("Gather", nodes.weight("characters.weight", encoder.characters), padded)
+        windows = nodes.add("Concat", *(nodes.slice(vectors, 2, at, at + length) for at in range(REACH)), axis=-1)
+        y_TBLW = nodes.linear(windows, "character_filters.weight", filters.weight, ("character_filters.bias", filters.bias))
+        there_TBL = nodes.add("Not", nodes.add("Equal", codes_TBL, nodes.constant(EDGE)))
+        dtype = np.dtype(str(filters.weight.dtype).removeprefix("torch."))
+        there = nodes.add("Unsqueeze", there_TBL, nodes.constant([3]))
+        most_TBW = nodes.add("ReduceMax", nodes.add("Where", there, y_TBLW, nodes.constant(-np.inf, dtype)), axes=[2], keepdims=0)
+        return nodes.add("Where", nodes.slice(there_TBL, 2, 0, 1), most_TBW, nodes.constant(0.0, dtype))
 
     def _lanes(self, x_TB: str) -> Lanes:
         nodes = self.nodes

@@ -17,7 +17,18 @@ from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.report import chart, figures, pictures
 from carrywave.report.chart import Band, Line, Mark
 from carrywave.report.record import RunRecord, is_number
-from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Followed, Forecasted, Paired, Ranked, Samples
+from carrywave.report.sample_kinds import (
+    Confused,
+    Continued,
+    Decided,
+    Distributed,
+    Followed,
+    Forecasted,
+    Paired,
+    Ranked,
+    Samples,
+    Transcribed,
+)
 from carrywave.report.train_points import train_points
 from carrywave.tasks.baselines import BASELINES
 
@@ -222,7 +233,8 @@ def _samples(samples: Samples) -> dict[str, Any]:
     matrices = [_matrix(each) for each in samples.shown if isinstance(each, Confused)]
     tables = [_labels(each) for each in samples.shown if isinstance(each, Decided)]
     tables += [_ranked(each) for each in samples.shown if isinstance(each, Ranked)]
-    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices, "tables": tables}
+    transcripts = [each for each in samples.shown if isinstance(each, Transcribed)]
+    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices, "tables": tables, "transcripts": transcripts}
 
 
 def _forecast(sample: Forecasted) -> Figure:

@@ -82,6 +82,13 @@ class Decided:
 
 
 @dataclass(frozen=True)
+class Transcribed:
+    """Sequences, as far as they can be written, with the labels that they have and those that the model finds in them."""
+
+    rows: Sequence[tuple[str, str, str]]  # input, truth, prediction
+
+
+@dataclass(frozen=True)
 class Paired:
     """Numbers that were to be predicted, and those that were."""
 
@@ -109,7 +116,7 @@ class Ranked:
         return sorted(self.rows, key=lambda row: float(row["nse"]) if row["nse"] == row["nse"] else float("inf"))[:most]
 
 
-Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed | Followed | Ranked
+Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed | Followed | Ranked | Transcribed
 
 
 @dataclass(frozen=True)

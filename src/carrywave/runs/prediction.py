@@ -1,5 +1,5 @@
-"""Predicts with a trained run: a label, tags, numbers or a forecast for each sequence, numbers for each step; a continuation for each
-prompt.
+"""Predicts with a trained run: a label, tags, a transcription, numbers or a forecast for each sequence, numbers for each step; a
+continuation for each prompt.
 
 Rows are read, predicted and written block by block, so memory does not grow with the input; only series are read as a whole, since they
 must be sorted by time. Rank 0 reads and writes, all workers compute.
@@ -27,6 +27,7 @@ from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
 from carrywave.runs.ensemble.members import Paths, open_members, paths_of
+from carrywave.runs.evaluation import is_ctc
 from carrywave.runs.rows import row_writer
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.generation import Sampling
@@ -54,6 +55,7 @@ class _Asked:
     how: Sampling
     keep: Sequence[str]
     format: str
+    beam: int | None
     note: Callable[[str], None]
 
 
@@ -69,6 +71,7 @@ def predict(
     seed: int = 1,
     keep: Sequence[str] = (),
     format: str = "auto",
+    beam: int | None = None,
     device: str = "auto",
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
@@ -79,9 +82,10 @@ def predict(
     Of a list of runs, the predictions are averaged: probabilities, numbers, forecasts, and quantiles level by level.
 
     Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
-    restrict which tokens are drawn. `format` is that of a file, where its name does not say it. `model` is the model of a run that was
-    trained with the user's own modules; the best weights are loaded into it. Under a launcher, each worker predicts its part, and rank 0
-    returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for `note`.
+    restrict which tokens are drawn. `beam`: a transcription is searched for, with so many beginnings kept at each step; without it, the
+    most likely label of each step is taken. `format` is that of a file, where its name does not say it. `model` is the model of a run that
+    was trained with the user's own modules; the best weights are loaded into it. Under a launcher, each worker predicts its part, and rank
+    0 returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for `note`.
 
     >>> import carrywave as cw
     >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
@@ -97,7 +101,7 @@ def predict(
         return True
 
     how = Sampling(temperature, top_k, top_p, seed)
-    asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
+    asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, beam, note or warn)
     _predict(asked, device, model, lambda world: nullcontext(keep_all))
     return rows
 
@@ -115,6 +119,7 @@ def predict_run(
     seed: int = 1,
     keep: Sequence[str] = (),
     format: str = "auto",
+    beam: int | None = None,
     as_csv: bool = False,
     device: str = "auto",
 ) -> int:
@@ -146,7 +151,7 @@ def predict_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
-    asked = _Asked(paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)
+    asked = _Asked(paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, beam, note)
     row_writer.check(output)
     _predict(asked, device, None, to_output)
     return written
@@ -182,7 +187,7 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
         else:
             outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
             for block in shared(world, lambda: _blocks(stack, members, spec, asked.data, carried)):
-                if not _written(world, sink, rows_of(outputs, block)):
+                if not _written(world, sink, rows_of(outputs, block, beam=asked.beam or 1)):
                     break
         leave(world)
 
@@ -270,6 +275,13 @@ def _check(saved: Saved, asked: _Asked) -> None:
         )
     if not saved.model.has_output:
         raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
+    if task == "transcription" and not is_ctc(saved.model):
+        raise RunError(
+            f"head {type(saved.model.head).__name__} is your own, and which labels its outputs stand for is not known; call it yourself"
+        )
+    if asked.beam is not None and (task != "transcription" or isinstance(asked.beam, bool) or asked.beam < 1):
+        is_for = "is at least 1; change it" if task == "transcription" else f"is for transcription, not for {task}; remove it"
+        raise UserError(f"{option('beam')} {is_for}")
     if prompt is not None and task != "language":
         raise UserError(f"{option('prompt')} needs a language model, but {asked.paths[0]} is a {task} model; pass an INPUT file instead")
     if prompt is not None and not isinstance(prompt, str):

@@ -178,6 +178,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
         facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         said |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
+        said |= {"characters": codec.character_codes, "word_length": codec.word_length}
         said["categories"] = tuple(len(values) + 1 for values in codec.categories)
         for name, value in said.items():
             if getattr(facts, name) != value:

@@ -12,6 +12,17 @@ from carrywave.spec.signal_spec import AugmentSpec
 
 CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
 Transform = Literal["none", "log", "log1p", "diff"]
+Distribution = Literal["none", "normal", "student_t", "negative_binomial", "poisson"]
+
+# What a model says of each value that it forecasts. The variance of a negative binomial is mean + dispersion · mean².
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "normal": ("location", "scale"),
+    "student_t": ("location", "scale", "df"),
+    "negative_binomial": ("mean", "dispersion"),
+    "poisson": ("mean",),
+}
+COUNTS = ("negative_binomial", "poisson")
+REPORTED = (0.1, 0.5, 0.9)  # quantiles of a distribution, if no others are asked for
 
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -42,7 +53,13 @@ class DataSpec(Section):
     text: str | None = Field(None, description="the column or field with the text, or its list of tokens; by default text, tokens or steps")
     label: str | None = Field(
         None,
-        description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
+        description="classification, regression, tagging, transcription: the column or field with the target; by default label, for "
+        "tagging and transcription labels",
+    )
+    weight: str | None = Field(
+        None,
+        description="the column or field with the weight of each target in the loss: a number from 0 on for a row, or a list of one for "
+        "each step; by default weight, except for forecasting, where a row's is that of its own values as targets; none: not read",
     )
     multi_label: bool = Field(
         False,
@@ -58,6 +75,10 @@ class DataSpec(Section):
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
     min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    lowercase: bool = Field(False, description="words are read in lower case; their characters (model.characters) as they are spelled")
+    word_length: Positive = Field(
+        32, description="model.characters: how many characters of a word are read; a longer word is read without its middle"
+    )
     reset: str | None = Field(
         None,
         description="language: what ends a document in a stream: a token, 'blank line', or 'row' (each row of a JSON, CSV or Parquet "
@@ -130,7 +151,14 @@ class DataSpec(Section):
         "model.linear, season if data.season is set without it, or else last",
     )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
-        None, description="forecasting: quantiles to forecast, in increasing order"
+        None,
+        description="forecasting: quantiles to forecast, in increasing order; with data.distribution, those that are reported of it, by "
+        "default 0.1, 0.5 and 0.9",
+    )
+    distribution: Distribution = Field(
+        "none",
+        description="forecasting: the model forecasts a distribution of each value, trained by its likelihood: normal; student_t, with "
+        "heavier tails; for counts, negative_binomial or poisson. Predictions are quantiles of it, or sample paths",
     )
     context: Positive | None = Field(None, description="forecasting, each_step: rows before a valid or test part that warm up the carry")
     scale: Literal["auto", "deviation", "change"] = Field(
@@ -145,7 +173,8 @@ class DataSpec(Section):
         "window (forecasting): what the model reads, then also with those of the last values up to each step (model.linear of them, or 96)",
     )
     augment: AugmentSpec | None = Field(
-        None, description="classification, regression, tagging: random changes to sequences of numbers in training; see docs/data.md"
+        None,
+        description="separate sequences of numbers: random changes to them in training; see docs/data.md",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
@@ -159,8 +188,20 @@ class DataSpec(Section):
         """The frequency as text."""
         return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
 
+    @property
+    def counts(self) -> bool:
+        """True if values are forecast as counts."""
+        return self.distribution in COUNTS
+
+    @property
+    def levels(self) -> tuple[float, ...] | None:
+        """The quantiles that are forecast, or reported of a distribution; None: forecasts are single values."""
+        return REPORTED if self.quantiles is None and self.distribution != "none" else self.quantiles
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.distribution != "none":
+            self._check_distribution()
         if self.quantiles is not None and (
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
@@ -196,6 +237,22 @@ class DataSpec(Section):
             if all(part >= 1 for part in self.split) and any(part != int(part) for part in self.split):
                 raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
         return self
+
+    def _check_distribution(self) -> None:
+        kind = self.distribution
+        if self.transform == "diff":
+            raise ValueError(f"distribution={kind} of changes does not add up to one of values; use transform=none or log, or remove it")
+        if not self.counts:
+            return
+        if self.transform != "none":
+            raise ValueError(f"distribution={kind} is of counts, but transform={self.transform} makes other numbers of them; remove it")
+        if self.residual not in ("auto", "none"):
+            raise ValueError(
+                f"distribution={kind} is of counts, but residual={self.residual} takes a naive forecast off them; remove it, or use "
+                "distribution=student_t"
+            )
+        if self.scale == "change":
+            raise ValueError(f"distribution={kind} scales counts by their mean, not by their changes; remove scale=change")
 
 
 PACKED_WINDOWS = 4

@@ -67,9 +67,11 @@ def _min_lr(spec: Spec) -> str | None:
 
 
 def _loss(spec: Spec) -> str | None:
+    if spec.task == "forecasting" and spec.data.distribution != "none":
+        return "has no effect beside data.distribution, whose loss is its negative log-likelihood; remove it"
     if spec.task == "forecasting" and spec.data.quantiles is not None:
         return "has no effect beside data.quantiles, whose loss is the pinball loss; remove it"
-    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy"}
+    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy", "transcription": "that of CTC"}
     return f"is for forecasting and regression; the loss of {spec.task} is {kinds[spec.task]}; remove it" if spec.task in kinds else None
 
 
@@ -89,7 +91,7 @@ def _context(spec: Spec) -> str | None:
 
 
 def _augment(spec: Spec) -> str | None:
-    if (why := _tasks("classification", "regression", "tagging")(spec)) is not None:
+    if (why := _tasks("classification", "regression", "tagging", "transcription")(spec)) is not None:
         return why
     return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
 
@@ -116,10 +118,15 @@ def _front_dropout(spec: Spec) -> str | None:
 
 _pool = _tasks("classification", "regression")
 
+
+def _characters(spec: Spec) -> str | None:
+    return "is for model.characters, which is none; remove it, or set model.characters=cnn" if spec.model.characters == "none" else None
+
+
 ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
-    "data.label": _tasks("classification", "regression", "tagging"),
+    "data.label": _tasks("classification", "regression", "tagging", "transcription"),
     "data.multi_label": _tasks(*LABELS),
     "data.each_step": _tasks("regression"),
     "data.warmup": _each_step,
@@ -131,17 +138,25 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _series),
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.calendar", "data.categorical", "data.static", "data.missing"), _series),
-    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles", "data.scale", "data.known"), _tasks("forecasting")),
+    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.scale", "data.known"), _tasks("forecasting")),
+    **dict.fromkeys(("data.quantiles", "data.distribution"), _tasks("forecasting")),
+    "data.lowercase": _not_forecasting(),
+    "data.word_length": _characters,
     "data.context": _context,
     "data.augment": _augment,
-    "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
+    "data.standardize": _tasks("classification", "tagging", "transcription", "forecasting", "regression"),
     "model.embedding": _not_forecasting(),
     "model.dropout_words": _not_forecasting(),
+    "model.dropout_rare": _not_forecasting(),
+    "model.freeze_embedding": _not_forecasting(),
+    "model.characters": _tasks("classification", "regression", "tagging"),
+    **dict.fromkeys(("model.character_embedding", "model.character_width"), _characters),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
     "model.front_dropout": _front_dropout,
     "model.softmax": _tasks("language"),
     "model.pool": lambda spec: "is for one target per sequence, not for data.each_step; remove it" if spec.each_step else _pool(spec),
+    "model.upsample": _tasks("transcription"),
     "model.linear": _tasks("forecasting"),
     "batch.windows": _series,
     "batch.pack": lambda spec: "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None,
@@ -160,7 +175,7 @@ ACTS: Mapping[str, Rule] = {
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
 ALWAYS: Mapping[str, tuple[str, ...]] = {
-    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
+    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
@@ -192,7 +207,8 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
     if not spec.reads_series:
         kind = "numbers" if not facts.vocabulary else "tokens already"
         of_text = () if text else ("data.tokens",)
-        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", "model.embedding", "model.dropout_words")
+        names = ("embedding", "dropout_words", "dropout_rare", "freeze_embedding")
+        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", *(f"model.{name}" for name in names))
         for key in (*of_text, *of_tokens):
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
@@ -215,6 +231,6 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
 def idle_beside_own(spec: Spec) -> Iterator[str]:
     """Lines for keys that describe the built-in model, if the user passes one of their own."""
     keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights", "train.label_smoothing")
-    for key in keys:
+    for key in (*keys, "data.distribution"):
         if is_set(spec, key):
             yield f"{key} is for the model that a spec describes, but you pass a model of your own; remove it"

@@ -19,7 +19,7 @@ from carrywave.spec.train_spec import TrainSpec, check_best
 
 PAST_STEPS = 96  # last values that a straight line reads, and that give a moving scale, where a spec does not say how many
 
-TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
+TaskName = Literal["language", "classification", "tagging", "transcription", "forecasting", "regression"]
 
 
 class Spec(Section):
@@ -32,8 +32,8 @@ class Spec(Section):
 
     task: TaskName = Field(
         "language",
-        description="what to predict: the next token, a label per sequence, a label per step, the next values, numbers per sequence "
-        "or, with data.each_step, per step",
+        description="what to predict: the next token, a label per sequence, a label per step, labels in a row that are in no fixed place "
+        "(transcription), the next values, numbers per sequence or, with data.each_step, per step",
     )
     data: DataSpec = DataSpec()
     model: ModelSpec = ModelSpec()
@@ -56,12 +56,14 @@ class Spec(Section):
         if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
             raise ValueError(
                 "model.bidirectional cannot read a stream backwards; "
-                "use separate sequences (classification, tagging or regression with batch.tokens)"
+                "use separate sequences (classification, tagging, transcription or regression with batch.tokens)"
             )
         if self.model.front_layers:
             self._check_front()
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
+        if self.task == "transcription":
+            self._check_transcription()
         if self.each_step:
             self._check_each_step()
         elif self.data.missing == "mask":
@@ -78,15 +80,34 @@ class Spec(Section):
             raise ValueError("data.augment changes the lengths that batch.pack has laid out; remove one of them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
-        if self.model.linear and self.task == "forecasting" and self.data.residual not in ("auto", "last"):
+        if self.model.linear and self.task == "forecasting" and not self.data.counts and self.data.residual not in ("auto", "last"):
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         if self.batch.windows == "random" and self.batch.vary:
             raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
-        weighted, several = self.train.class_weights is not None, self.data.multi_label
-        check_best(self.train.best, self.task, self.data.quantiles, weighted=weighted, multi_label=several, each_step=self.each_step)
+        weighted, several = self.train.class_weights is not None or self.data.weight not in (None, "none"), self.data.multi_label
+        distribution = self.data.distribution != "none"
+        if self.train.best == "weighted_quantile_loss" and self.data.transform != "none":
+            raise ValueError("train.best=weighted_quantile_loss is in the units of the file, which data.transform is not; use crps")
+        kinds = {"weighted": weighted, "multi_label": several, "distribution": distribution, "each_step": self.each_step}
+        check_best(self.train.best, self.task, self.data.levels, **kinds)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
+
+    def _check_transcription(self) -> None:
+        augment = self.data.augment
+        if augment is not None and (augment.crop < 1.0 or augment.shift):
+            raise ValueError(
+                "data.augment with crop or shift leaves out steps or moves them, but transcription has labels for all of them, in their "
+                "order; use noise and scale"
+            )
+        if self.batch.pack:
+            raise ValueError("transcription reads the whole of a lane as one sequence; remove batch.pack")
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but a transcription is scored over all ways to lay it along the "
+                "whole sequence; use plan.micro_batches, which divides lanes instead, or remove it"
+            )
 
     def _check_each_step(self) -> None:
         if self.data.standardize in ("sequence", "window"):
@@ -104,8 +125,8 @@ class Spec(Section):
         stride = total_stride(self.model.front_layers)
         if self.streams or self.task in ("language", "forecasting"):
             raise ValueError(
-                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression or "
-                "tagging with batch.tokens), or remove it"
+                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression, "
+                "transcription or tagging with batch.tokens), or remove it"
             )
         if (self.task == "tagging" or self.each_step) and stride > 1:
             what = "tagging labels every step" if self.task == "tagging" else "every step has a target (data.each_step)"
@@ -141,8 +162,13 @@ class Spec(Section):
 
     @property
     def pooled(self) -> bool:
-        """True if there is one target per sequence."""
-        return self.task in ("classification", "regression") and not self.each_step
+        """True if there is one target, or one row of them, per sequence."""
+        return self.task in ("classification", "regression", "transcription") and not self.each_step
+
+    @property
+    def reads_whole(self) -> bool:
+        """True if a front or the head needs whole sequences at once, so that time cannot be cut."""
+        return self.task == "transcription" or bool(self.model.front_layers)
 
     @property
     def lanes(self) -> int:
@@ -181,8 +207,11 @@ class Spec(Section):
 
     @property
     def past_steps(self) -> int:
-        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
-        return self.model.linear or self.scale_steps
+        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none.
+
+        That of counts reads at least one, beside which it finds the scale of the series.
+        """
+        return self.model.linear or self.scale_steps or int(self.data.counts)
 
     @property
     def plans_itself(self) -> bool:

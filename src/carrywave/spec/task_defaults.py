@@ -21,7 +21,7 @@ Sections = dict[str, dict[str, Any]]
 
 def with_task_defaults(spec: Spec) -> Spec:
     """The spec with the defaults of its task for keys that are not set."""
-    by_task = {"language": _language, "tagging": _tagging, "forecasting": _forecasting}
+    by_task = {"language": _language, "tagging": _tagging, "transcription": _transcription, "forecasting": _forecasting}
     wanted = (_each_step if spec.each_step else by_task.get(spec.task, _pooled))(spec)
     if spec.train.optimizer in ADAM:
         wanted.setdefault("train", {}).update({"clip": 1.0, "schedule": "cosine"})
@@ -46,6 +46,10 @@ def _language(spec: Spec) -> Sections:
 def _tagging(spec: Spec) -> Sections:
     both_ways = {} if spec.streams else {"bidirectional": True}
     return {"model": {**both_ways, "dropout": 0.3}, "train": {"lr": 5e-3}}
+
+
+def _transcription(spec: Spec) -> Sections:
+    return {"model": {"bidirectional": True, "dropout": 0.2}, "train": {"lr": 3e-3, "warmup": 100}}
 
 
 def _pooled(spec: Spec) -> Sections:
@@ -77,7 +81,7 @@ def _decay(spec: Spec, decay: float) -> dict[str, Any]:
 
 def _forecasting(spec: Spec) -> Sections:
     data = spec.data
-    train: dict[str, Any] = {"lr": 2e-3} if data.quantiles is not None else {"lr": 2e-3, "loss": "mae"}
+    train: dict[str, Any] = {"lr": 2e-3} if data.levels is not None else {"lr": 2e-3, "loss": "mae"}
     train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
     if data.residual in ("auto", "last") and data.transform != "diff":

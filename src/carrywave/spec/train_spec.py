@@ -22,10 +22,14 @@ BestMetric = Literal[
     "macro_f1",
     "exact_match",
     "top_5_accuracy",
+    "label_error",
+    "sequence_error",
     "mae",
     "rmse",
     "mase",
     "pinball",
+    "crps",
+    "weighted_quantile_loss",
     "nse_median",
     "kge_median",
 ]
@@ -34,7 +38,8 @@ OF_TASK: Mapping[str, tuple[str, ...]] = {
     "language": ("loss", "perplexity", "bits"),
     "classification": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
     "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
-    "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
+    "transcription": ("loss", "label_error", "sequence_error"),
+    "forecasting": ("loss", "mae", "rmse", "mase", "pinball", "crps", "weighted_quantile_loss"),
     "regression": ("loss", "mae", "rmse"),
 }
 EACH_STEP = ("loss", "mae", "rmse", "nse_median", "kge_median")  # of regression with data.each_step
@@ -42,11 +47,19 @@ MULTI_LABEL = ("loss", "unweighted_loss", "micro_f1", "macro_f1", "exact_match")
 # Better if higher; every other metric is better if lower.
 HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "top_5_accuracy", "nse_median", "kge_median")
 OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
+OF_DISTRIBUTIONS = ("crps", "weighted_quantile_loss")
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median
 
 
 def check_best(
-    metric: str, task: str, quantiles: Sequence[float] | None, *, weighted: bool, multi_label: bool = False, each_step: bool = False
+    metric: str,
+    task: str,
+    quantiles: Sequence[float] | None,
+    *,
+    weighted: bool,
+    multi_label: bool = False,
+    distribution: bool = False,
+    each_step: bool = False,
 ) -> None:
     """Refuse a metric that evaluations of this task do not have."""
     known = MULTI_LABEL if multi_label else EACH_STEP if each_step else OF_TASK[task]
@@ -54,7 +67,9 @@ def check_best(
         of = f"{task} with several labels (data.multi_label)" if multi_label else f"{task} at every step" if each_step else task
         raise ValueError(f"train.best={metric} is not a metric of {of}; use {', '.join(known)}")
     if metric == "unweighted_loss" and not weighted:
-        raise ValueError("train.best=unweighted_loss is for train.class_weights, without which it is the loss; use loss")
+        raise ValueError("train.best=unweighted_loss is for train.class_weights and data.weight, without which it is the loss; use loss")
+    if metric in OF_DISTRIBUTIONS and not distribution:
+        raise ValueError(f"train.best={metric} needs data.distribution; set it, or use loss, mae, rmse or mase")
     if metric == "pinball" and quantiles is None:
         raise ValueError("train.best=pinball needs data.quantiles; set them, or use loss, mae, rmse or mase")
     if metric in OF_POINTS and quantiles is not None and 0.5 not in quantiles:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.rows import A_NUMBER, missing_column, quoted
+from carrywave.data.files.rows import A_NUMBER, NO_WEIGHT, missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
@@ -48,6 +48,7 @@ class ColumnChoice:
     static: tuple[str, ...] = ()
     missing: str = "error"  # how empty cells and missing rows are filled
     targets: tuple[str, ...] = ()  # to forecast; empty: all that are measured
+    weight: str | None = None  # the weight of each row's values as targets
     each_step: bool = False  # targets are estimated at every step from the other columns, and may be empty
 
     @staticmethod
@@ -55,18 +56,20 @@ class ColumnChoice:
         """Take the choice from the spec or, given a codec, from the training data; if not `labelled`, without targets that are estimated at
         every step.
         """
+        weight = None if data.weight == NO_WEIGHT else data.weight
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
             asked["targets"] = data.targets or ()
             asked["each_step"] = data.each_step
             columns = data.columns if data.columns is None or not data.each_step else (*data.columns, *asked["targets"])
-            return ColumnChoice(columns, data.time, data.series, data.frequency_text, missing=data.missing, **asked)
+            return ColumnChoice(columns, data.time, data.series, data.frequency_text, missing=data.missing, weight=weight, **asked)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
         learned["targets"] = (codec.step_targets if labelled else ()) if codec.step_targets else codec.forecast_columns
         learned["each_step"] = bool(codec.step_targets)
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
         learned["month_days"] = codec.month_days
+        learned["weight"] = weight
         columns = (*codec.read_columns, *learned["targets"]) if codec.step_targets else codec.read_columns
         return ColumnChoice(
             columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
@@ -76,6 +79,16 @@ class ColumnChoice:
     def named(self) -> bool:
         """True if it asks for covariates, which only a table with named columns has."""
         return any(getattr(self, name) for name in COVARIATES)
+
+    def check_weight(self, name: str, time: str | None, series: str | None) -> None:
+        """Refuse weights in a column that has another role."""
+        roles = {time: "times", series: "names of the series"} | {
+            column: f"what is in data.{field}" for field in ("columns", "targets", *COVARIATES) for column in getattr(self, field) or ()
+        }
+        if self.weight is not None and self.weight in roles:
+            raise DataError(
+                f"{name}: column {self.weight} (data.weight) holds the {roles[self.weight]}; name another, or remove data.weight"
+            )
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,9 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         if misused := [column for column in getattr(choice, field) if column in (time, series)]:
             what = "times" if misused[0] == time else "names of the series"
             raise DataError(f"{name}: column {misused[0]} (data.{field}) holds the {what}; remove it from data.{field}")
+    if not choice.trained:
+        require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
+        choice.check_weight(name, time, series)
     if choice.each_step:
         require(table, choice.targets, name, None if choice.trained else "data.targets")
     categorical = _categorical(table, choice)
@@ -126,7 +142,11 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
     left: dict[str, str] = {}
     read: list[str] = []
     for column in names:
-        if column in categorical or (column in (time, series) and (choice.columns is None or column not in choice.columns)):
+        if (
+            column == choice.weight
+            or column in categorical
+            or (column in (time, series) and (choice.columns is None or column not in choice.columns))
+        ):
             continue
         why = "not in data.columns" if choice.columns is not None else _why_not(table[column], column in (index, counter))
         if why is None:
@@ -158,6 +178,7 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         "categorical": categorical,
         "static": choice.static,
         "calendar": choice.calendar,
+        "weights": () if choice.weight is None else (choice.weight,),
     }
     said = tuple(f"{what}: {_listed(given)}" for what, given in lists.items() if given)
     return Roles(columns, time, series, tuple(left.items()), categorical, said)

@@ -13,6 +13,7 @@ PREDICTED: Mapping[str, tuple[str, ...]] = {
     "classification": ("label", "probability", "probabilities"),
     "regression": ("label",),
     "tagging": ("labels",),
+    "transcription": ("labels", "probability"),
     "language": ("prompt", "continuation", "text"),
 }
 

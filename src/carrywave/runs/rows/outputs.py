@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.sequences import Ints, Sequences
+from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.runs.evaluation import passes
 from carrywave.runs.trained_run import Saved
@@ -19,6 +20,7 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.tasks.task import Part
 
 Numbers = NDArray[Any]
+RAGGED = ("tagging", "transcription")  # tasks with an output for each step of a sequence
 
 
 class Outputs:
@@ -39,8 +41,8 @@ class Outputs:
         self._capture = Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device)
 
     def of(self, data: Sequences) -> list[Numbers]:
-        """The output for the whole of each sequence (classification, regression), its tags (tagging), the numbers of its
-        steps, or the forecast after its last step.
+        """The output for the whole of each sequence (classification, regression), its tags (tagging), the log-probabilities of each step
+        (transcription), the numbers of its steps, or the forecast after its last step.
 
         Empty on ranks other than 0. Collective.
         """
@@ -54,14 +56,21 @@ class Outputs:
                 if owner < 0 or not length:
                     continue
                 # Of a stream, the last window counts; a copy, since a view would keep the whole window.
-                if self.saved.stage.pooled:
+                if self.saved.stage.pooled and self.saved.spec.task != "transcription":
                     pieces[owner] = out[lane]
                 elif self.saved.spec.task == "tagging":
                     pieces[owner] = out[:length, lane].clone()
+                elif self.saved.spec.task == "transcription":
+                    pieces[owner] = out[: self._answers(length), lane].clone()
                 else:
                     pieces[owner] = out[length - 1, lane].clone()
         found = self._together(pieces)
         return [found[number] for number in range(len(data))] if found else []
+
+    def _answers(self, length: int) -> int:
+        """At how many steps a sequence of this length is answered."""
+        assert isinstance(self.saved.model, Model)
+        return self.saved.model.output_steps(length)
 
     def _of_steps(self, data: Sequences) -> list[Numbers]:
         """The output for every step of each sequence, whose windows follow each other."""
@@ -116,7 +125,7 @@ class Outputs:
     @property
     def _ragged(self) -> bool:
         """True if outputs are as long as their sequences."""
-        return self.saved.spec.task == "tagging" or self.saved.spec.each_step
+        return self.saved.spec.task in RAGGED or self.saved.spec.each_step
 
     def _together(self, pieces: Mapping[int, Tensor]) -> dict[int, Numbers]:
         """On rank 0, the pieces of all workers by number."""

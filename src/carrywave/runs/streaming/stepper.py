@@ -166,6 +166,11 @@ class Stepper:
     def _encoded(self, clients: Sequence[Client], rows: Any) -> Tensor:
         """The rows as the model reads them."""
         function = self._function
+        if self.codec.word_length:
+            if not all(isinstance(row, str) for row in rows):
+                raise DataError("this model reads the characters of words, which an id does not tell; pass the words themselves")
+            ids_B = np.array([self._token(row, client) for row, client in zip(rows, clients, strict=True)], np.int32)
+            return torch.from_numpy(self.codec.spelled(ids_B, rows)).long().to(function.device)
         if self.codec.kind is not None:
             ids = [self._token(row, client) for row, client in zip(rows, clients, strict=True)]
             return torch.tensor(ids, device=function.device)

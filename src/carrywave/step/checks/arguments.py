@@ -17,7 +17,9 @@ from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
+from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import check_resets
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -174,6 +176,8 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             check_resets(model)
             if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
                 check_ends(batch.targets, batch.resets, batch.lengths)
+        if batch.weights is not None:
+            _check_weights(batch, batch.weights, model)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
@@ -224,13 +228,26 @@ def check_continued(batch: Batch, before: Lanes | None) -> Lanes:
 
 def _check_detached(batch: Batch) -> None:
     """Refuse a batch with an autograd graph: what lies behind it would get each worker's own sum, neither summed over all nor divided."""
-    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets)):
+    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("weights", batch.weights)):
         if tensor is not None and tensor.requires_grad:
             owner = "the encoder of cw.Model" if name == "inputs" else "the head of cw.Model"
             raise UserError(
                 f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
                 f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
             )
+
+
+def _check_weights(batch: Batch, weights: Tensor, model: Model | OpaqueModel) -> None:
+    """Refuse weights that the model's loss does not take, or not in this form."""
+    if isinstance(model, OpaqueModel):
+        check_weights(weights, model.given_loss, f"the module {type(model.module).__name__}", by_lane=model.pooled)
+        return
+    by_lane = model.whole_head or (model.pooled and batch.resets is None)
+    check_weights(weights, model.head.loss, f"the head {type(model.head).__name__}", by_lane=by_lane)
+    if model.pooled and batch.resets is not None and weights.dim() == 1:
+        raise UserError(
+            "the weights are one for each lane, but lanes hold several sequences; pass [time, lane], at the last step of each sequence"
+        )
 
 
 def _other_targets(model: Model | OpaqueModel) -> UserError:
@@ -265,6 +282,13 @@ def _first(module: nn.Module) -> nn.Module:
 def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
     numbers = reader.features if isinstance(reader, Front) else numbers
+    if isinstance(reader, SpelledWords):
+        if inputs.dim() != 3 or inputs.shape[-1] != 1 + reader.length:
+            raise UserError(
+                f"the inputs are {_form(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
+            )
+        _check_codes(inputs[..., 1:], reader.codes, "character")
+        inputs, reader = inputs[..., 0], reader.words
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(
@@ -275,12 +299,16 @@ def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
         return
     if inputs.is_floating_point():
         raise UserError(f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads tokens; pass whole numbers")
-    if inputs.device.type == "cpu" and inputs.numel():
-        low, high = (int(each) for each in inputs.aminmax())
-        if low < 0 or high >= rows:
+    _check_codes(inputs, rows, "token")
+
+
+def _check_codes(codes: Tensor, known: int, what: str) -> None:
+    if codes.device.type == "cpu" and codes.numel():
+        low, high = (int(each) for each in codes.aminmax())
+        if low < 0 or high >= known:
             raise UserError(
-                f"the inputs contain token {low if low < 0 else high}, but the encoder knows 0 to {rows - 1}; "
-                "use tokens in that range, or a larger embedding"
+                f"the inputs contain {what} {low if low < 0 else high}, but the encoder knows 0 to {known - 1}; "
+                f"use {what}s in that range, or a larger embedding"
             )
 
 
