@@ -82,6 +82,9 @@ OWN: dict[str, Callable[[], Model]] = {
     "tagging, norms inside the cell, zoneout": lambda: Model(
         _tokens(), cw.LSTM(6, 8, num_layers=2, cell_norm=True, zoneout=(0.1, 0.3), recurrent_dropout=0.5), Softmax(8, 5)
     ),
+    "tagging, heads": lambda: Model(
+        Numbers(4), cw.SLSTM(4, [8, 12], num_heads=2, learned_carry=True, cell_norm=True, layer_norm=True), Softmax(12, 5)
+    ),
     "classification, heads, both ways": lambda: Model(
         Numbers(4), cw.SLSTM(4, 8, num_heads=2, bidirectional=True, learned_carry=True), PooledSoftmax(16, 3)
     ),

@@ -27,10 +27,10 @@ from carrywave.tasks.views import Layout
 FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
 
 
-def describe(task: Task, portable: Portable, form: str, precision: str, step: Program | None = None) -> str:
-    """The description as JSON; `step`: of a single step, with the state before the first."""
+def describe(task: Task, portable: Portable, form: str, precision: str, single: Program | None = None) -> str:
+    """The description as JSON; `single`: of a single step, with the state before the first."""
     model = portable.model
-    ports: Ports = portable if step is None else step
+    ports: Ports = portable if single is None else single
     whole: dict[str, Any] = {
         "carrywave": __version__,
         "task": task.spec.task,
@@ -44,8 +44,10 @@ def describe(task: Task, portable: Portable, form: str, precision: str, step: Pr
             "outputs": [port.to_json() for port in ports.outputs],
             "state": {port.name: port.name + NEXT for port in ports.state},
         }
-        if step is not None:
-            whole["initial"] = {name: _initial(state.initial.tolist()) for name, state in step.states.items()}
+        if single is not None:
+            whole["initial"] = {
+                name: state.uniform if state.uniform is not None else state.initial.tolist() for name, state in single.states.items()
+            }
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
@@ -61,11 +63,6 @@ def describe(task: Task, portable: Portable, form: str, precision: str, step: Pr
         step["lane"] = {"column": task.codec.columns[target], "one_of": list(task.codec.channels)}
     whole |= {"model": _network(model), "data": _data(task.spec), **step, "codec": json.loads(task.codec.to_json())}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
-
-
-def _initial(values: list[float]) -> float | list[float]:
-    """A state before the first step: one number if all of its numbers are the same."""
-    return values[0] if len(set(values)) == 1 else values
 
 
 def _network(model: Model) -> dict[str, Any]:
