@@ -25,6 +25,7 @@ from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
 from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples, Transcribed
+from carrywave.report.step_samples import step_samples
 from carrywave.runs.evaluation import Details, evaluate, is_ctc, passes
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
@@ -76,6 +77,9 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
                 f"The last forecast within {where}, with the best weights{_some_of(saved, data)}.",
                 [*_forecasts(saved, name, data), *_errors(saved, name, data)],
             )
+        case "regression" if saved.spec.each_step:
+            steps = step_samples(saved, name, data, SECONDS)
+            return Samples(f"The last steps of {where}, with the best weights, and how well each series of it is estimated.", steps)
         case "transcription":
             shown = f"Of {where}, evenly spaced; the prediction is the likeliest label of each step, with the best weights."
             return Samples(shown, [_transcribed(saved, name, data)])

@@ -39,7 +39,7 @@ class StepErrors:
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one number per target; those of the NSE loss have their weights beside them."""
-        return isinstance(out, Tensor) and out.shape in (target.shape, target.shape[:-1])
+        return isinstance(out, Tensor) and out.ndim == 3 and out.shape in (target.shape, target.shape[:-1])
 
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:

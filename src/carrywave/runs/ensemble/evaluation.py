@@ -48,7 +48,7 @@ def evaluate_together(
         if first.spec.data.multi_label:
             out = mean_of_odds(outs)
         else:
-            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, targets, batch, units)
+            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, targets), batch, units)
         loss_sum, count = first.model.head.score(out, target, weights=weights)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:
@@ -111,6 +111,12 @@ def _sizes(member: Saved, part: Part) -> np.ndarray[tuple[int, ...], np.dtype[np
     return None if part.data.units is None or not codec.targets else np.ascontiguousarray(part.data.units[:, list(codec.targets)])
 
 
+def _values(members: Sequence[Saved], targets: Sequence[Tensor]) -> list[Tensor]:
+    """The targets without the weights that the NSE loss has beside them."""
+    weighted = [member.spec.each_step and member.spec.train.loss == "nse" for member in members]
+    return [target[..., 0] if both else target for target, both in zip(targets, weighted, strict=True)]
+
+
 def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: Batch, units: Sequence[Tensor | None]) -> Tensor:
     """The average in the first run's units. What runs add to their output (a naive forecast) is in their targets as well, and so is the
     mean that was taken off: errors are averaged, which have neither.
@@ -122,7 +128,7 @@ def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: B
         error = out.double() - own.double()[spread]
         if unit_SC is not None:
             unit_BC = unit_SC[batch.sequence.clamp(min=0)] if len(unit_SC) > 1 else unit_SC
-            error = error * (unit_BC if target.ndim == 2 else unit_BC[:, None])[spread]
+            error = error * (unit_BC if target.ndim < 4 else unit_BC[:, None])[spread]
         mean += error / len(outs)
     return (mean + target[spread]).to(outs[0].dtype)
 
