@@ -27,14 +27,17 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
+from carrywave.spec.data_spec import COUNTS
 from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state
@@ -48,6 +51,7 @@ from _odd import CELLS
 Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
+CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
 SPANS = ("B-x", "B-y", "O", "I-x")  # the names of the classes for a CRF: the last one may not follow everything
 POOLED = ("classification", "regression")
 STREAMS = ("language", "forecasting")
@@ -88,6 +92,11 @@ def model_of(case: Case) -> Model:
     else:
         encoder = Numbers(FEATURES)
     width = asked["input"] if tokens or asked["own_encoder"] else FEATURES
+    if asked.get("characters"):
+        assert isinstance(encoder, Embedding)
+        encoder.rare = (VOCABULARY // 2, VOCABULARY - 1, 0.5)
+        encoder = SpelledWords(encoder, asked["characters"], CHARACTERS, LETTERS, 4, 6)
+        width = encoder.width
     if asked.get("front"):
         layers = [{"channels": channels, "kernel": kernel, "stride": stride} for channels, kernel, stride in asked["front"]]
         encoder = Front(encoder if tokens else width, layers, dropout=0.2)
@@ -128,7 +137,11 @@ def model_of(case: Case) -> Model:
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
             quantiles, past = (0.1, 0.5, 0.9) if asked["quantiles"] else None, asked.get("past", 0)
-            head = Forecast(width, HORIZON, NUMBERS, quantiles, linear=past > 0, scaled=past > 1, past_steps=past)
+            if asked.get("distribution"):
+                how = {"linear": past > 1, "scaled": past > 1, "past_steps": past}
+                head = DistributionForecast(width, HORIZON, NUMBERS, asked["distribution"], **how)
+            else:
+                head = Forecast(width, HORIZON, NUMBERS, quantiles, linear=past > 0, scaled=past > 1, past_steps=past)
     model = Model(
         encoder,
         lstm,
@@ -172,10 +185,17 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     else:
         inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
         inputs[padded_TB] = VOCABULARY - 1 if odd else 0
+        if model.get("characters"):
+            codes = torch.randint(2, CHARACTERS, (steps, lanes, LETTERS), generator=generator)
+            lengths_TB1 = torch.randint(LETTERS + 1, (steps, lanes, 1), generator=generator)  # some words have no characters
+            codes[torch.arange(LETTERS) >= lengths_TB1] = 0
+            codes[padded_TB] = CHARACTERS - 1 if odd else 0
+            inputs = torch.cat([inputs[..., None], codes], dim=-1)
     share = case.get("resets")  # of the steps at which a lane starts again
     resets = None if share is None else torch.rand((steps, lanes), generator=generator) < share
     by_lane = task in POOLED and resets is None
     lead = (lanes,) if by_lane else (steps, lanes)
+    counts = model.get("distribution") in COUNTS
     unused = lengths_B == 0 if by_lane else padded_TB
     if task in POOLED and resets is not None:  # of every sequence, the last step has the target
         ends_TB = torch.arange(steps)[:, None] == lengths_B - 1
@@ -184,6 +204,7 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     if task in ("regression", "forecasting"):
         shape = (*lead, NUMBERS) if task == "regression" else (*lead, HORIZON, NUMBERS)
         targets = torch.randn(shape, generator=generator, dtype=torch.float64)
+        targets = targets.abs().mul(3).floor() if counts else targets
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
@@ -198,6 +219,8 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = 1 if odd else 0
     past = model.get("past", 0)
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
+    if counts and history is not None:  # with the size of a unit of each lane
+        history = torch.cat([history.abs(), torch.linspace(0.5, 9.0, lanes).double()[:, None].expand(history.shape)], dim=-1)
     if task in POOLED and resets is not None:
         targets[unused] = math.nan if targets.is_floating_point() else -100
     weights = _weights(case["weights"], lead, task, generator) if case.get("weights") else None

@@ -66,6 +66,15 @@ def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool:
     check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", [*PLANS, "head shared by three"])
+@pytest.mark.parametrize("kind", ["cnn", "lstm"])
+def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str, crew: Crew) -> None:
+    """Also with rare words that are read as unknown ones, cut in time, and in lanes that hold several sequences."""
+    words = sequences(task="tagging", plan=(PLANS | SHARED)[plan], model__numbers=False, model__characters=kind)
+    check(words, crew)
+    check(changed(words, resets=0.3, padding="odd"), crew)
+
+
 VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
 
 
@@ -218,18 +227,28 @@ def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew
     check(sequences(task=task, model__multi_label=True, plan=PLANS[plan], resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("distribution", "past"), [("normal", 0), ("student_t", 4), ("negative_binomial", 1), ("negative_binomial", 4), ("poisson", 4)]
+)
+def test_distributions_give_the_answer_of_one_device(plan: str, distribution: str, past: int, crew: Crew) -> None:
+    how = {"model__numbers": True, "model__tie": False, "model__distribution": distribution, "model__past": past}
+    check(a_case(task="forecasting", **how, plan=PLANS[plan]), crew)
+
+
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
     [
         a_case(),
         a_case(model__tie=False, plan__recompute="twice"),
+        a_case(task="forecasting", model__numbers=True, model__tie=False, model__distribution="negative_binomial", model__past=4),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
         sequences(task="tagging", model__multi_label=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways", "several labels"],
+    ids=["tied", "recomputed twice", "counts", "forecasting", "past values", "both ways", "several labels"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}

@@ -10,6 +10,7 @@ import carrywave as cw
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
@@ -73,6 +74,17 @@ MODELS: dict[str, Callable[[], Model]] = {
     "forecasting, linear, scaled, quantiles": lambda: Model(
         Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9), linear=True, scaled=True, past_steps=6)
     ),
+    "forecasting, normal": lambda: Model(Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "normal")),
+    "forecasting, student_t, linear, scaled": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "student_t", linear=True, scaled=True, past_steps=6)
+    ),
+    "forecasting, poisson": lambda: Model(Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "poisson", past_steps=1)),
+    "forecasting, negative_binomial, linear": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "negative_binomial", linear=True, past_steps=6)
+    ),
+    "forecasting, negative_binomial, linear, scaled": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "negative_binomial", linear=True, scaled=True, past_steps=6)
+    ),
     # Two categorical columns, of which the first is known for the two steps ahead, and then two of which both are.
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
     "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),
@@ -81,6 +93,9 @@ MODELS: dict[str, Callable[[], Model]] = {
 OWN: dict[str, Callable[[], Model]] = {
     "tagging, norms inside the cell, zoneout": lambda: Model(
         _tokens(), cw.LSTM(6, 8, num_layers=2, cell_norm=True, zoneout=(0.1, 0.3), recurrent_dropout=0.5), Softmax(8, 5)
+    ),
+    "tagging, heads": lambda: Model(
+        Numbers(4), cw.SLSTM(4, [8, 12], num_heads=2, learned_carry=True, cell_norm=True, layer_norm=True), Softmax(12, 5)
     ),
     "classification, heads, both ways": lambda: Model(
         Numbers(4), cw.SLSTM(4, 8, num_heads=2, bidirectional=True, learned_carry=True), PooledSoftmax(16, 3)

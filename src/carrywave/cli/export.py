@@ -20,11 +20,17 @@ class To(StrEnum):
     safetensors = "safetensors"
     onnx = "onnx"
     torch = "torch"
+    c = "c"
 
 
 def export(
     run: RunArgument,
-    to: Annotated[To, typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export.")],
+    to: Annotated[
+        To,
+        typer.Option(
+            "--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export, c for a C file."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="New folder to write. Default: exports/NAME-FORMAT.")
     ] = None,
@@ -42,7 +48,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the best weights of a run as safetensors, ONNX or a torch.export program. What was written is run and compared first."""
+    """Write the best weights of a run as safetensors, ONNX, a torch.export program or a C file. What is written was run and compared."""
     if launched():
         raise PlanError("export works in one process, but a launcher started this one; run it by itself")
     with leaving_at_once():

@@ -40,7 +40,7 @@ def largest_difference(portable: Portable, run: Runner, *, what: str, tolerance:
         for port, right, got in zip(portable.outputs, expected, found, strict=True):
             _check_shape(what, port, got, right)
             right, got = (_real(portable, port.shape, given, tensor.double()) for tensor in (right, got))
-            worst = max(worst, _difference(what, port, got, right, tolerance, f"{lanes} lanes, {steps} steps"))
+            worst = max(worst, check_difference(what, port, got, right, tolerance, f"{lanes} lanes, {steps} steps"))
     return worst
 
 
@@ -70,7 +70,7 @@ def largest_step_difference(
             for name in found.keys() & expected.keys():
                 _check_shape(what, outputs[name], found[name], expected[name])
                 place = f"{lanes} lanes, step {step + 1}"
-                worst = max(worst, _difference(what, outputs[name], found[name].double(), expected[name], tolerance, place))
+                worst = max(worst, check_difference(what, outputs[name], found[name].double(), expected[name], tolerance, place))
     return worst
 
 
@@ -82,7 +82,7 @@ def _check_shape(what: str, port: Port, got: Tensor, right: Tensor) -> None:
         )
 
 
-def _difference(what: str, port: Port, got: Tensor, right: Tensor, tolerance: float, sizes: str) -> float:
+def check_difference(what: str, port: Port, got: Tensor, right: Tensor, tolerance: float, sizes: str) -> float:
     """The largest difference, relative to the largest value if that is above 1; more than the tolerance is an error. Of labels, the share
     of those that differ: two paths of nearly the same score may change places when they are rounded.
     """

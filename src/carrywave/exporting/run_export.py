@@ -19,6 +19,7 @@ from carrywave.exporting.description import describe
 from carrywave.exporting.lost import MOST_TARGETS, mean_loss, valid_part
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.single_step import onnx_step
+from carrywave.exporting.single_step.c_file import c_file
 from carrywave.exporting.single_step.network import check_steps, network
 from carrywave.exporting.single_step.program import Program
 from carrywave.exporting.single_step.step_module import StepModule
@@ -31,7 +32,7 @@ from carrywave.spec.load import dump
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Part
 
-FORMATS = ("safetensors", "onnx", "torch")
+FORMATS = ("safetensors", "onnx", "torch", "c")
 DESCRIPTION = "model.json"
 Note = Callable[[str], None]
 
@@ -92,18 +93,24 @@ def export_run(
     folder = _free(Path("exports", f"{_name(saved)}-{to}") if named is None else named)
     if to == "safetensors":
         return _safetensors(saved, folder)
-    if step:
+    note = note or (lambda line: None)
+    one = step or to == "c"
+    if one:
         check_steps(saved.model)
-    portable = Portable(saved.model.float(), stateful=stateful or step).eval()
-    program = network(portable) if step else None
-    if program is not None:
+    portable = Portable(saved.model.float(), stateful=stateful or one).eval()
+    program: Program | None = None
+    if to == "c":
+        text, program, gap = c_file(saved.task, portable, _name(saved), note)
+        files, found = {"model.c": text.encode()}, {"difference": gap}
+    elif step:
+        program = network(portable)
         files, found = _one_step(saved, portable, program, to)
     elif to == "torch":
         traced = torch_program.archive(portable)
         found = {"difference": largest_difference(portable, torch_program.runner(traced), what="the torch program")}
         files = {"model.pt2": traced}
     else:
-        files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note or (lambda line: None))
+        files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note)
     files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32", program).encode()
     # Only now, so that nothing has to be cleared away if the work before is stopped.
     with _whole_or_nothing(folder) as draft:

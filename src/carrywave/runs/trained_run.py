@@ -43,7 +43,7 @@ from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.metrics import BY, Confusion, Metric
-from carrywave.tasks.task import POOLED, Part, Task
+from carrywave.tasks.task import Part, Task
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def open_run(
         plan = _plan_for(asked, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
     else:
-        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.task in POOLED)
+        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.pooled)
         plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
@@ -179,6 +179,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
         facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         said |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
+        said |= {"characters": codec.character_codes, "word_length": codec.word_length}
         said["categories"] = tuple(len(values) + 1 for values in codec.categories)
         for name, value in said.items():
             if getattr(facts, name) != value:
@@ -255,7 +256,7 @@ def evaluate_run(
 
 
 def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
-    task, labels = saved.spec.task, saved.task.codec.labels
+    task, labels = "regression at every step" if saved.spec.each_step else saved.spec.task, saved.task.codec.labels
     spans = not saved.spec.data.multi_label and tags_of(labels) is not None
     known = [name for name in BY[task] if name != "type" or spans]
     if "type" in by and task == "tagging" and not spans:

@@ -20,12 +20,15 @@ from carrywave.data.tables.transform import LARGEST
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.label_metrics import LabelDecisions, Row
+from carrywave.tasks.transcription.label_errors import LabelErrors
 
 BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "classification": ("label",),
     "tagging": ("label", "type"),
+    "transcription": (),
     "forecasting": ("column", "series", "step"),
     "regression": ("column",),
+    "regression at every step": ("column", "series"),
     "language": (),
 }
 MOST_COLUMNS = 16  # told with every evaluation in the units of the data
@@ -75,21 +78,26 @@ def for_task(
     unit_C: Tensor | None = None,
     columns: Columns | None = None,
     tops: Sequence[int] = (),
+    *,
+    weighted: bool = False,
 ) -> Metric | None:
     """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
     Forecasts and several numbers are scored in standardised units, as they are trained, so that columns with different units weigh the
     same; a single number in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, they are scored in
     the units of the data as well, column by column. With classes, `tops` are further numbers of likeliest ones of which one must be right.
+    `weighted`: targets have weights, by which only the loss goes.
     """
     match spec.task:
         case "language":
             return None
         case "classification" | "tagging":
-            weighted = spec.train.class_weights is not None
+            weighted = weighted or spec.train.class_weights is not None
             if spec.data.multi_label:
                 return LabelDecisions(len(facts.labels), device, facts.labels, threshold=spec.train.threshold, weighted=weighted)
             return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted, chosen=spec.model.crf)
+        case "transcription":
+            return LabelErrors(len(facts.labels), device)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":
@@ -105,8 +113,8 @@ def language(loss: float) -> dict[str, float]:
 class Confusion:
     """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`.
 
-    If the loss is `weighted` by class, the loss without weights is a metric beside it. `chosen`: outputs are not logits but the classes
-    themselves, and none is likelier than another.
+    If the loss is `weighted`, by class or by target, the loss without weights is a metric beside it. `chosen`: outputs are not logits but
+    the classes themselves, of which none is likelier than another, and which have no loss.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class Confusion:
         self.tops = () if chosen else tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
         self.chosen = chosen
         self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
-        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted else None
+        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted and not chosen else None
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one logit per class, or the class itself."""
@@ -156,7 +164,7 @@ class Confusion:
         return found if self.plain_loss is None else found | {"plain_loss": self.plain_loss}
 
     def values(self) -> dict[str, float]:
-        """Return the loss without class weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
+        """Return the loss without weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
         prediction, and the accuracies of `tops`.
         """
         counts_KK = self.counts_KK.cpu().to(torch.float64)

@@ -23,6 +23,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.model import Model
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 NORM_EPSILON = 1e-5  # torch's, of norms inside a cell
@@ -34,6 +35,7 @@ def check_steps(model: Model) -> None:
         (model.has_front, "a front reads over time"),
         (model.lstm.bidirectional, "bidirectional layers read the end of a sequence first"),
         (model.whole_head, f"the head {type(model.head).__name__} reads whole sequences"),
+        (isinstance(model.encoder, SpelledWords), "the characters of words have no plain form"),
     ):
         if whole:
             raise UserError(f"a single step cannot be exported: {what}; use --to onnx or --to torch without --step, for whole sequences")

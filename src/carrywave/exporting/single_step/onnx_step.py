@@ -27,7 +27,7 @@ class _Graph:
         self.dtype = np.dtype(str(program.dtype).removeprefix("torch."))
         self.rows = {port.name: port.name for port in program.inputs}
         # A matrix that embedding and head share is turned when the graph is loaded; any other is stored as the product reads it.
-        self.tables = {each.name for of in program.operations if of.kind == "row" and isinstance(each := of.inputs[0], Value)}
+        self.tables = {each.name for of in program.needed if of.kind == "row" and isinstance(each := of.inputs[0], Value)}
 
     def build(self, about: str) -> Any:
         nodes, program = self.nodes, self.program
@@ -35,7 +35,7 @@ class _Graph:
         for port in program.given:
             if len(port.shape) > 2:
                 self.rows[port.name] = nodes.reshape(port.name, 0, -1)
-        for operation in program.operations:
+        for operation in program.needed:
             self.rows[operation.out.name] = self.added(operation)
         port, value = program.result
         sizes = [int(size) for size in port.shape[1:]]

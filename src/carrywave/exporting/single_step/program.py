@@ -150,6 +150,11 @@ class State(NamedTuple):
     value: Value
     initial: Tensor
 
+    @property
+    def uniform(self) -> float | None:
+        """The number that all of the first value are; None: they differ."""
+        return float(self.initial[0]) if bool((self.initial == self.initial[0]).all()) else None
+
 
 @dataclass
 class Program:
@@ -234,6 +239,27 @@ class Program:
     def joined(self, values: Sequence[Value]) -> Value:
         """Rows one after the other."""
         return values[0] if len(values) == 1 else self.add("joined", tuple(values), sum(each.width for each in values))
+
+    @property
+    def needed(self) -> list[Operation]:
+        """The operations that the result or a state depends on, in order."""
+        assert self.result is not None
+        wanted = {self.result[1].name, *(value.name for value in self.after.values())}
+        found = []
+        for operation in reversed(self.operations):
+            if operation.out.name in wanted:
+                found.append(operation)
+                wanted |= {each.name for each in operation.inputs if isinstance(each, Value)}
+        return found[::-1]
+
+    def codes(self) -> dict[tuple[str, int], int]:
+        """For each input that is the number of a row, and each place in it: how many rows there are."""
+        found = {}
+        for operation in self.needed:
+            table, *code = (each.name for each in operation.inputs if isinstance(each, Value))
+            if operation.kind == "row":
+                found[code[0], operation.sizes["place"]] = len(self.weights[table])
+        return found
 
     def initial(self, lanes: int) -> list[Tensor]:
         """Each state before the first step."""

@@ -17,7 +17,7 @@ class StepModule(nn.Module):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        self.program = program
+        self.program, self.operations = program, program.needed
         self._places = {name: f"weight_{place}" for place, name in enumerate(program.weights)}
         for name, weight in program.weights.items():
             self.register_buffer(self._places[name], weight.clone())
@@ -36,10 +36,11 @@ class StepModule(nn.Module):
         """One step."""
         program = self.program
         assert program.result is not None
-        rows = {name: getattr(self, place) for name, place in self._places.items()}
+        weights = ((name, getattr(self, place)) for name, place in self._places.items())
+        rows = {name: weight[None] if weight.dim() == 1 else weight for name, weight in weights}
         for port, tensor in zip(program.inputs, given, strict=True):
             rows[port.name] = tensor if len(port.shape) == 2 else tensor.flatten(1) if len(port.shape) > 2 else tensor[:, None]
-        for operation in program.operations:
+        for operation in self.operations:
             rows[operation.out.name] = _computed(operation, rows)
         port, value = program.result
         result = rows[value.name]
@@ -47,14 +48,14 @@ class StepModule(nn.Module):
 
 
 def _shaped(row: Tensor, port: Port) -> Tensor:
-    return row if len(port.shape) == 2 else row.unflatten(1, [int(size) for size in port.shape[1:]])
+    return row if len(port.shape) == 2 else row.reshape(-1, *(int(size) for size in port.shape[1:]))
 
 
 def _computed(operation: Operation, rows: Mapping[str, Tensor]) -> Tensor:
     kind, sizes = operation.kind, operation.sizes
     given: list[Any] = [rows[each.name] if isinstance(each, Value) else each for each in operation.inputs]
     if kind in UNARY:
-        return (torch.nn.functional.softplus if kind == "softplus" else getattr(torch, kind))(given[0])  # type: ignore[no-any-return]
+        return (torch.nn.functional.softplus if kind == "softplus" else getattr(torch, kind))(given[0])
     if kind in BINARY:
         return _elements(kind, *given)
     return SHAPED[kind](*given, width=operation.out.width, **sizes)
@@ -77,8 +78,8 @@ def _linear(x: Tensor, weight: Tensor, *, width: int, columns: int, blocks: int,
         return torch.nn.functional.linear(x, weight)
     # [periods, blocks, rows of a block, columns]: in each period, each block has some rows.
     per_block = weight.view(-1, blocks, period // blocks, columns).permute(1, 3, 0, 2).flatten(2)
-    found = (x.unflatten(1, (blocks, 1, columns)) @ per_block).squeeze(2)
-    return found.unflatten(2, (width // period, period // blocks)).transpose(1, 2).flatten(1)
+    found = x.reshape(-1, blocks, 1, columns) @ per_block
+    return found.reshape(-1, blocks, width // period, period // blocks).transpose(1, 2).reshape(-1, width)
 
 
 SHAPED: dict[str, Callable[..., Tensor]] = {
@@ -86,7 +87,7 @@ SHAPED: dict[str, Callable[..., Tensor]] = {
     "row": lambda table, codes, *, width, place: torch.nn.functional.embedding(codes[:, place], table),
     "part": lambda x, *, width, low: x[:, low : low + width],
     "joined": lambda *xs, width: torch.cat(xs, dim=1),
-    "turned": lambda x, *, width, rows: x.unflatten(1, (rows, width // rows)).transpose(1, 2).flatten(1),
-    "mean": lambda x, *, width: x.unflatten(1, (width, -1)).mean(-1),
+    "turned": lambda x, *, width, rows: x.reshape(-1, rows, width // rows).transpose(1, 2).reshape(-1, width),
+    "mean": lambda x, *, width: x.reshape(-1, width, x.shape[1] // width).mean(-1),
     "highest": lambda x, *, width: x.amax(1, keepdim=True),
 }

@@ -1,4 +1,5 @@
-"""Heads: one result per step (`Softmax`, `Sigmoid`, `Forecast`) or one per sequence (`PooledSoftmax`, `PooledSigmoid`, `PooledNumbers`).
+"""Heads: one result per step (`Softmax`, `Sigmoid`, `Forecast`, `DistributionForecast`) or one per sequence (`PooledSoftmax`,
+`PooledSigmoid`, `PooledNumbers`).
 
 Every head has `forward(y) -> out`, `score(out, target, weights=None) -> (loss sum, count)`, and `loss(y, target, weights=None)`, which does
 both. Losses are sums, not means: replicas, chunks and micro-batches hold different numbers of targets, and the division happens once. A

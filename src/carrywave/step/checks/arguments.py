@@ -19,6 +19,7 @@ from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
 from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import check_resets
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -281,6 +282,13 @@ def _first(module: nn.Module) -> nn.Module:
 def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
     numbers = reader.features if isinstance(reader, Front) else numbers
+    if isinstance(reader, SpelledWords):
+        if inputs.dim() != 3 or inputs.shape[-1] != 1 + reader.length:
+            raise UserError(
+                f"the inputs are {_form(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
+            )
+        _check_codes(inputs[..., 1:], reader.codes, "character")
+        inputs, reader = inputs[..., 0], reader.words
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(
@@ -291,12 +299,16 @@ def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
         return
     if inputs.is_floating_point():
         raise UserError(f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads tokens; pass whole numbers")
-    if inputs.device.type == "cpu" and inputs.numel():
-        low, high = (int(each) for each in inputs.aminmax())
-        if low < 0 or high >= rows:
+    _check_codes(inputs, rows, "token")
+
+
+def _check_codes(codes: Tensor, known: int, what: str) -> None:
+    if codes.device.type == "cpu" and codes.numel():
+        low, high = (int(each) for each in codes.aminmax())
+        if low < 0 or high >= known:
             raise UserError(
-                f"the inputs contain token {low if low < 0 else high}, but the encoder knows 0 to {rows - 1}; "
-                "use tokens in that range, or a larger embedding"
+                f"the inputs contain {what} {low if low < 0 else high}, but the encoder knows 0 to {known - 1}; "
+                f"use {what}s in that range, or a larger embedding"
             )
 
 
