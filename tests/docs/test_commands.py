@@ -208,6 +208,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / name).write_text("the carry is passed along, and work moves through layers and time as a wave. " * 40)
     hours = (f"2026-01-{1 + hour // 24:02d} {hour % 24:02d}:00,{hour % 24}\n" for hour in range(600))
     (made / "loads.csv").write_text(f"date,load\n{''.join(hours)}")
+    (made / "slots").mkdir()
+    for name in ("train.jsonl", "valid.jsonl", "test.jsonl"):
+        (made / "slots" / name).write_text('{"tokens": ["by", "the", "Beatles"], "labels": ["O", "B-artist", "I-artist"]}\n' * 5)
     (made / "train.jsonl").write_text('{"text": "a b c", "label": "x"}\n{"text": "c b", "label": "y"}\n' * 20)
     return made
 
