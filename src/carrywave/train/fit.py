@@ -240,7 +240,7 @@ def _train(
     units = Units.of(spec, prepared.facts) if own is None else None
     layers = spec.model.layers if given is None else given.lstm.num_layers if isinstance(given, Model) else 0
     pooled = spec.pooled if given is None else given.pooled
-    whole = isinstance(given, Model) and given.whole_head
+    whole = spec.reads_whole if given is None else isinstance(given, Model) and given.whole_head
     request = PlanRequest(spec, units, layers, pooled, workers, start.before, prepared.facts, not unfit, whole)
     planned = plan_run(world, request, watch.say)
     plan = planned.plan
