@@ -30,6 +30,7 @@ from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
@@ -54,7 +55,7 @@ VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
 CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
 SPANS = ("B-x", "B-y", "O", "I-x")  # the names of the classes for a CRF: the last one may not follow everything
 POOLED = ("classification", "regression")
-STREAMS = ("language", "forecasting")
+STREAMS = ("language", "forecasting", "steps")  # steps: regression at every step
 
 
 @dataclass
@@ -133,6 +134,8 @@ def model_of(case: Case) -> Model:
         case "classification":
             pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
+        case "steps":
+            head = StepNumbers(width, NUMBERS, "nse")
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
@@ -208,6 +211,12 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
+    elif task == "steps":
+        targets = torch.randn((*lead, NUMBERS, 2), generator=generator, dtype=torch.float64)
+        targets[..., 1].abs_()  # the weight of each
+        missing = torch.rand((*lead, NUMBERS), generator=generator) < 0.3
+        targets[..., 0][missing] = math.nan
+        targets[unused] = math.nan if odd else 7.0
     elif model.get("multi_label"):
         drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
         targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing

@@ -396,3 +396,11 @@ def test_an_overflow_on_one_worker_is_skipped_by_all(plan: str, crew: Crew) -> N
     went_on = run(changed(case, groups=[[large], [small]]), crew)
     assert went_on.scale == 512.0
     assert not all(torch.equal(tensor, start.weights[name]) for name, tensor in went_on.weights.items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_numbers_at_every_step_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
+    """With targets that are missing, each with a weight, in lanes that go on from window to window."""
+    numbers = {"task": "steps", "model__numbers": True, "model__tie": False, "plan": PLANS[plan]}
+    check(a_case(**numbers), crew)
+    check(a_case(**numbers, weights="step"), crew)
