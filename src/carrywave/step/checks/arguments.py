@@ -115,8 +115,11 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
         )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse what is not an optimizer, and one over parameters that are not the model's."""
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """Refuse what is not an optimizer, and one over parameters that are not the model's. None: the spec's."""
+    if optimizer is None:
+        _check_real(model)
+        return
     if not isinstance(optimizer, Optimizer):
         got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise UserError(f"optimizer must be a torch.optim.Optimizer over model.parameters(), got {got}; create one and pass that")
@@ -131,6 +134,16 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is not in the model, so its gradient "
             "would be neither summed nor divided; make it a parameter of the model, for example of its head"
         )
+
+
+def _check_real(model: nn.Module) -> None:
+    """Refuse complex parameters, which the spec's optimizers do not update: torch's fused kernels know only real ones."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"{name} is complex, but the optimizers of a spec update real parameters alone; pass a Trainer an optimizer of your own "
+                "(torch.optim.Adam(model.parameters())), or keep real and imaginary parts (torch.view_as_real)"
+            )
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
