@@ -26,6 +26,7 @@ from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.initialization import initialize
@@ -47,7 +48,7 @@ from _odd import CELLS
 Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
-POOLED = ("classification", "regression")
+POOLED = ("classification", "regression", "transcription")
 STREAMS = ("language", "forecasting")
 
 
@@ -121,6 +122,8 @@ def model_of(case: Case) -> Model:
         case "classification":
             pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
+        case "transcription":
+            head = Ctc(width, CLASSES, upsample=asked["upsample"])
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
@@ -184,6 +187,12 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
+    elif task == "transcription":  # as many labels as fit, even if all are equal
+        most_B = (-(-lengths_B // math.prod(stride for _, _, stride in model.get("front") or [])) * model["upsample"] + 1) // 2
+        targets = torch.randint(CLASSES, (lanes, max(1, int(most_B.max()))), generator=generator)
+        count_B = (torch.rand(lanes, generator=generator) * (most_B + 1)).long()
+        targets[torch.arange(targets.shape[1]) >= count_B[:, None]] = -1
+        targets[unused] = 1 if odd else 0
     elif model.get("multi_label"):
         drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
         targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing

@@ -10,6 +10,7 @@ from carrywave.exporting.portable import NEXT, Portable, step_encoder
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.model import Model
@@ -74,6 +75,8 @@ def _network(model: Model) -> dict[str, Any]:
         described |= {"kind": "linear", "outputs": head.classes, "tied": tied}
     elif isinstance(head, AdaptiveSoftmax):
         described |= {"kind": "adaptive softmax", "outputs": head.classes, "cutoffs": list(head.cutoffs[:-1])}
+    elif isinstance(head, Ctc):
+        described |= {"kind": "ctc", "outputs": head.classes, "blank": head.blank, "upsample": head.upsample}
     elif isinstance(head, Forecast):
         described |= {
             "kind": "forecast",

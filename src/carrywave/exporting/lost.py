@@ -55,7 +55,7 @@ def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part, *, most
         state = list(after) if portable.stateful else None
         targets = batch.targets
         assert targets is not None
-        scored = head.score(out if portable.model.pooled else out.transpose(0, 1), targets)  # type: ignore[operator]
+        scored = head.score(out if portable.model.pooled and not portable.model.whole_head else out.transpose(0, 1), targets)  # type: ignore[operator]
         total, count = total + float(scored[0]), count + float(scored[1])
         if count >= most:
             break
