@@ -85,7 +85,7 @@ def open_run(
             f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
-    task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
+    task, asked = Task(spec, codec, facts, scale, own_model=own_model), _asked_of(run, spec)
     if whole or spec.task == whole_for:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))

@@ -13,6 +13,7 @@ from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
@@ -328,6 +329,8 @@ def _check_codes(codes: Tensor, known: int, what: str) -> None:
 def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
     if targets is None:
         raise _no_targets()
+    if isinstance(head, Ctc):
+        _check_transcripts(targets, head)
     if not isinstance(head, Softmax | PooledSoftmax):
         return
     if isinstance(head, Sigmoid | PooledSigmoid):
@@ -346,6 +349,19 @@ def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
                 f"the targets contain class {low if low < 0 else high}, but the head knows 0 to {head.classes - 1} ({IGNORED} for none); "
                 "use classes in that range, or give the head more of them"
             )
+
+
+def _check_transcripts(targets: Tensor, head: Ctc) -> None:
+    if targets.is_floating_point() or targets.dim() != 2 or not targets.shape[1]:
+        raise UserError(
+            f"the targets are {_form(targets)}, but the head {type(head).__name__} learns labels in a row; pass whole numbers [lane, "
+            "labels], with -1 after the last label of a lane"
+        )
+    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= head.blank:
+        raise UserError(
+            f"the targets contain label {int(targets.max())}, but the head knows 0 to {head.blank - 1}; use labels in that range, or give "
+            "the head more of them"
+        )
 
 
 def _no_targets() -> UserError:
