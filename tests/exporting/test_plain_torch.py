@@ -60,9 +60,10 @@ def _parameters(head: DistributionForecast, out: Tensor, past: Tensor | None, we
         found = [out[..., 0] * unit + line, (softplus(out[..., 1]) + 1e-3) * unit]
         return torch.stack([*found, *([2 + softplus(out[..., 2] + 3)] if head.distribution == "student_t" else [])], -1)
     level = values.abs().mean(-1).clamp(min=0.1)[:, :, None] if head.scaled else 1.0
-    mean = out[..., 0] + (1.0 if head.line is None else (values[..., -1][:, :, None] + line) / level)
-    mean = (0.5 * (mean + (mean**2 + 0.1).sqrt()) + 1e-5) * level * past[:, :, None, 2:, -1]
-    return torch.stack([mean, *([softplus(out[..., 1]) + 1e-6] if head.distribution == "negative_binomial" else [])], -1)
+    ratio = values.var(-1, correction=0).clamp(min=0.01).sqrt()[:, :, None] / level if head.scaled else 1.0
+    mean = out[..., 0] * ratio + (1.0 if head.line is None else (values[..., -1][:, :, None] + line) / level)
+    mean = (0.5 * (mean + (mean**2 + 0.01).sqrt()) + 1e-5) * level * past[:, :, None, 2:, -1]
+    return torch.stack([mean, *([softplus(out[..., 1]) * ratio**2 + 1e-6] if head.distribution == "negative_binomial" else [])], -1)
 
 
 @pytest.mark.parametrize("name", MODELS)
