@@ -114,7 +114,7 @@ class Confusion:
     """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`.
 
     If the loss is `weighted`, by class or by target, the loss without weights is a metric beside it. `chosen`: outputs are not logits but
-    the classes themselves, and none is likelier than another.
+    the classes themselves, of which none is likelier than another, and which have no loss.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Confusion:
         self.tops = () if chosen else tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
         self.chosen = chosen
         self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
-        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted else None
+        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted and not chosen else None
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one logit per class, or the class itself."""
