@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.exporting.portable import NEXT, TIME, Port, Portable, Runner
+from carrywave.exporting.portable import NEXT, OUTPUTS, TIME, Port, Portable, Runner
 from carrywave.exporting.single_step.program import Program
+from carrywave.model.heads.crf import CRF
 
 SIZES = ((1, 3), (7, 23))  # lanes and steps of the runs that are compared
 # In float32, products over a thousand units and a few dozen steps are off by about 1e-6 of their size, and runtimes approximate tanh
 # and sigmoid to about as much; a wrong gate or bias shows in the second digit.
 TOLERANCE = 1e-4
+MOST_OTHER_LABELS = 0.02
 
 
 def largest_difference(portable: Portable, run: Runner, *, what: str, tolerance: float | None = TOLERANCE) -> float:
@@ -81,7 +83,11 @@ def _check_shape(what: str, port: Port, got: Tensor, right: Tensor) -> None:
 
 
 def check_difference(what: str, port: Port, got: Tensor, right: Tensor, tolerance: float, sizes: str) -> float:
-    """The largest difference, relative to the largest value if that is above 1; more than the tolerance is an error."""
+    """The largest difference, relative to the largest value if that is above 1; more than the tolerance is an error. Of labels, the share
+    of those that differ: two paths of nearly the same score may change places when they are rounded.
+    """
+    if port.name == OUTPUTS[CRF]:
+        got, right, tolerance = (got != right).double().mean(), got.new_zeros(()), max(tolerance, MOST_OTHER_LABELS)
     gap = ((got - right).abs().amax() / max(1.0, float(right.abs().amax()))).item() if right.numel() else 0.0
     if not gap <= tolerance:
         raise UserError(

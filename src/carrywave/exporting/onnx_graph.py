@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from carrywave.data.text.spelling import EDGE
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_pooling
+from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_paths, onnx_pooling
 from carrywave.exporting.onnx_forecasts import dtype_of
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
@@ -24,6 +24,7 @@ from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
@@ -131,6 +132,8 @@ class _Graph:
             out = nodes.linear(y_TBW, "embedding.weight" if tied else "head.weight", head.weight, bias, shared=tied)
         elif isinstance(head, AdaptiveSoftmax):
             out = self._adaptive(head, y_TBW)
+        elif isinstance(head, CRF):
+            out = onnx_paths.best_paths(nodes, head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)), lanes)
         elif isinstance(head, StepNumbers):
             out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
         elif isinstance(head, DistributionForecast):

@@ -20,6 +20,7 @@ from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
@@ -38,6 +39,7 @@ OUTPUTS = {
     PooledSoftmax: "logits",
     PooledSigmoid: "logits",
     AdaptiveSoftmax: "log_probabilities",
+    CRF: "tags",
     Forecast: "forecast",
     DistributionForecast: "parameters",
     PooledNumbers: "values",
@@ -89,7 +91,7 @@ class Portable(nn.Module):
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
         super().__init__()
         if stateful and model.reads_whole:
-            reader = "a front reads" if model.has_front else "bidirectional layers read"
+            reader = "a front reads" if model.has_front else "bidirectional layers read" if model.lstm.bidirectional else "a CRF reads"
             raise UserError(f"{reader} whole sequences, so there is no carry to pass on; export without --stateful")
         if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | SpelledWords | Numbers | Features | None):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
@@ -106,7 +108,8 @@ class Portable(nn.Module):
         head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
         self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.past_columns, head.past_steps)),)
         self.inputs: tuple[Port, ...] = (*step, *self.past, *lengths, *flags, *self.state)
-        result = Port(OUTPUTS[type(model.head)], dtype, self._result())
+        kind = torch.int64 if isinstance(model.head, CRF) else dtype
+        result = Port(OUTPUTS[type(model.head)], kind, self._result())
         self.outputs: tuple[Port, ...] = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
     @property
@@ -143,6 +146,8 @@ class Portable(nn.Module):
             return BATCH, TIME, head.horizon, head.outputs, *last
         if isinstance(head, PooledNumbers):
             return BATCH, head.outputs
+        if isinstance(head, CRF):
+            return BATCH, TIME
         if isinstance(head, StepNumbers):
             return BATCH, TIME, head.outputs
         classes = int(head.classes)  # type: ignore[arg-type]
@@ -169,7 +174,8 @@ class Portable(nn.Module):
             carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
             state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         y, state = self.model(x, state, lengths_B, fresh=fresh_B)
-        out = self.model.output(y, state, past=named["past"].transpose(0, 1) if self.past else None)
+        past = named["past"].transpose(0, 1) if self.past else None
+        out = self.model.output(y, state, lengths_B if self.model.whole_head else None, past=past)
         out = out if self.model.pooled else out.transpose(0, 1)
         if not self.stateful:
             return (out,)

@@ -66,6 +66,11 @@ class DataSpec(Section):
         description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "
         "labels, or a vector of 0 and 1",
     )
+    scheme: Literal["auto", "none", "bio", "bioes"] = Field(
+        "auto",
+        description="model.crf: which labels may follow which: bio (I-X only after B-X or I-X), bioes (also with E-X and S-X, or L and U), "
+        "or none: any; auto goes by the names of the labels",
+    )
     each_step: bool = Field(
         False,
         description="regression: every step has a target, and may lack it; tables with data.targets, or JSON rows with steps and labels",
