@@ -1,7 +1,7 @@
 """Many river basins in one file that need not fit into memory: writes a table of synthetic ones, reads it, and says how much that took.
 
     python examples/many_basins.py data/basins                    # 200 basins x 1,000 days
-    python examples/many_basins.py data/basins 16000 10000        # 160 million rows: 4 GB of Parquet, 4.5 GB of cache
+    python examples/many_basins.py data/basins 16000 10000        # 160 million rows: 2.3 GB of Parquet, 3.2 GB of cache
     carrywave train --run runs/basins task=regression data.train=data/basins/basins.parquet data.cache=data/basins/cache \
         data.each_step=true data.series=basin data.targets=[flow] data.static=[quick,slow] data.split=[0.7,0.1,0.2] data.warmup=365 \
         batch.lanes=256 batch.steps=365 train.loss=nse train.epochs=1

@@ -208,6 +208,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / name).write_text("the carry is passed along, and work moves through layers and time as a wave. " * 40)
     hours = (f"2026-01-{1 + hour // 24:02d} {hour % 24:02d}:00,{hour % 24}\n" for hour in range(600))
     (made / "loads.csv").write_text(f"date,load\n{''.join(hours)}")
+    days = (f"{name},2026-{1 + day // 28:02d}-{1 + day % 28:02d},{day % 5},{day % 9},7,{day % 4}\n" for name in "ab" for day in range(200))
+    (made / "rivers.csv").write_text(f"basin,date,rain,warmth,area,flow\n{''.join(days)}")
     (made / "train.jsonl").write_text('{"text": "a b c", "label": "x"}\n{"text": "c b", "label": "y"}\n' * 20)
     return made
 
