@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import NewArray
+from carrywave.data.files.arrays import Appender, NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.holdout import held_out
 from carrywave.data.sequences import Ints, Sequences
@@ -23,7 +23,7 @@ from carrywave.data.steps.table_blocks import SeriesSource
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import Moments, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
-from carrywave.data.tables.series import known_codes, unseen_values
+from carrywave.data.tables.series import check_weights, known_codes, unseen_values
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -54,6 +54,8 @@ def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec:
             notes += unseen_values(part, table, codec, span) if part != "train" else ()
     parts = writer.close()
     _check_targets(parts, spec, train_name=writer.name)
+    for part, found in parts.items():
+        check_weights(found, part)
     told = [*_few(notes), *writer.left_out()]
     for part, source in sources.items():
         if part != "train":
@@ -227,9 +229,10 @@ class _Writer:
     """Appends blocks of series to the arrays of all parts, which share them."""
 
     def __init__(self, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool) -> None:
-        self.codec, self.spec, self.labelled, self.name = codec, spec, labelled, ""
+        self.codec, self.spec, self.new, self.labelled, self.name = codec, spec, new, labelled, ""
         self.inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
         self.tags = new(np.float32, len(codec.step_targets)) if labelled else None
+        self.weights: Appender | None = None  # made if tables have some
         self.rows = 0
         self.places: dict[str, list[tuple[Ints, Ints, Ints]]] = {}
         self.names: dict[str, list[str]] = {}
@@ -244,6 +247,9 @@ class _Writer:
         targets = [table.columns.index(target) for target in codec.step_targets] if self.tags is not None else []
         if self.tags is not None:
             self.tags.append(_standardised(table.values[:, targets], codec.target_mean, codec.target_std, table.name))
+        if table.weights is not None:
+            self.weights = self.weights or self.new(np.float32, None)
+            self.weights.append(table.weights)
         for part, span in cut.items():
             kept = span.lengths > 0
             if self.labelled:
@@ -267,12 +273,14 @@ class _Writer:
     def close(self) -> dict[str, Sequences]:
         """Return the parts; one without a series of its own is left out, but for train and a single one."""
         inputs, tags = self.inputs.close(), None if self.tags is None else self.tags.close()
+        weights = None if self.weights is None else self.weights.close()
         parts = {}
         for part, places in self.places.items():
             starts, lengths, warm = (np.concatenate(each) for each in zip(*places, strict=True))
             spreads = np.concatenate(self.spreads[part]) if part in self.spreads else None
             warmed = warm if warm.any() else None
-            parts[part] = Sequences(inputs, starts, lengths, tags=tags, warm=warmed, spreads=spreads, names=tuple(self.names[part]))
+            names = tuple(self.names[part])
+            parts[part] = Sequences(inputs, starts, lengths, tags=tags, step_weights=weights, warm=warmed, spreads=spreads, names=names)
         return parts
 
     def left_out(self) -> list[str]:
