@@ -66,7 +66,7 @@ def test_slots(recipe: str) -> None:
     data = f"data/{recipe.removesuffix('-slots')}"
     slot_filling.main("raw", data)
     lines = [json.loads(line) for line in (Path(data) / "train.jsonl").read_text().splitlines()]
-    assert lines[-1] == {"tokens": ["<tag>", "<tag>"], "labels": ["B-time", "I-time"]}
+    assert lines[-1] == {"tokens": ["<tag>", "<tag>"], "labels": ["B-time", "I-time"], "weight": 0}
     assert lines[0] == {"tokens": ["fly", "to", "Rome"], "labels": ["O", "O", "B-city"]}
     rows = trained(recipe, "train.epochs=6", "model.hidden=16", "batch.tokens=64", "train.lr=0.02")
     assert last(rows, "test")["accuracy"] == 0.75  # of the word whose tag train does not have, nothing is known

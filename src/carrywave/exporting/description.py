@@ -12,6 +12,8 @@ from carrywave.exporting.single_step.program import Program
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
@@ -103,6 +105,10 @@ def _network(model: Model) -> dict[str, Any]:
             "linear": head.line is not None,
             "scaled": head.scaled,
         }
+    elif isinstance(head, CRF):
+        described |= {"kind": "crf", "outputs": head.classes, "scheme": head.scheme}
+    elif isinstance(head, Ctc):
+        described |= {"kind": "ctc", "outputs": head.classes, "blank": head.blank, "upsample": head.upsample}
     elif isinstance(head, Forecast):
         described |= {
             "kind": "forecast",

@@ -54,8 +54,6 @@ def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec:
             notes += unseen_values(part, table, codec, span) if part != "train" else ()
     parts = writer.close()
     _check_targets(parts, spec, train_name=writer.name)
-    for part, found in parts.items():
-        check_weights(found, part)
     told = [*_few(notes), *writer.left_out()]
     for part, source in sources.items():
         if part != "train":
@@ -229,10 +227,11 @@ class _Writer:
     """Appends blocks of series to the arrays of all parts, which share them."""
 
     def __init__(self, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool) -> None:
-        self.codec, self.spec, self.new, self.labelled, self.name = codec, spec, new, labelled, ""
+        self.codec, self.spec, self.labelled, self.name = codec, spec, labelled, ""
         self.inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
         self.tags = new(np.float32, len(codec.step_targets)) if labelled else None
-        self.weights: Appender | None = None  # made if tables have some
+        self.weights: Appender | None = None
+        self.new = new
         self.rows = 0
         self.places: dict[str, list[tuple[Ints, Ints, Ints]]] = {}
         self.names: dict[str, list[str]] = {}
@@ -247,9 +246,7 @@ class _Writer:
         targets = [table.columns.index(target) for target in codec.step_targets] if self.tags is not None else []
         if self.tags is not None:
             self.tags.append(_standardised(table.values[:, targets], codec.target_mean, codec.target_std, table.name))
-        if table.weights is not None:
-            self.weights = self.weights or self.new(np.float32, None)
-            self.weights.append(table.weights)
+            self._weigh(table)
         for part, span in cut.items():
             kept = span.lengths > 0
             if self.labelled:
@@ -263,6 +260,14 @@ class _Writer:
             self.names.setdefault(part, []).extend(name for name, there in zip(table.names, kept, strict=True) if there)
         self.rows += len(table.values)
 
+    def _weigh(self, table: Table) -> None:
+        """Append the weights of a block, if it has any; then all blocks do."""
+        if table.weights is None and table.choice.weight is not None:
+            raise DataError(f"{table.name} has no column {table.choice.weight} (data.weight), which the training data has; add it")
+        if table.weights is not None:
+            self.weights = self.weights or self.new(np.float32, None)
+            self.weights.append(table.weights)
+
     def _spreads(self, table: Table, scored: list[NDArray[np.float64] | None], kept: NDArray[np.bool_]) -> NDArray[np.float64]:
         """The deviations of the targets of each series in train; of one that train does not contain, here."""
         units = np.array(self.codec.target_std)
@@ -272,8 +277,8 @@ class _Writer:
 
     def close(self) -> dict[str, Sequences]:
         """Return the parts; one without a series of its own is left out, but for train and a single one."""
-        inputs, tags = self.inputs.close(), None if self.tags is None else self.tags.close()
-        weights = None if self.weights is None else self.weights.close()
+        inputs = self.inputs.close()
+        tags, weights = (None if each is None else each.close() for each in (self.tags, self.weights))
         parts = {}
         for part, places in self.places.items():
             starts, lengths, warm = (np.concatenate(each) for each in zip(*places, strict=True))
@@ -281,6 +286,8 @@ class _Writer:
             warmed = warm if warm.any() else None
             names = tuple(self.names[part])
             parts[part] = Sequences(inputs, starts, lengths, tags=tags, step_weights=weights, warm=warmed, spreads=spreads, names=names)
+            if len(lengths):
+                check_weights(parts[part], part)
         return parts
 
     def left_out(self) -> list[str]:

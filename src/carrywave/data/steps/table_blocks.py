@@ -120,7 +120,7 @@ def _blocks(source: Source, file: Any, choice: ColumnChoice) -> Iterator[tuple[i
     names = file.schema_arrow.names
     read = names
     if choice.columns is not None and choice.time is not None:
-        wanted = {*choice.columns, *choice.categorical, *choice.static, choice.time, series, choice.weight}
+        wanted = {*choice.columns, *choice.categorical, *choice.static, choice.time, choice.weight, series}
         read = [name for name in names if name in wanted]
     most = max(1, BLOCK_CELLS // len(read))
     batches = file.iter_batches(batch_size=most, columns=read, use_threads=False)
@@ -157,9 +157,9 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
         if labelled:
             labels.append(_matrix(row, "labels", where, outputs, missing=None))
             outputs = labels[-1].shape[1]
+            weights.append(fields.weight_of(row, len(steps[-1]), where))
             if len(labels[-1]) != len(steps[-1]):
                 raise DataError(f"{where}: {len(labels[-1])} labels for {len(steps[-1])} steps; use one per step (null for none)")
-            weights.append(fields.weight_of(row, len(steps[-1]), where))
         series.append(_named(row, data, f"{rows.name} item {len(series)}"))
         lengths.append(len(steps[-1]))
     if not steps:
@@ -173,8 +173,8 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
         together = np.concatenate(matrices) if matrices else np.empty((0, 0))
         made |= {name: pa.array(together[:, place]) for place, name in enumerate(names)}
     if any(weight is not None for weight in weights):
-        given = [np.broadcast_to(1.0 if weight is None else weight, many) for weight, many in zip(weights, lengths, strict=True)]
-        made[WEIGHT] = pa.array(np.concatenate(given))
+        each = [np.broadcast_to(1.0 if weight is None else weight, many) for weight, many in zip(weights, lengths, strict=True)]
+        made[WEIGHT] = pa.array(np.concatenate(each))
     return pa.table(made), targets
 
 

@@ -69,7 +69,7 @@ class ColumnChoice:
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
         learned["month_days"] = codec.month_days
-        learned["weight"] = weight
+        learned["weight"] = weight if labelled or not codec.step_targets else None
         columns = (*codec.read_columns, *learned["targets"]) if codec.step_targets else codec.read_columns
         return ColumnChoice(
             columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
