@@ -59,7 +59,7 @@ class DataSpec(Section):
     weight: str | None = Field(
         None,
         description="the column or field with the weight of each target in the loss: a number from 0 on for a row, or a list of one for "
-        "each step; by default weight, except for forecasting, where a row's is that of its own values as targets; none: not read",
+        "each step; by default weight, but none in tables of series, where that of a row is of its own values as targets; none: not read",
     )
     multi_label: bool = Field(
         False,

@@ -32,7 +32,7 @@ def view(name: str, data: Sequences, codec: Codec, model: ModelSpec | None) -> V
         found_BL = labels[rows_BL] if len(labels) else np.full(rows_BL.shape, END)
         return np.where(first_B1 + place_L < end_B1, found_BL, END).astype(np.int64)
 
-    return View(data.inputs, data.starts, data.lengths, labels_at=at)
+    return View(data.inputs, data.starts, data.lengths, labels_at=at, weights=data.weights)
 
 
 def check_fit(name: str, data: Sequences, codec: Codec, model: ModelSpec) -> None:
