@@ -58,6 +58,7 @@ def first(opened: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what converters themselves are built on
 def test_litert(opened: dict[str, Any]) -> None:
     pytest.importorskip("litert_torch", reason="litert-torch is not installed")
     exec(LITERT, opened)
@@ -71,6 +72,7 @@ def test_litert(opened: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what converters themselves are built on
 def test_executorch(opened: dict[str, Any]) -> None:
     pytest.importorskip("executorch", reason="executorch is not installed")
     exec(EXECUTORCH, opened)
@@ -82,6 +84,7 @@ def test_executorch(opened: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what converters themselves are built on
 def test_coreml(opened: dict[str, Any]) -> None:
     pytest.importorskip("coremltools", reason="coremltools is not installed")
     exec(COREML, opened)
