@@ -7,7 +7,7 @@ C columns, Q quantiles, L characters of a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -38,12 +38,17 @@ MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
 def graph(portable: Portable, about: str = "", *, untie: bool = False) -> Any:
     """The model as an ONNX ModelProto. `untie`: a matrix that embedding and softmax share is stored twice, as quantization needs."""
-    total = sum(parameter.nbytes for parameter in portable.parameters())
+    check_size(portable.parameters())
+    return _Graph(portable, untie).build(about)
+
+
+def check_size(weights: Iterable[Tensor]) -> None:
+    """Refuse more weights than one file can hold."""
+    total = sum(weight.nbytes for weight in weights)
     if total > MOST_BYTES:
         raise UserError(
             f"the weights have {total / 1e9:.1f} GB, more than the 2 GB that an ONNX file holds; use --to torch or --to safetensors"
         )
-    return _Graph(portable, untie).build(about)
 
 
 class _Graph:
