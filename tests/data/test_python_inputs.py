@@ -385,3 +385,12 @@ def test_large_values_that_are_not_standardised_are_refused() -> None:
         from_python(([[[float(step)]] for step in range(60)], values.tolist()), spec("regression", standardize=False))
     for how in (True, "sequence"):
         from_python(two, spec("forecasting", standardize=how))
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_complex_numbers_are_refused(task: str) -> None:
+    """Rather than read without their imaginary parts."""
+    x, y = np.ones((3, 4, 2)), np.ones(3)
+    given = (x + 1j, [0, 1, 0]) if task == "classification" else (x, y + 1j)
+    with pytest.raises(DataError, match=r"train item 0: step 0, column 0 of (steps|label) .*complex.*, not a number; write a number"):
+        from_python(given, spec(task))

@@ -18,6 +18,7 @@ from carrywave.data.packing import PackedOrder
 from carrywave.data.prepare import prepare, read
 from carrywave.data.python_inputs import from_python, read_python
 from carrywave.data.sequences import Sequences
+from carrywave.data.steps import table_blocks
 from carrywave.errors import DataError, SpecError
 from carrywave.runs.evaluation import order_for
 from carrywave.spec.load import parse
@@ -261,6 +262,54 @@ def test_parts_of_a_table_and_other_tables_have_weights() -> None:
 def test_what_is_no_weight_of_a_table_is_refused(data: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises((DataError, SpecError), match=message):
         from_python(data, spec_of("forecasting", data={**FORECASTS, **more}))
+
+
+ESTIMATES = {"each_step": True, "targets": ["y"], "weight": "w"}
+
+
+def test_numbers_at_every_step_have_the_weight_of_their_row(tmp_path: Path) -> None:
+    frame = frame_of(x=np.arange(12.0))
+    spec = spec_of("regression", data=ESTIMATES)
+    found = from_python(frame, spec)
+    assert found.codec.columns == ("x",)
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    assert batch.weights[:, 0].tolist() == (np.arange(12) / 4).tolist()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    of_file = prepare(spec_of("regression", tmp_path, data={**ESTIMATES, "file": "t.csv"})).train.step_weights
+    assert of_file is not None
+    assert of_file.tolist() == (np.arange(12) / 4).tolist()
+    with pytest.raises(DataError, match="train: every weight in it is 0"):
+        from_python(frame.assign(w=0.0), spec)
+    assert read_python(frame.drop(columns=["w", "y"]), found.codec, spec, labelled=False).step_weights is None
+
+
+def test_a_large_file_of_series_is_read_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_blocks, "WHOLE_CELLS", 10)
+    monkeypatch.setattr(table_blocks, "BLOCK_CELLS", 40)
+    pd.concat([frame_of(6, unique_id=name, x=1.0) for name in "abcde"]).to_parquet(tmp_path / "t.parquet", index=False)
+    found = prepare(spec_of("regression", tmp_path, data={**ESTIMATES, "file": "t.parquet"})).train
+    assert found.step_weights is not None
+    assert found.step_weights.tolist() == [*(np.arange(6) / 4)] * 5
+
+
+def test_rows_of_numbers_at_every_step_have_weights() -> None:
+    rows = [{"steps": [1.0, 2.0], "labels": [1.0, None], "weight": [0.5, 2.0]}, {"steps": [1.0], "labels": [3.0]}]
+    spec = spec_of("regression", data={"each_step": True})
+    found = from_python(rows, spec)
+    assert found.train.step_weights is not None
+    assert found.train.step_weights.tolist() == [0.5, 2.0, 1.0]
+    assert from_python(rows, spec_of("regression", data={"each_step": True, "weight": "none"})).train.step_weights is None
+    other = read_python(rows[:1], found.codec, spec)
+    assert other.step_weights is not None
+    assert other.step_weights.tolist() == [0.5, 2.0]
+
+
+def test_transcriptions_have_weights() -> None:
+    rows = [{"steps": [0.1] * 4, "labels": ["a", "b"], "weight": 2.0}, {"steps": [0.3] * 4, "labels": ["b"], "weight": 0.0}]
+    spec = spec_of("transcription")
+    found = from_python(rows, spec)
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    assert dict(zip(batch.sequence.tolist(), batch.weights.tolist(), strict=True)) == {0: 2.0, 1: 0.0}
 
 
 def test_classes_are_counted_with_their_weights() -> None:

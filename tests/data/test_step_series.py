@@ -166,6 +166,24 @@ def test_named_rows_have_the_deviation_of_their_name() -> None:
     np.testing.assert_allclose(other.spreads, found.train.spreads[::-1])  # z is new: its own deviation, which is that of x
 
 
+def test_weights_of_steps() -> None:
+    frame = table().assign(trust=np.linspace(0, 1, 40))
+    found = read(frame, weight="trust")
+    assert found.codec.columns == ("rain", "size")
+    assert found.train.step_weights is not None
+    np.testing.assert_allclose(found.train.step_weights, frame.trust, rtol=1e-6)
+    asked = spec(targets=["flow"], weight="trust")
+    with pytest.raises(DataError, match=r"has no column trust \(data.weight\), which the training data has; add it"):
+        read_python(table(), found.codec, asked)
+    assert read_python(table(), found.codec, asked, labelled=False).step_weights is None
+    with pytest.raises(DataError, match="train: every weight in it is 0"):
+        read(frame.assign(trust=0.0), weight="trust")
+    rows = [{"steps": [1.0, 2.0], "labels": [1.0, 2.0]}, {"steps": [1.0, 2.0], "labels": [3.0, 2.0], "weight": [0.5, 2.0]}]
+    weighed = from_python({"train": rows}, spec(share=0.0)).train.step_weights
+    assert weighed is not None
+    assert weighed.tolist() == [1.0, 1.0, 0.5, 2.0]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -27,9 +27,11 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
@@ -53,8 +55,8 @@ Case = dict[str, Any]
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
 CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
 SPANS = ("B-x", "B-y", "O", "I-x")  # the names of the classes for a CRF: the last one may not follow everything
-POOLED = ("classification", "regression")
-STREAMS = ("language", "forecasting")
+POOLED = ("classification", "regression", "transcription")
+STREAMS = ("language", "forecasting", "steps")  # steps: regression at every step
 
 
 @dataclass
@@ -133,6 +135,10 @@ def model_of(case: Case) -> Model:
         case "classification":
             pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
+        case "steps":
+            head = StepNumbers(width, NUMBERS, "nse")
+        case "transcription":
+            head = Ctc(width, CLASSES, upsample=asked["upsample"])
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
@@ -208,6 +214,18 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
+    elif task == "steps":
+        targets = torch.randn((*lead, NUMBERS, 2), generator=generator, dtype=torch.float64)
+        targets[..., 1].abs_()  # the weight of each
+        missing = torch.rand((*lead, NUMBERS), generator=generator) < 0.3
+        targets[..., 0][missing] = math.nan
+        targets[unused] = math.nan if odd else 7.0
+    elif task == "transcription":  # as many labels as fit, even if all are equal
+        most_B = (-(-lengths_B // math.prod(stride for _, _, stride in model.get("front") or [])) * model["upsample"] + 1) // 2
+        targets = torch.randint(CLASSES, (lanes, max(1, int(most_B.max()))), generator=generator)
+        count_B = (torch.rand(lanes, generator=generator) * (most_B + 1)).long()
+        targets[torch.arange(targets.shape[1]) >= count_B[:, None]] = -1
+        targets[unused] = 1 if odd else 0
     elif model.get("multi_label"):
         drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
         targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing

@@ -17,6 +17,7 @@ from carrywave.cells.cell import Cell
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.over_time.front import Front
@@ -59,9 +60,10 @@ def _parameters(head: DistributionForecast, out: Tensor, past: Tensor | None, we
         found = [out[..., 0] * unit + line, (softplus(out[..., 1]) + 1e-3) * unit]
         return torch.stack([*found, *([2 + softplus(out[..., 2] + 3)] if head.distribution == "student_t" else [])], -1)
     level = values.abs().mean(-1).clamp(min=0.1)[:, :, None] if head.scaled else 1.0
-    mean = out[..., 0] + (1.0 if head.line is None else (values[..., -1][:, :, None] + line) / level)
-    mean = (0.5 * (mean + (mean**2 + 0.1).sqrt()) + 1e-5) * level * past[:, :, None, 2:, -1]
-    return torch.stack([mean, *([softplus(out[..., 1]) + 1e-6] if head.distribution == "negative_binomial" else [])], -1)
+    ratio = values.var(-1, correction=0).clamp(min=0.01).sqrt()[:, :, None] / level if head.scaled else 1.0
+    mean = out[..., 0] * ratio + (1.0 if head.line is None else (values[..., -1][:, :, None] + line) / level)
+    mean = (0.5 * (mean + (mean**2 + 0.01).sqrt()) + 1e-5) * level * past[:, :, None, 2:, -1]
+    return torch.stack([mean, *([softplus(out[..., 1]) * ratio**2 + 1e-6] if head.distribution == "negative_binomial" else [])], -1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,6 +93,10 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
             head = nn.AdaptiveLogSoftmaxWithLoss(16, 23, [4, 10], dtype=torch.float64)
             head.load_state_dict(below(weights, "head."))
             out = head.log_prob(y.flatten(0, 1)).view(*y.shape[:2], -1)
+        elif isinstance(model.head, Ctc):
+            out = nn.functional.linear(y, weights["head.weight"], weights["head.bias"])
+            out = out.unflatten(-1, (model.head.upsample, -1)).transpose(1, 2).flatten(0, 1).log_softmax(-1).transpose(0, 1)
+            expected = expected[:, : out.shape[1]]
         elif model.pooled:
             half = y.shape[-1] // 2
             last = torch.cat([y[-1, :, :half], y[0, :, half:]], dim=-1) if "both ways" in name else y[-1]

@@ -9,13 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 
 WIDTH, CLASSES, AHEAD, COLUMNS = 3, 5, 2, 2
 QUANTILES = (0.1, 0.5, 0.8)
@@ -51,6 +55,16 @@ def pinballs_of(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(target.isfinite(), losses, 0.0), target.isfinite().double()
 
 
+def nse_of(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    value, share = target.unbind(-1)
+    return torch.where(value.isfinite(), (out - value.nan_to_num()).square() * share.nan_to_num(), 0.0), value.isfinite().double()
+
+
+def surprises_of(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.distributions.StudentT(out[..., 2], out[..., 0], out[..., 1]).log_prob(target.nan_to_num())
+    return torch.where(target.isfinite(), -found, 0.0), target.isfinite().double()
+
+
 HEADS: dict[str, tuple[Callable[[], Any], Each]] = {
     "softmax": (lambda: Softmax(WIDTH, CLASSES), classes_of),
     "class weights and smoothing": (
@@ -61,6 +75,9 @@ HEADS: dict[str, tuple[Callable[[], Any], Each]] = {
     "sigmoid": (lambda: Sigmoid(WIDTH, CLASSES, BY_CLASS), lambda out, target: labels_of(out, target, BY_CLASS)),
     "forecast": (lambda: Forecast(WIDTH, AHEAD, COLUMNS), forecasts_of),
     "quantiles": (lambda: Forecast(WIDTH, AHEAD, COLUMNS, QUANTILES), pinballs_of),
+    "step numbers": (lambda: StepNumbers(WIDTH, COLUMNS), forecasts_of),
+    "step numbers, nse": (lambda: StepNumbers(WIDTH, COLUMNS, "nse"), nse_of),
+    "distribution": (lambda: DistributionForecast(WIDTH, AHEAD, COLUMNS, "student_t"), surprises_of),
     "pooled softmax": (lambda: PooledSoftmax(WIDTH, CLASSES, weights=BY_CLASS), lambda out, target: classes_of(out, target, BY_CLASS)),
     "pooled sigmoid": (lambda: PooledSigmoid(WIDTH, CLASSES), labels_of),
     "numbers": (lambda: PooledNumbers(WIDTH, COLUMNS), whole_of),
@@ -72,7 +89,8 @@ def targets_of(name: str, generator: torch.Generator, shape: tuple[int, ...]) ->
     missing = torch.rand(shape, generator=generator) < 0.2
     if "soft" in name or name in ("adaptive", "class weights and smoothing"):
         return torch.where(missing, -100, torch.randint(CLASSES, shape, generator=generator))
-    last = (CLASSES,) if "sigmoid" in name else (COLUMNS,) if name == "numbers" else (AHEAD, COLUMNS)
+    last = (CLASSES,) if "sigmoid" in name else (COLUMNS,) if "numbers" in name else (AHEAD, COLUMNS)
+    last = (COLUMNS, 2) if "nse" in name else last
     found = torch.rand(*shape, *last, generator=generator, dtype=torch.float64)
     found = (found < 0.5).double() if "sigmoid" in name else found
     return torch.where(missing.view(*shape, *[1] * len(last)), torch.nan, found)
@@ -139,7 +157,58 @@ def test_weights_of_1_change_no_bit_of_a_gradient_and_weights_of_0_are_missing_t
     assert not any(each.any() for each in none)
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if "pooled" not in name and name != "numbers"])
+LENGTHS = torch.tensor([5, 3, 4, 5])
+
+
+def whole_head(name: str) -> tuple[CRF | Ctc, Tensor]:
+    """A head that reads whole sequences, and targets of four."""
+    torch.manual_seed(3)
+    if name == "crf":
+        head: CRF | Ctc = CRF(WIDTH, ["O", "B-a", "I-a"])
+        nn.init.normal_(head.transitions)  # type: ignore[union-attr]
+        target = torch.tensor([[0, 1, 0, 1], [1, 2, 0, -100], [2, 0, 1, 0], [0, -100, 2, 1], [0, -100, -100, 2]])
+        return head.double(), target
+    return Ctc(WIDTH, 3).double(), torch.tensor([[0, 1, 1], [2, -1, -1], [-1, -1, -1], [-100, -100, -100]])
+
+
+@pytest.mark.parametrize("name", ["crf", "ctc"])
+def test_whole_sequences_have_a_weight_each(name: str) -> None:
+    """Against each lane by itself."""
+    head, target = whole_head(name)
+    y = torch.randn(5, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
+
+    def lane(number: int) -> tuple[Tensor, Tensor]:
+        own = slice(number, number + 1)
+        return head.loss(y[:, own], target[:, own] if name == "crf" else target[own], LENGTHS[own])
+
+    alone = [lane(number) for number in range(4)]
+    total, count = head.loss(y, target, LENGTHS, weights=weights)
+    expected = torch.stack([loss * weight for (loss, _), weight in zip(alone, weights, strict=True)]).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(count, torch.stack([n * weight for (_, n), weight in zip(alone, weights, strict=True)]).sum().double())
+    parameters = [y, *head.parameters()]
+    found, wanted = (torch.autograd.grad(each, parameters, retain_graph=True) for each in (total, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+    ones = head.loss(y, target, LENGTHS, weights=torch.ones(4))
+    torch.testing.assert_close(ones, head.loss(y, target, LENGTHS), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", ["crf", "ctc"])
+def test_labels_that_are_impossible_do_no_harm_where_the_weight_is_0(name: str) -> None:
+    head, target = whole_head(name)
+    y = torch.randn(5, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+    if name == "crf":
+        target[:2, 1] = torch.tensor([0, 2])  # I after O
+    else:
+        target[1] = torch.tensor([1, 1, 1])  # in three steps
+    assert not head.loss(y, target, LENGTHS)[0].isfinite()
+    total, _ = head.loss(y, target, LENGTHS, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    assert total.isfinite()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(total, [y, *head.parameters()]))
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if "pooled" not in name and name not in ("numbers", "distribution")])
 def test_what_is_not_finite_where_the_weight_is_0_reaches_nothing(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
     head = HEADS[name][0]().double()

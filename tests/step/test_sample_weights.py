@@ -12,6 +12,8 @@ import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
@@ -137,6 +139,35 @@ def test_sequences_in_one_lane_have_their_weights_at_their_ends(plan: dict[str, 
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
     with pytest.raises(UserError, match="lanes hold several sequences; pass \\[time, lane\\]"):
         trained(model_of(PooledSoftmax(5, CLASSES)), cw.Batch.of(laid, target, step=0, pooled=True, resets=resets, weights=[1.0, 2.0]))
+
+
+@pytest.mark.parametrize("kind", ["crf", "ctc"])
+def test_heads_that_read_whole_sequences_have_a_weight_for_each(kind: str) -> None:
+    def run(plan: dict[str, Any], weights: Any) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        head = CRF(5, CLASSES) if kind == "crf" else Ctc(5, CLASSES)
+        batch = (
+            batch_of(weights)
+            if kind == "crf"
+            else cw.Batch.of(
+                batch_of().inputs,
+                torch.tensor([[0, 1], [2, -1], [1, -1], [0, -1], [-100, -100]]),
+                LENGTHS,
+                step=0,
+                pooled=True,
+                weights=weights,
+            )
+        )
+        return trained(model_of(head), batch, plan)
+
+    weights = [0.5, 2.0, 0.0, 1.5, 1.0]
+    one = run({}, weights)
+    torch.testing.assert_close(run({"micro_batches": 3}, weights), one, rtol=1e-10, atol=1e-12)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(run({}, None), one, rtol=1e-10, atol=1e-12)
+    if kind == "crf":
+        with pytest.raises(UserError, match=r"the weights are \[6, 5\], but the head CRF scores each lane as a whole; pass one for each"):
+            run({}, "by step")
 
 
 @pytest.mark.parametrize("form", ["by step", "by lane"])

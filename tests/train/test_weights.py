@@ -112,6 +112,37 @@ def test_members_of_an_ensemble_are_weighted_alike(tmp_path: Path) -> None:
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
 
 
+def test_every_step_transcriptions_and_distributions_are_weighted(tmp_path: Path) -> None:
+    """What a weight of 0 hides does not matter, wherever it is."""
+    draw = np.random.default_rng(2)
+    rows = [
+        {"steps": draw.normal(size=(6, 2)).tolist(), "labels": draw.normal(size=6).tolist(), "weight": [1, 0, 2, 1, 0, 1]} for _ in range(9)
+    ]
+    spoiled = [
+        {**row, "labels": [value + 1e4 * (weight == 0) for value, weight in zip(row["labels"], row["weight"], strict=True)]} for row in rows
+    ]
+    how = {**HOW, "data": {"each_step": True, "standardize": False}}
+    one, other = (
+        cw.fit(MODEL, {"train": each, "valid": each}, task="regression", **how, run=tmp_path / name).metrics["valid"]
+        for name, each in (("steps", rows), ("spoiled", spoiled))
+    )
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-9)
+    assert other["mae"] == pytest.approx(one["mae"], rel=1e-9)
+    spoken = [{"steps": row["steps"], "labels": "ab"[: 1 + n % 2], "weight": n % 3} for n, row in enumerate(rows)]
+    hidden = [{**row, "labels": "ba"} if not row["weight"] else row for row in spoken]
+    one, other = (
+        cw.fit(MODEL, {"train": each, "valid": each}, task="transcription", **HOW, run=tmp_path / name).metrics["valid"]
+        for name, each in (("spoken", spoken), ("hidden", hidden))
+    )
+    assert other == pytest.approx(one, rel=1e-9)
+    frame = pd.DataFrame({"ds": range(60), "y": draw.poisson(3.0, 60).astype(float), "w": 1.0})
+    frame.loc[58, ["y", "w"]] = [1000.0, 0.0]
+    how = {"weight": "w", "split": [40, 20], "context": 8, "distribution": "negative_binomial"}
+    forecaster = cw.Forecaster(2, model=MODEL, data=how, train={"epochs": 1}, run=tmp_path / "counts").fit(frame)
+    assert forecaster.result is not None
+    assert forecaster.result.metrics["valid"]["mae"] < 20
+
+
 class Own(nn.Module):
     """A head without weights."""
 

@@ -13,6 +13,7 @@ from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
@@ -92,8 +93,6 @@ def _network(model: Model) -> dict[str, Any]:
         described |= {"kind": "linear", "outputs": head.classes, "tied": tied}
     elif isinstance(head, AdaptiveSoftmax):
         described |= {"kind": "adaptive softmax", "outputs": head.classes, "cutoffs": list(head.cutoffs[:-1])}
-    elif isinstance(head, CRF):
-        described |= {"kind": "crf", "outputs": head.classes, "scheme": head.scheme}
     elif isinstance(head, DistributionForecast):
         described |= {
             "kind": "distribution",
@@ -106,6 +105,10 @@ def _network(model: Model) -> dict[str, Any]:
             "linear": head.line is not None,
             "scaled": head.scaled,
         }
+    elif isinstance(head, CRF):
+        described |= {"kind": "crf", "outputs": head.classes, "scheme": head.scheme}
+    elif isinstance(head, Ctc):
+        described |= {"kind": "ctc", "outputs": head.classes, "blank": head.blank, "upsample": head.upsample}
     elif isinstance(head, Forecast):
         described |= {
             "kind": "forecast",

@@ -62,21 +62,24 @@ def _counts(nodes: Nodes, head: DistributionForecast, out: str, past_TBCN: str) 
     values_TBCN = nodes.slice(past_TBCN, 2, 0, columns)
     ends_TBC1 = nodes.slice(past_TBCN, 3, last, last + 1)
     unit = nodes.add("Unsqueeze", nodes.slice(ends_TBC1, 2, columns, 2 * columns), nodes.constant([2]))
-    level = None
-    if head.scaled:
-        mean_TBC1 = nodes.add("ReduceMean", nodes.add("Abs", values_TBCN), axes=[3], keepdims=1)
-        level = nodes.add("Unsqueeze", nodes.add("Max", mean_TBC1, nodes.constant(LEAST_DEVIATION, dtype)), nodes.constant([2]))
-    base = nodes.constant(1.0, dtype)
+    base, mean = nodes.constant(1.0, dtype), nodes.slice(out, 4, 0, 1)
     if head.line is not None:
         now = nodes.add("Unsqueeze", nodes.slice(ends_TBC1, 2, 0, columns), nodes.constant([2]))
         base = nodes.add("Add", now, line(nodes, head.line, values_TBCN))
-        base = base if level is None else nodes.add("Div", base, level)
-    mean = nodes.add("Add", nodes.slice(out, 4, 0, 1), base)
+    level = ratio = ""
+    if head.scaled:
+        mean_TBC1 = nodes.add("ReduceMean", nodes.add("Abs", values_TBCN), axes=[3], keepdims=1)
+        level = nodes.add("Unsqueeze", nodes.add("Max", mean_TBC1, nodes.constant(LEAST_DEVIATION, dtype)), nodes.constant([2]))
+        ratio = nodes.add("Div", deviation(nodes, values_TBCN, dtype), level)
+        base = base if head.line is None else nodes.add("Div", base, level)
+        mean = nodes.add("Mul", mean, ratio)
+    mean = nodes.add("Add", mean, base)
     root = nodes.add("Sqrt", nodes.add("Add", nodes.add("Mul", mean, mean), nodes.constant(ROUNDNESS, dtype)))
     mean = nodes.add("Mul", nodes.add("Add", mean, root), nodes.constant(0.5, dtype))
     mean = nodes.add("Add", mean, nodes.constant(LEAST_MEAN, dtype))
-    mean = nodes.add("Mul", mean if level is None else nodes.add("Mul", mean, level), unit)
+    mean = nodes.add("Mul", nodes.add("Mul", mean, level) if head.scaled else mean, unit)
     if head.distribution == "poisson":
         return mean
-    dispersion = nodes.add("Add", nodes.add("Softplus", nodes.slice(out, 4, 1, 2)), nodes.constant(LEAST_DISPERSION, dtype))
-    return nodes.add("Concat", mean, dispersion, axis=-1)
+    dispersion = nodes.add("Softplus", nodes.slice(out, 4, 1, 2))
+    dispersion = nodes.add("Mul", dispersion, nodes.add("Mul", ratio, ratio)) if head.scaled else dispersion
+    return nodes.add("Concat", mean, nodes.add("Add", dispersion, nodes.constant(LEAST_DISPERSION, dtype)), axis=-1)

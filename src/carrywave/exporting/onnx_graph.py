@@ -7,7 +7,7 @@ C columns, Q quantiles, L characters of a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
@@ -37,12 +38,17 @@ MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
 def graph(portable: Portable, about: str = "", *, untie: bool = False) -> Any:
     """The model as an ONNX ModelProto. `untie`: a matrix that embedding and softmax share is stored twice, as quantization needs."""
-    total = sum(parameter.nbytes for parameter in portable.parameters())
+    check_size(portable.parameters())
+    return _Graph(portable, untie).build(about)
+
+
+def check_size(weights: Iterable[Tensor]) -> None:
+    """Refuse more weights than one file can hold."""
+    total = sum(weight.nbytes for weight in weights)
     if total > MOST_BYTES:
         raise UserError(
             f"the weights have {total / 1e9:.1f} GB, more than the 2 GB that an ONNX file holds; use --to torch or --to safetensors"
         )
-    return _Graph(portable, untie).build(about)
 
 
 class _Graph:
@@ -132,13 +138,15 @@ class _Graph:
             out = nodes.linear(y_TBW, "embedding.weight" if tied else "head.weight", head.weight, bias, shared=tied)
         elif isinstance(head, AdaptiveSoftmax):
             out = self._adaptive(head, y_TBW)
-        elif isinstance(head, CRF):
-            out = onnx_paths.best_paths(nodes, head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)), lanes)
         elif isinstance(head, StepNumbers):
             out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
         elif isinstance(head, DistributionForecast):
             raw = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
             out = onnx_forecasts.parameters(nodes, head, nodes.reshape(raw, 0, 0, head.horizon, head.outputs, -1))
+        elif isinstance(head, CRF):
+            out = onnx_paths.best_paths(nodes, head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)), lanes)
+        elif isinstance(head, Ctc):
+            out = self._transcription(head, y_TBW, lanes)
         elif isinstance(head, Forecast):
             out = self._forecast(head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)))
         else:
@@ -175,6 +183,23 @@ class _Graph:
         shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), dtype_of(head))
         rises = nodes.add("Softplus", nodes.add("Sub", nodes.slice(out, 4, 1), shift))
         return nodes.add("Concat", first, nodes.add("Add", first, nodes.add("CumSum", rises, nodes.constant(4))), axis=-1)
+
+    def _transcription(self, head: Ctc, y_TBW: str, lanes: Lanes) -> str:
+        """Log-probabilities of all answers; after the end of a lane, the blank is certain."""
+        nodes = self.nodes
+        assert lanes.lengths is not None
+        out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+        if head.upsample > 1:
+            out = nodes.reshape(out, 0, 0, head.upsample, head.classes)
+            out = nodes.add("Transpose", out, perm=[0, 2, 1, 3])
+            sizes = nodes.add("Shape", out)
+            answers = nodes.add("Mul", nodes.slice(sizes, 0, 0, 1), nodes.constant([head.upsample]))
+            out = nodes.add("Reshape", out, nodes.add("Concat", answers, nodes.slice(sizes, 0, 2, 4), axis=0))
+        logs_TBV = nodes.add("LogSoftmax", out, axis=-1)
+        certain_V = np.full(head.classes, -np.inf, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        certain_V[head.blank] = 0.0
+        real_TB1 = nodes.real_steps(nodes.add("Mul", lanes.lengths, nodes.constant(head.upsample)), logs_TBV)
+        return nodes.add("Where", real_TB1, logs_TBV, nodes.constant(certain_V, certain_V.dtype))
 
     def _adaptive(self, head: AdaptiveSoftmax, y_TBW: str) -> str:
         nodes, first = self.nodes, head.cutoffs[0]

@@ -75,10 +75,11 @@ def export_run(
         raise UserError(f"{to} is not a format; use one of {', '.join(FORMATS)}")
     if int8 and to != "onnx":
         raise UserError(f"{option('int8')} is for {option('to', 'onnx')}; remove it")
-    if stateful and to == "safetensors":
-        raise UserError(f"{option('stateful')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
-    if step and to not in ("onnx", "torch"):
-        raise UserError(f"{option('step')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
+    for form, asked in (("stateful", stateful), ("step", step)):
+        if asked and to == "c":
+            raise UserError(f"{option('to', 'c')} always writes a single step with its state; remove {option(form)}")
+        if asked and to not in ("onnx", "torch"):
+            raise UserError(f"{option(form)} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
     if step and (stateful or int8):
         other = option("stateful" if stateful else "int8")
         raise UserError(f"{option('step')} and {other} are two forms of a model; remove one of them")

@@ -74,7 +74,7 @@ class _Losses(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, ignored: int) -> Tensor:
         target_N = target_N.contiguous()
         rows, classes = logits_NV.shape
-        losses_N, logarithms_N = logits_NV.new_zeros(2, rows, dtype=torch.float32).unbind()
+        losses_N, logarithms_N = (logits_NV.new_empty(rows, dtype=torch.float32) for _ in range(2))
         _kernel("score_forward", logits_NV)(
             (rows, 1, 1), (512, 1), logits_NV, target_N, losses_N, logarithms_N, classes, logits_NV.stride(0), ignored
         )

@@ -25,7 +25,8 @@ def check_weights(weights: Tensor, loss: Any, whose: str, *, by_lane: bool) -> N
             "targets and are what is counted, or remove the weights"
         )
     if by_lane and weights.dim() != 1:
-        raise UserError(f"the weights are {list(weights.shape)}, but {whose} scores each lane as a whole; pass one for each, [lane]")
+        fact = f"the weights are {list(weights.shape)}, but {whose} scores each lane as a whole"
+        raise UserError(f"{fact}; pass one for each, [lane], or in files a number for each row instead of a list")
 
 
 def for_each_target(weights: Tensor, targets: Tensor, *, pooled: bool) -> Tensor:

@@ -299,8 +299,8 @@ def _labels(sample: Decided) -> dict[str, Any]:
         rows.append((str(row[sample.name]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
     more = len(sample.rows) - len(rows)
     names = ("precision", "recall", "F1", "holds", "predicted")
-    fewer = f"{more} more {sample.name}s, which hold less often" if more else ""
-    return {"by": sample.name, "names": names, "rows": rows, "more": fewer}
+    more_of = f"{more} more {sample.name}s, which hold less often" if more else ""
+    return {"by": sample.name, "names": names, "rows": rows, "more": more_of}
 
 
 def _ranked(sample: Ranked) -> dict[str, Any]:

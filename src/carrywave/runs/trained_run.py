@@ -85,7 +85,7 @@ def open_run(
             f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
-    task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
+    task, asked = Task(spec, codec, facts, scale, own_model=own_model), _asked_of(run, spec)
     if whole or spec.task == whole_for:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))
@@ -256,7 +256,8 @@ def evaluate_run(
 
 
 def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
-    task, labels = "regression at every step" if saved.spec.each_step else saved.spec.task, saved.task.codec.labels
+    task = "regression at every step" if saved.spec.each_step else saved.spec.task
+    labels = saved.task.codec.labels
     spans = not saved.spec.data.multi_label and tags_of(labels) is not None
     known = [name for name in BY[task] if name != "type" or spans]
     if "type" in by and task == "tagging" and not spans:

@@ -59,21 +59,21 @@ class DataSpec(Section):
     weight: str | None = Field(
         None,
         description="the column or field with the weight of each target in the loss: a number from 0 on for a row, or a list of one for "
-        "each step; by default weight, except for forecasting, where a row's is that of its own values as targets; none: not read",
+        "each step; by default weight, but none in tables of series, where that of a row is of its own values as targets; none: not read",
     )
     multi_label: bool = Field(
         False,
         description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "
         "labels, or a vector of 0 and 1",
     )
+    each_step: bool = Field(
+        False,
+        description="regression: every step has a target, and may lack it; tables with data.targets, or JSON rows with steps and labels",
+    )
     scheme: Literal["auto", "none", "bio", "bioes"] = Field(
         "auto",
         description="model.crf: which labels may follow which: bio (I-X only after B-X or I-X), bioes (also with E-X and S-X, or L and U), "
         "or none: any; auto goes by the names of the labels",
-    )
-    each_step: bool = Field(
-        False,
-        description="regression: every step has a target, and may lack it; tables with data.targets, or JSON rows with steps and labels",
     )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(

@@ -128,9 +128,9 @@ ACTS: Mapping[str, Rule] = {
     "data.text": _not_forecasting("set data.columns to the columns to read"),
     "data.label": _tasks("classification", "regression", "tagging", "transcription"),
     "data.multi_label": _tasks(*LABELS),
-    "data.scheme": lambda spec: None if spec.model.crf else "is for model.crf, which is off; remove it, or set model.crf=true",
     "data.each_step": _tasks("regression"),
     "data.warmup": _each_step,
+    "data.scheme": lambda spec: None if spec.model.crf else "is for model.crf, which is off; remove it, or set model.crf=true",
     "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (

@@ -66,6 +66,7 @@ class Task:
     codec: Codec
     facts: DataFacts
     scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
+    own_model: bool = False  # the network is the user's: the spec does not say how often it answers
     line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
 
     @staticmethod
@@ -97,7 +98,7 @@ class Task:
                 scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
                 view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
             case "transcription":
-                view = transcripts.view(name, data, self.codec, self.spec.model)
+                view = transcripts.view(name, data, self.codec, None if self.own_model else self.spec.model)
             case "regression" if self.spec.each_step:
                 view = views.each_step(data, self.spec.train.loss)
             case "classification" | "regression":

@@ -77,7 +77,7 @@ def each_step(data: Sequences, loss: str) -> View:
         found: NDArray[np.float32] = np.asarray(tags[rows])
         return found if weights is None else np.stack([found, weights[np.searchsorted(starts, rows, side="right") - 1]], axis=-1)
 
-    return View(data.inputs, data.starts, data.lengths, targets_at=numbers, warm=data.warm)
+    return weighted(View(data.inputs, data.starts, data.lengths, targets_at=numbers, warm=data.warm), data)
 
 
 def pooled(data: Sequences) -> View:

@@ -120,7 +120,7 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
                 raise DataError(
                     f"{where}: step {step}, column {column} of {field} is a list; write a list of steps, each a list of numbers"
                 )
-            if number is not None and not isinstance(number, (int, float, np.number)):
+            if number is not None and (not isinstance(number, (int, float, np.number)) or isinstance(number, np.complexfloating)):
                 raise DataError(
                     f"{where}: step {step}, column {column} of {field} is {kind_of(number)} ({number!r:.40}), not a number; write a number"
                 )

@@ -220,6 +220,9 @@ class CsvRows(_TableRows):
 def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]]:
     number = 0
     while (batch := source.guard(lambda: next(batches, None))) is not None:
+        names = batch.schema.names
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise DataError(f"{source.name}: duplicate column {twice}; give every column a unique name")
         for row in batch.to_pylist():
             number += 1
             yield number, row

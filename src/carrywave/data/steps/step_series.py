@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import NewArray
+from carrywave.data.files.arrays import Appender, NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.holdout import held_out
 from carrywave.data.sequences import Ints, Sequences
@@ -23,7 +23,7 @@ from carrywave.data.steps.table_blocks import SeriesSource
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import Moments, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
-from carrywave.data.tables.series import known_codes, unseen_values
+from carrywave.data.tables.series import check_weights, known_codes, unseen_values
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -230,6 +230,8 @@ class _Writer:
         self.codec, self.spec, self.labelled, self.name = codec, spec, labelled, ""
         self.inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
         self.tags = new(np.float32, len(codec.step_targets)) if labelled else None
+        self.weights: Appender | None = None
+        self.new = new
         self.rows = 0
         self.places: dict[str, list[tuple[Ints, Ints, Ints]]] = {}
         self.names: dict[str, list[str]] = {}
@@ -244,6 +246,7 @@ class _Writer:
         targets = [table.columns.index(target) for target in codec.step_targets] if self.tags is not None else []
         if self.tags is not None:
             self.tags.append(_standardised(table.values[:, targets], codec.target_mean, codec.target_std, table.name))
+            self._weigh(table)
         for part, span in cut.items():
             kept = span.lengths > 0
             if self.labelled:
@@ -257,6 +260,14 @@ class _Writer:
             self.names.setdefault(part, []).extend(name for name, there in zip(table.names, kept, strict=True) if there)
         self.rows += len(table.values)
 
+    def _weigh(self, table: Table) -> None:
+        """Append the weights of a block, if it has any; then all blocks do."""
+        if table.weights is None and table.choice.weight is not None:
+            raise DataError(f"{table.name} has no column {table.choice.weight} (data.weight), which the training data has; add it")
+        if table.weights is not None:
+            self.weights = self.weights or self.new(np.float32, None)
+            self.weights.append(table.weights)
+
     def _spreads(self, table: Table, scored: list[NDArray[np.float64] | None], kept: NDArray[np.bool_]) -> NDArray[np.float64]:
         """The deviations of the targets of each series in train; of one that train does not contain, here."""
         units = np.array(self.codec.target_std)
@@ -266,13 +277,17 @@ class _Writer:
 
     def close(self) -> dict[str, Sequences]:
         """Return the parts; one without a series of its own is left out, but for train and a single one."""
-        inputs, tags = self.inputs.close(), None if self.tags is None else self.tags.close()
+        inputs = self.inputs.close()
+        tags, weights = (None if each is None else each.close() for each in (self.tags, self.weights))
         parts = {}
         for part, places in self.places.items():
             starts, lengths, warm = (np.concatenate(each) for each in zip(*places, strict=True))
             spreads = np.concatenate(self.spreads[part]) if part in self.spreads else None
             warmed = warm if warm.any() else None
-            parts[part] = Sequences(inputs, starts, lengths, tags=tags, warm=warmed, spreads=spreads, names=tuple(self.names[part]))
+            names = tuple(self.names[part])
+            parts[part] = Sequences(inputs, starts, lengths, tags=tags, step_weights=weights, warm=warmed, spreads=spreads, names=names)
+            if len(lengths):
+                check_weights(parts[part], part)
         return parts
 
     def left_out(self) -> list[str]:

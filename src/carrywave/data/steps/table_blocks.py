@@ -16,7 +16,7 @@ import pyarrow.parquet as pa_parquet
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields
-from carrywave.data.files.rows import Row, Rows
+from carrywave.data.files.rows import WEIGHT, Row, Rows
 from carrywave.data.files.source import Source
 from carrywave.data.tables.columns import COVARIATES, SERIES_NAME, ColumnChoice
 from carrywave.data.tables.moments import unusable
@@ -63,7 +63,8 @@ def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
     def blocks(codec: Codec | None, labelled: bool) -> Iterator[Table]:
         rows = open_rows(labelled)
         table, targets = _long_table(rows, data, codec, labelled=labelled)
-        choice = ColumnChoice.of(data, codec, labelled=labelled)
+        weight = WEIGHT if WEIGHT in table.column_names else None
+        choice = replace(ColumnChoice.of(data, codec, labelled=labelled), weight=weight)
         if codec is None:
             named = next((name for name in (*COVARIATES, "columns", "targets") if getattr(data, name)), None)
             if named is not None:
@@ -119,7 +120,7 @@ def _blocks(source: Source, file: Any, choice: ColumnChoice) -> Iterator[tuple[i
     names = file.schema_arrow.names
     read = names
     if choice.columns is not None and choice.time is not None:
-        wanted = {*choice.columns, *choice.categorical, *choice.static, choice.time, series}
+        wanted = {*choice.columns, *choice.categorical, *choice.static, choice.time, choice.weight, series}
         read = [name for name in names if name in wanted]
     most = max(1, BLOCK_CELLS // len(read))
     batches = file.iter_batches(batch_size=most, columns=read, use_threads=False)
@@ -148,6 +149,7 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
     lengths: list[int] = []
     steps: list[fields.Matrix] = []
     labels: list[fields.Matrix] = []
+    weights: list[float | fields.Matrix | None] = []
     for number, row in rows:
         where = rows.where(number)
         steps.append(_matrix(row, "steps", where, columns, missing=data.missing))
@@ -155,6 +157,7 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
         if labelled:
             labels.append(_matrix(row, "labels", where, outputs, missing=None))
             outputs = labels[-1].shape[1]
+            weights.append(fields.weight_of(row, len(steps[-1]), where))
             if len(labels[-1]) != len(steps[-1]):
                 raise DataError(f"{where}: {len(labels[-1])} labels for {len(steps[-1])} steps; use one per step (null for none)")
         series.append(_named(row, data, f"{rows.name} item {len(series)}"))
@@ -169,6 +172,9 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
     for names, matrices in ((map(str, range(columns or 0)), steps), (targets, labels)):
         together = np.concatenate(matrices) if matrices else np.empty((0, 0))
         made |= {name: pa.array(together[:, place]) for place, name in enumerate(names)}
+    if any(weight is not None for weight in weights):
+        each = [np.broadcast_to(1.0 if weight is None else weight, many) for weight, many in zip(weights, lengths, strict=True)]
+        made[WEIGHT] = pa.array(np.concatenate(each))
     return pa.table(made), targets
 
 

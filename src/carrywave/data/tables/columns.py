@@ -69,7 +69,7 @@ class ColumnChoice:
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
         learned["month_days"] = codec.month_days
-        learned["weight"] = weight
+        learned["weight"] = weight if labelled or not codec.step_targets else None
         columns = (*codec.read_columns, *learned["targets"]) if codec.step_targets else codec.read_columns
         return ColumnChoice(
             columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
@@ -292,7 +292,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
         parts = [codes[column] for column in chosen] if given is None else [given, *(codes[column] for column in chosen)]
         joined = _joined(parts)
         numbers = any(pa.types.is_integer(table[column].type) for column in chosen)
-        if _apart(ranks, joined, dense=numbers):
+        if len(chosen) < len(others) and _apart(ranks, joined, dense=numbers):  # something must be left to forecast
             # Prefer text, since integers may tell rows apart by chance; then the fewest series.
             (alone if len(parts) == 1 else pairs).append((numbers, int(joined.max(initial=0)), chosen))
     if alone:

@@ -277,11 +277,11 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
             notes += found.notes
     for part, found in parts.items():
-        _check_weights(found, part)
+        check_weights(found, part)
     return Entry(parts, codec, tuple(notes))
 
 
-def _check_weights(data: Sequences, part: str) -> None:
+def check_weights(data: Sequences, part: str) -> None:
     """Refuse a part in which no row has a weight above 0."""
     weights = data.step_weights
     bounds = zip(data.starts, data.starts + data.lengths, strict=True)

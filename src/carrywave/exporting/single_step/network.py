@@ -22,6 +22,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.step_inputs import LEAST_DEVIATION
@@ -134,7 +135,7 @@ def _head(program: Program, model: Model, y: Value, past: Value | None) -> Value
     head = model.head
     if isinstance(head, Pooled):
         return _pooled(program, head, y).linear("head.weight", head.weight, head.bias)
-    if isinstance(head, Softmax):
+    if isinstance(head, Softmax | StepNumbers):
         return y.linear("head.weight", head.weight, head.bias)
     if isinstance(head, AdaptiveSoftmax):
         return _adaptive(program, head, y)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from carrywave.exporting.onnx_graph import check_size
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.single_step.program import Operation, Program, Value
 
@@ -18,6 +19,7 @@ OPERATORS = {"maximum": "Max", "minimum": "Min"}  # where the name is not that o
 
 def graph(program: Program, about: str = "") -> Any:
     """The step as an ONNX ModelProto; the number of lanes is free."""
+    check_size(program.weights.values())
     return _Graph(program).build(about)
 
 

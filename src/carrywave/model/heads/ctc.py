@@ -12,7 +12,7 @@ from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.heads.alignments import negative_log_likelihood
-from carrywave.model.heads.scoring import IGNORED, at_least_float32
+from carrywave.model.heads.scoring import IGNORED, at_least_float32, weighted, weighted_targets
 
 
 class Ctc(nn.Module):
@@ -46,16 +46,15 @@ class Ctc(nn.Module):
         if self.upsample > 1:
             logits = logits.view(steps, lanes, self.upsample, self.classes).transpose(1, 2).flatten(0, 1)
         certain_V = torch.where(torch.arange(self.classes, device=logits.device) == self.blank, 0.0, -math.inf).to(logits.dtype)
-        return torch.where(real_steps(lengths_B * self.upsample, len(logits)), functional.log_softmax(logits, dim=-1), certain_V)
+        return torch.where(real_steps(lengths_B * self.upsample, logits.shape[0]), functional.log_softmax(logits, dim=-1), certain_V)
 
     def score(self, logs_TBV: Tensor, target_BL: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sum of negative log-likelihoods, and the number of labels; `weights` [B]."""
+        target_BL = weighted_targets(target_BL, weights)
         real_B = target_BL[:, 0] != IGNORED
         losses_B = torch.where(real_B, negative_log_likelihood(logs_TBV, target_BL, self.blank), 0.0)
         count_B = torch.where(real_B, (target_BL >= 0).sum(-1).clamp(min=1), 0).to(losses_B.dtype)
-        if weights is not None:
-            losses_B, count_B = losses_B * weights.to(losses_B.dtype), count_B * weights.to(losses_B.dtype)
-        return losses_B.sum(), count_B.sum()
+        return weighted(losses_B, weights).sum(), weighted(count_B, weights).sum()
 
     def loss(self, y_TBW: Tensor, target_BL: Tensor, lengths_B: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import UserError
-from carrywave.model.heads.scoring import numbers, score_numbers
+from carrywave.model.heads.scoring import count_of, numbers, score_numbers
 
 LOSSES = ("mse", "mae", "nse")
 
@@ -37,15 +37,12 @@ class StepNumbers(nn.Module):
         return numbers(y_TBW, self.weight, self.bias)
 
     def score(self, out_TBC: Tensor, target: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss sum over the targets that are present, and their number; with `weights` [T, B] of the steps, the sum of these."""
+        """Loss sum over the targets that are present, and their number."""
         target_TBC, share_TBC = target.unbind(-1) if self.kind == "nse" else (target, None)
-        errors_TBC, real_TBC = score_numbers(out_TBC, target_TBC, "mae" if self.kind == "mae" else "mse")
+        errors_TBC, real_TBC = score_numbers(out_TBC, target_TBC, "mae" if self.kind == "mae" else "mse", weights)
         if share_TBC is not None:
             errors_TBC = errors_TBC * torch.where(real_TBC, share_TBC.to(errors_TBC.dtype), 0.0)
-        if weights is None:
-            return errors_TBC.sum(), real_TBC.sum().to(errors_TBC.dtype)
-        weights_TB1 = weights.to(errors_TBC.dtype)[..., None]
-        return (errors_TBC * weights_TB1).sum(), torch.where(real_TBC, weights_TB1, 0.0).sum()
+        return errors_TBC.sum(), count_of(real_TBC, weights, errors_TBC.dtype)
 
     def loss(self, y_TBW: Tensor, target: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
