@@ -213,6 +213,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     days = (f"{name},2026-{1 + day // 28:02d}-{1 + day % 28:02d},{day % 5},{day % 9},7,{day % 4}\n" for name in "ab" for day in range(200))
     (made / "rivers.csv").write_text(f"basin,date,rain,warmth,area,flow\n{''.join(days)}")
+    (made / "slots").mkdir()
+    for name in ("train.jsonl", "valid.jsonl", "test.jsonl"):
+        (made / "slots" / name).write_text('{"tokens": ["by", "the", "Beatles"], "labels": ["O", "B-artist", "I-artist"]}\n' * 5)
     (made / "train.jsonl").write_text('{"text": "a b c", "label": "x"}\n{"text": "c b", "label": "y"}\n' * 20)
     return made
 

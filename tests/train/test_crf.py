@@ -163,3 +163,17 @@ def test_what_it_is_refused_with(asked: dict[str, Any], words: str) -> None:
 def test_a_scheme_without_a_crf_acts_on_nothing() -> None:
     with pytest.raises(SpecError, match=r"data.scheme is for model.crf, which is off; remove it, or set model.crf=true"):
         cw.fit({"hidden": 2}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
+
+
+def test_sequences_have_weights_and_steps_have_none() -> None:
+    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 2}, "data": {"share": 0.0}}
+    given = rows()[:12]
+    weighted = [{**row, "weight": 0.0 if number % 2 else 1.5} for number, row in enumerate(given)]
+    left = [{**row, "weight": 1.5} for row in given[::2]]
+    result = cw.fit({**MODEL, "hidden": 4}, weighted, **how)
+    one, other = (cw.evaluate(result.run, some) for some in (weighted, left))  # a sequence of weight 0 is as if it were not there
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert one["span_f1"] == other["span_f1"]
+    by_step = [{**row, "weight": [1.0] * len(row["labels"])} for row in given]
+    with pytest.raises(UserError, match=r"scores each lane as a whole; pass one for each"):
+        cw.fit({**MODEL, "hidden": 4}, by_step, **how)

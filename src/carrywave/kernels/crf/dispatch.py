@@ -1,7 +1,7 @@
 """The loss and the best paths of a chain: on CUDA by kernels of our own (`crf.cu`), elsewhere by the definition.
 
 The loss's gradients are probabilities of labels and of pairs of labels, which the forward-backward algorithm gives together with the loss.
-So they are computed at once, in three launches however long the sequences are, and backward only multiplies them.
+So they are computed at once, in a few launches however long the sequences are, and backward only multiplies them.
 
 Shapes: T time, B lane, V labels, C chunks of a sum. The two of `2` are all paths, and those through the known labels.
 """

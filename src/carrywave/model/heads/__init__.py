@@ -1,5 +1,5 @@
 """Heads: one result per step (`Softmax`, `Sigmoid`, `Forecast`, `DistributionForecast`) or one per sequence (`PooledSoftmax`,
-`PooledSigmoid`, `PooledNumbers`).
+`PooledSigmoid`, `PooledNumbers`); a `CRF` chooses the results of all steps of a sequence together, `Ctc` fewer than there are steps.
 
 Every head has `forward(y) -> out`, `score(out, target, weights=None) -> (loss sum, count)`, and `loss(y, target, weights=None)`, which does
 both. Losses are sums, not means: replicas, chunks and micro-batches hold different numbers of targets, and the division happens once. A
