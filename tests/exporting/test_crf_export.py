@@ -67,7 +67,7 @@ def test_other_transitions_are_noticed(runtime: Callable[[Portable], Any]) -> No
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match=r"a CRF looks back from step to step, .*; use --to onnx"):
         torch_program.archive(made("one way"))
-    with pytest.raises(UserError, match="a CRF reads whole sequences, so there is no carry to pass on; export without --stateful"):
+    with pytest.raises(UserError, match="the head reads whole sequences, so there is no carry to pass on; export without --stateful"):
         Portable(made("one way").model, stateful=True)
     assert _network(made("one way").model)["head"] == {"inputs": 8, "kind": "crf", "outputs": 5, "scheme": "bio"}
 
