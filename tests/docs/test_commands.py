@@ -38,7 +38,7 @@ ELSEWHERE = {
     "kubectl": "needs Kubernetes; the job file is read in tests/launch/test_job_files.py",
     "sky": "needs SkyPilot; the job file is read in tests/launch/test_job_files.py",
     "ray": "needs a Ray cluster: tests/engines/test_ray.py",
-    "cc": "needs TestU01",
+    "cc": "compiles what a reader has exported (tests/exporting/single_step), or needs TestU01",
     ".": "the shell's own",
     "export": "the shell's own",
 }
@@ -211,6 +211,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "demand.csv").write_text(
         "unique_id,ds,y\n" + "".join(f"item {day % 2},2025-01-{1 + day // 2:02d},{day % 3}\n" for day in range(62))
     )
+    days = (f"{name},2026-{1 + day // 28:02d}-{1 + day % 28:02d},{day % 5},{day % 9},7,{day % 4}\n" for name in "ab" for day in range(200))
+    (made / "rivers.csv").write_text(f"basin,date,rain,warmth,area,flow\n{''.join(days)}")
+    (made / "slots").mkdir()
+    for name in ("train.jsonl", "valid.jsonl", "test.jsonl"):
+        (made / "slots" / name).write_text('{"tokens": ["by", "the", "Beatles"], "labels": ["O", "B-artist", "I-artist"]}\n' * 5)
     (made / "train.jsonl").write_text('{"text": "a b c", "label": "x"}\n{"text": "c b", "label": "y"}\n' * 20)
     return made
 

@@ -20,6 +20,8 @@ from carrywave.errors import UserError
 from carrywave.exporting import onnx_file, onnx_graph, onnx_layers
 from carrywave.exporting.comparison import largest_difference
 from carrywave.exporting.portable import Portable
+from carrywave.exporting.single_step import onnx_step
+from carrywave.exporting.single_step.network import network
 
 
 def in_runtime(portable: Portable, model: Any) -> Any:
@@ -79,6 +81,8 @@ def test_what_does_not_fit_in_one_file_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(onnx_graph, "MOST_BYTES", 1000)
     with pytest.raises(UserError, match="more than the 2 GB that an ONNX file holds; use --to torch or --to safetensors"):
         onnx_graph.graph(Portable(made("language")))
+    with pytest.raises(UserError, match="more than the 2 GB that an ONNX file holds"):
+        onnx_step.graph(network(Portable(made("language"), stateful=True)))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

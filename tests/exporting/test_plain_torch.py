@@ -17,6 +17,7 @@ from carrywave.cells.cell import Cell
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.over_time.front import Front
@@ -92,6 +93,10 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
             head = nn.AdaptiveLogSoftmaxWithLoss(16, 23, [4, 10], dtype=torch.float64)
             head.load_state_dict(below(weights, "head."))
             out = head.log_prob(y.flatten(0, 1)).view(*y.shape[:2], -1)
+        elif isinstance(model.head, Ctc):
+            out = nn.functional.linear(y, weights["head.weight"], weights["head.bias"])
+            out = out.unflatten(-1, (model.head.upsample, -1)).transpose(1, 2).flatten(0, 1).log_softmax(-1).transpose(0, 1)
+            expected = expected[:, : out.shape[1]]
         elif model.pooled:
             half = y.shape[-1] // 2
             last = torch.cat([y[-1, :, :half], y[0, :, half:]], dim=-1) if "both ways" in name else y[-1]

@@ -23,7 +23,7 @@ from carrywave.spec.train_spec import HIGHER, MULTI_LABEL, OF_DISTRIBUTIONS, OF_
             "accuracy",
             r"several labels \(data.multi_label\); use loss, unweighted_loss, micro_f1",
         ),
-        ("tagging", {}, "unweighted_loss", r"is for train\.class_weights, without which it is the loss; use loss"),
+        ("tagging", {}, "unweighted_loss", r"is for train\.class_weights and data\.weight, without which it is the loss; use loss"),
         ("forecasting", {}, "pinball", "needs data.quantiles"),
         ("forecasting", {"quantiles": [0.1, 0.9]}, "mase", "add 0.5 to data.quantiles"),
     ],

@@ -20,16 +20,25 @@ class To(StrEnum):
     safetensors = "safetensors"
     onnx = "onnx"
     torch = "torch"
+    c = "c"
 
 
 def export(
     run: RunArgument,
-    to: Annotated[To, typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export.")],
+    to: Annotated[
+        To,
+        typer.Option(
+            "--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export, c for a C file."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="New folder to write. Default: exports/NAME-FORMAT.")
     ] = None,
     stateful: Annotated[
         bool, typer.Option("--stateful", help="onnx, torch: the carry goes in and comes out; onnx gets a configuration for Triton.")
+    ] = False,
+    step: Annotated[
+        bool, typer.Option("--step", help="onnx, torch: one step with its state as inputs and outputs, without recurrent operators.")
     ] = False,
     int8: Annotated[bool, typer.Option("--int8", help="onnx: quantize the weights, and measure what that costs.")] = False,
     data: Annotated[
@@ -39,14 +48,14 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the best weights of a run as safetensors, ONNX or a torch.export program. What was written is run and compared first."""
+    """Write the best weights of a run as safetensors, ONNX, a torch.export program or a C file. What is written was run and compared."""
     if launched():
         raise PlanError("export works in one process, but a launcher started this one; run it by itself")
     with leaving_at_once():
         from carrywave.exporting.run_export import export_run
 
     given = None if data is None else file_of(data)
-    found = export_run(place_of(run), to.value, output, stateful=stateful, int8=int8, data=given, note=note)
+    found = export_run(place_of(run), to.value, output, stateful=stateful, step=step, int8=int8, data=given, note=note)
     typer.echo(f"wrote {found.folder}: {', '.join(found.files)}")
     if found.difference is not None:
         typer.echo(f"largest difference from the model: {found.difference:.1e}")

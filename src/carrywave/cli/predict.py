@@ -35,6 +35,12 @@ def predict(
         InputFormat, typer.Option("--format", help="Format of INPUT; auto goes by its name or first bytes, or by the training data.")
     ] = InputFormat.auto,
     as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV whatever the name of the output file, also to stdout.")] = False,
+    beam: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Transcription: search, with N beginnings kept at each step, instead of the likeliest labels."
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language models: text to continue.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Language models: number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="Language models: 0 picks the most likely token, 1 samples from the model.")] = 1.0,
@@ -81,6 +87,7 @@ def predict(
             steps=steps,
             keep=tuple(keep or ()),
             format=input_format.value,
+            beam=beam,
             as_csv=as_csv,
             device=device.value,
         )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from carrywave.errors import UserError
 from carrywave.exporting.onnx_nodes import needed
-from carrywave.exporting.portable import Portable, Runner
+from carrywave.exporting.portable import Ports, Runner
 
 
-def runner(model: bytes, portable: Portable) -> Runner:
+def runner(model: bytes, ports: Ports) -> Runner:
     """A model, in the bytes of its file, in onnxruntime on the CPU."""
     runtime = needed("onnxruntime")
     options = runtime.SessionOptions()
@@ -26,12 +26,12 @@ def runner(model: bytes, portable: Portable) -> Runner:
         session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise _failed("load", error) from error
-    names = [port.name for port in portable.inputs]
+    names = [port.name for port in ports.inputs]
 
     def run(given: Sequence[Tensor]) -> list[Tensor]:
         try:
             found = session.run(
-                [port.name for port in portable.outputs], {n: t.contiguous().numpy() for n, t in zip(names, given, strict=True)}
+                [port.name for port in ports.outputs], {n: t.contiguous().numpy() for n, t in zip(names, given, strict=True)}
             )
         except Exception as error:
             raise _failed("run", error) from error

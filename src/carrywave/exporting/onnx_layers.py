@@ -43,7 +43,7 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
     projected = "a projection" if layers.proj_size and layers.cell is not lstm_cell.CELL else ""
     if form is None or (option := beyond_cell(layers) or projected):
         what = f" with {option}" if form is not None else ""
-        raise UserError(f"the cell {layers.cell.name}{what} has no ONNX form; use --to torch or --to safetensors")
+        raise UserError(f"the cell {layers.cell.name}{what} has no ONNX form; use --to torch or --to safetensors, or --step")
     carry = carry or initial(nodes, layers, index, lanes)
     if layers.proj_size:
         y_TBO, ends = _projected(nodes, layers, index, x_TBI, carry, lanes)

@@ -14,10 +14,16 @@ from typing import Any
 
 from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.exporting import onnx_file, onnx_graph, torch_program, triton
-from carrywave.exporting.comparison import largest_difference
+from carrywave.exporting.comparison import largest_difference, largest_step_difference
 from carrywave.exporting.description import describe
 from carrywave.exporting.lost import MOST_TARGETS, mean_loss, valid_part
 from carrywave.exporting.portable import Portable
+from carrywave.exporting.single_step import onnx_step
+from carrywave.exporting.single_step.c_file import c_file
+from carrywave.exporting.single_step.network import check_steps, network
+from carrywave.exporting.single_step.program import Program
+from carrywave.exporting.single_step.step_module import StepModule
+from carrywave.model.heads.crf import CRF
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
@@ -26,7 +32,7 @@ from carrywave.spec.load import dump
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Part
 
-FORMATS = ("safetensors", "onnx", "torch")
+FORMATS = ("safetensors", "onnx", "torch", "c")
 DESCRIPTION = "model.json"
 Note = Callable[[str], None]
 
@@ -48,6 +54,7 @@ def export_run(
     output: Path | str | None = None,
     *,
     stateful: bool = False,
+    step: bool = False,
     int8: bool = False,
     data: Any = None,
     note: Note | None = None,
@@ -55,7 +62,8 @@ def export_run(
     """Write the best weights of a run for another runtime, into a new folder (by default exports/NAME-FORMAT).
 
     ONNX models and torch programs are run and compared with our model before they get their name. `stateful`: the carry goes in and comes
-    out. `int8`: ONNX with quantized weights; `data` is what their loss is measured on, by default the run's valid data.
+    out. `step`: one call is one step, in plain operators. `int8`: ONNX with quantized weights; `data` is what their loss is measured on, by
+    default the run's valid data.
 
     >>> import carrywave as cw
     >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
@@ -67,25 +75,44 @@ def export_run(
         raise UserError(f"{to} is not a format; use one of {', '.join(FORMATS)}")
     if int8 and to != "onnx":
         raise UserError(f"{option('int8')} is for {option('to', 'onnx')}; remove it")
-    if stateful and to == "safetensors":
-        raise UserError(f"{option('stateful')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
+    for form, asked in (("stateful", stateful), ("step", step)):
+        if asked and to == "c":
+            raise UserError(f"{option('to', 'c')} always writes a single step with its state; remove {option(form)}")
+        if asked and to not in ("onnx", "torch"):
+            raise UserError(f"{option(form)} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
+    if step and (stateful or int8):
+        other = option("stateful" if stateful else "int8")
+        raise UserError(f"{option('step')} and {other} are two forms of a model; remove one of them")
     if data is not None and not int8:
         raise UserError(f"{option('data')} is what the loss of {option('int8')} is measured on; remove it, or ask for {option('int8')}")
     named = None if output is None else _free(Path(output))
     saved = open_run(path, "cpu")
     if not isinstance(saved.model, Model):
         raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
+    if int8 and isinstance(saved.model.head, CRF):
+        raise UserError(f"{option('int8')} is judged by the loss of scores, but a CRF gives labels; remove it")
     folder = _free(Path("exports", f"{_name(saved)}-{to}") if named is None else named)
     if to == "safetensors":
         return _safetensors(saved, folder)
-    portable = Portable(saved.model.float(), stateful=stateful).eval()
-    if to == "torch":
-        program = torch_program.archive(portable)
-        found = {"difference": largest_difference(portable, torch_program.runner(program), what="the torch program")}
-        files = {"model.pt2": program}
+    note = note or (lambda line: None)
+    one = step or to == "c"
+    if one:
+        check_steps(saved.model)
+    portable = Portable(saved.model.float(), stateful=stateful or one).eval()
+    program: Program | None = None
+    if to == "c":
+        text, program, gap = c_file(saved.task, portable, _name(saved), note)
+        files, found = {"model.c": text.encode()}, {"difference": gap}
+    elif step:
+        program = network(portable)
+        files, found = _one_step(saved, portable, program, to)
+    elif to == "torch":
+        traced = torch_program.archive(portable)
+        found = {"difference": largest_difference(portable, torch_program.runner(traced), what="the torch program")}
+        files = {"model.pt2": traced}
     else:
-        files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note or (lambda line: None))
-    files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32").encode()
+        files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note)
+    files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32", program).encode()
     # Only now, so that nothing has to be cleared away if the work before is stopped.
     with _whole_or_nothing(folder) as draft:
         for name, content in files.items():
@@ -108,6 +135,21 @@ def _safetensors(saved: Saved, folder: Path) -> Exported:
     return Exported(folder, ("model.safetensors", DESCRIPTION))
 
 
+def _one_step(saved: Saved, portable: Portable, program: Program, to: str) -> tuple[dict[str, bytes], dict[str, float]]:
+    """The file of a single step, and the largest difference from the model over many of them."""
+    if to == "torch":
+        data = torch_program.archive(StepModule(program))
+        name, run, what = "model.pt2", torch_program.runner(data), "the torch program"
+    else:
+        data = onnx_step.graph(program, _about(saved)).SerializeToString()
+        name, run, what = "model.onnx", onnx_file.runner(data, program), "the ONNX model"
+    return {name: data}, {"difference": largest_step_difference(portable, program, run, what=what)}
+
+
+def _about(saved: Saved) -> str:
+    return f"{saved.spec.task} model of {_name(saved)}, by carrywave export; see {DESCRIPTION}"
+
+
 def _onnx(
     saved: Saved, portable: Portable, folder: Path, *, int8: bool, data: Any, note: Note
 ) -> tuple[dict[str, bytes], dict[str, float]]:
@@ -115,7 +157,7 @@ def _onnx(
     # First of all: a name that cannot be used, or data that cannot be read, should not be noticed after minutes of work.
     config = triton.config(portable, folder.absolute().name) if portable.stateful else None
     part = valid_part(saved, data) if int8 else None
-    about = f"{saved.spec.task} model of {_name(saved)}, by carrywave export; see {DESCRIPTION}"
+    about = _about(saved)
     model = onnx_graph.graph(portable, about)
     gap = largest_difference(portable, onnx_file.runner(model.SerializeToString(), portable), what="the ONNX model")
     losses: dict[str, float] = {}

@@ -53,6 +53,7 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
         codes=None if table.codes is None else table.codes[rows],
         ahead_rows=None if table.ahead_rows is None else np.repeat(table.ahead_rows, many),
         unfilled=None,
+        weights=None if table.weights is None else table.weights[rows],
     )
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import steps_of
-from carrywave.data.files.rows import Rows
+from carrywave.data.files.fields import steps_of, take, weight_of
+from carrywave.data.files.rows import WEIGHT, Rows
 from carrywave.data.overlap import told_of_cut, told_of_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
@@ -237,7 +237,8 @@ def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], 
     shape = len(table.names), 2, len(codec.columns)
     means, units = np.moveaxis(np.array(_scales(table, codec), np.float64).reshape(shape)[kept], 1, 0).copy()
     warm, absolute = own.warm if own.warm.any() else None, codec.transform in LEAST or codec.distribution != "none"
-    return Sequences(inputs, own.starts, own.lengths, warm=warm, units=units, means=means if absolute else None, names=names)
+    means = means if absolute else None
+    return Sequences(inputs, own.starts, own.lengths, step_weights=table.weights, warm=warm, units=units, means=means, names=names)
 
 
 def _named(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
@@ -275,7 +276,17 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             notes += other.notes[1:]  # the first note, about columns, is already given for train
             parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
             notes += found.notes
+    for part, found in parts.items():
+        check_weights(found, part)
     return Entry(parts, codec, tuple(notes))
+
+
+def check_weights(data: Sequences, part: str) -> None:
+    """Refuse a part in which no row has a weight above 0."""
+    weights = data.step_weights
+    bounds = zip(data.starts, data.starts + data.lengths, strict=True)
+    if weights is not None and not any(weights[low:high].any() for low, high in bounds):
+        raise DataError(f"{part}: every weight in it is 0, so nothing could be learned or measured; change them, or remove data.weight")
 
 
 def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
@@ -333,14 +344,20 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
             raise DataError(f"{table.name}: {fact}; give a row for each step ahead, or set data.missing")
 
 
-def from_rows(rows: Rows) -> Table:
-    """Make a table from rows with `steps`, one series each."""
+def from_rows(rows: Rows, weight: str | None = None) -> Table:
+    """Make a table from rows with `steps`, one series each; `weight` is the field with the weight of each, or of each of its steps."""
     matrices: list[NDArray[np.float64]] = []
+    weights: list[NDArray[np.float32]] = []
     for number, row in rows:
-        matrices.append(steps_of(row, rows.where(number), matrices[0].shape[1] if matrices else None))
+        where = rows.where(number)
+        matrices.append(steps_of(row, where, matrices[0].shape[1] if matrices else None))
+        if weight is not None:
+            found = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)
+            weights.append(np.broadcast_to(np.asarray(found, np.float32), len(matrices[-1])))
     if not matrices:
         raise DataError(f"{rows.name} is empty; use data with at least one series")
-    return from_matrices(matrices, rows.name)
+    table = from_matrices(matrices, rows.name)
+    return replace(table, weights=np.concatenate(weights)) if weights else table
 
 
 def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
@@ -361,6 +378,8 @@ def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
 def choose_columns(table: Table, choice: ColumnChoice) -> Table:
     """Return a table of unnamed columns restricted to some of them; it has no covariates."""
     columns = choice.columns
+    if choice.weight is not None and table.weights is None:
+        raise DataError(f"{table.name} is a list of numbers, but data.weight names a column; use a CSV or Parquet file, or a frame")
     if choice.named:
         fact = f"{table.name} is a list of numbers, but data.{next(name for name in COVARIATES if getattr(choice, name))} names columns"
         raise DataError(f"{fact}; use a CSV or Parquet file, or a frame")

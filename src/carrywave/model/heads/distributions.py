@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
 from carrywave.model.heads.forecast import Forecast, deviation
-from carrywave.model.heads.scoring import at_least_float32, numbers
+from carrywave.model.heads.scoring import at_least_float32, count_of, numbers, weighted, weighted_targets
 from carrywave.spec.data_spec import COUNTS, PARAMETERS
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
@@ -96,18 +96,13 @@ class DistributionForecast(Forecast):
         return torch.stack([mean * unit_TB1C, *(each + LEAST_DISPERSION for each in dispersion)], dim=-1)
 
     def score(self, out: Tensor, target_TBKC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Negative log-likelihood, summed over the targets that are present, and their number; with `weights` [T, B], that of each target
-        is multiplied by its weight, and the number is the sum of the weights.
-        """
+        """Negative log-likelihood, summed over the targets that are present, and their number."""
         out = at_least_float32(out)
+        target_TBKC = weighted_targets(target_TBKC, weights)
         real = torch.isfinite(target_TBKC)
         # Masked before and after: what a missing target would give, finite or not, has no part in the gradient.
         total = torch.where(real, surprise(self.distribution, out, torch.where(real, target_TBKC.to(out.dtype), 0.0)), 0.0)
-        each = real.to(total.dtype)
-        if weights is not None:
-            weight = weights.to(total.dtype)[..., None, None]
-            total, each = total * weight, each * weight
-        return total.sum().to(out.dtype), each.sum().to(out.dtype)
+        return weighted(total, weights).sum().to(out.dtype), count_of(real, weights, out.dtype)
 
     def loss(
         self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None, weights: Tensor | None = None

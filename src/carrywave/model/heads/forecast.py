@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
-from carrywave.model.heads.scoring import at_least_float32, check_loss, numbers, score_numbers
+from carrywave.model.heads.scoring import at_least_float32, check_loss, count_of, numbers, score_numbers, weighted, weighted_targets
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 
@@ -80,22 +80,25 @@ class Forecast(nn.Module):
             out = out + self.line(past_TBCN)[..., None]
         return out[..., 0] if self.quantiles is None else out
 
-    def score(self, out: Tensor, target_TBKC: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, out: Tensor, target_TBKC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum over the targets that are present, and their number."""
         if self.quantiles is None:
-            errors, real = score_numbers(out, target_TBKC, self.kind)
-            return errors.sum(), real.sum().to(errors.dtype)
+            errors, real = score_numbers(out, target_TBKC, self.kind, weights)
+            return errors.sum(), count_of(real, weights, errors.dtype)
         out = at_least_float32(out)
+        target_TBKC = weighted_targets(target_TBKC, weights)
         real = torch.isfinite(target_TBKC)
         gap = torch.where(real[..., None], target_TBKC.to(out.dtype)[..., None] - out, 0.0)
         # Filled on the device: a copy from the host cannot be part of a CUDA graph.
         share_Q = torch.cat([out.new_full((1,), share) for share in self.quantiles])
         pinball = torch.maximum(share_Q * gap, (share_Q - 1.0) * gap)
-        return pinball.sum() / len(self.quantiles), real.sum().to(out.dtype)
+        return weighted(pinball, weights).sum() / len(self.quantiles), count_of(real, weights, out.dtype)
 
-    def loss(self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        return self.score(self(y_TBW, past_TBCN), target_TBKC)
+        return self.score(self(y_TBW, past_TBCN), target_TBKC, weights)
 
 
 class Line(nn.Module):
