@@ -7,8 +7,8 @@
 A part of the data is a folder with two files: a line of `seq.in` holds the words of a sentence, the same line of `seq.out` their tags. Each
 line of train.jsonl, valid.jsonl and test.jsonl is one sentence: `tokens` are its words and `labels` their tags.
 
-A model knows the tags of train alone, and some tags of ATIS occur only in valid or test. Each of them gets a row in train, of a word that
-no sentence has: they then are tags like any other, and count as missed where no model can find them.
+A model knows the tags of train alone, and some tags of ATIS occur only in valid or test. Each of them gets a row of weight 0 in train, of
+which nothing is learned: they then are tags like any other, and count as missed where no model can find them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def main(source: str, folder: str) -> None:
     known, every = (dict.fromkeys(tag for part in some for _, tags in parts[part] for tag in tags) for some in (("train",), PARTS))
     declared = [declare(tag) for tag in every if tag not in known]
     for part, sentences in parts.items():
-        rows = [*sentences, *declared] if part == "train" else sentences
+        rows: list[dict[str, object]] = [{"tokens": words, "labels": tags} for words, tags in sentences]
+        if part == "train":
+            rows += [{"tokens": words, "labels": tags, "weight": 0} for words, tags in declared]
         path = Path(folder) / f"{part}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"tokens": words, "labels": tags}, ensure_ascii=False) + "\n" for words, tags in rows))
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         print(f"{part}: {len(sentences)} sentences")
     if declared:
         print(f"{len(declared)} tags that only valid or test have: {', '.join(tags[-1] for _, tags in declared)}")

@@ -59,9 +59,13 @@ def test_every_recipe_is_a_spec(path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["atis-slots", "snips-slots"])
 def test_slots(recipe: str) -> None:
-    """With sentences of a few words: the converter declares the tag that only test has, and the model finds the others."""
-    sentences = {"train": ["fly to Rome", "fly to New York"] * 30, "dev": ["fly to Oslo", "fly to New York"], "test": ["fly to Rome now"]}
-    tags = {"Rome": "B-city", "Oslo": "B-city", "New": "B-city", "York": "I-city", "now": "I-time"}
+    """With sentences of a few words: the converter declares the tags that only test has, and the model finds the others."""
+    sentences = {
+        "train": ["fly to Rome", "fly to New York"] * 30,
+        "dev": ["fly to Oslo", "fly to New York"],
+        "test": ["fly to Rome right now"],
+    }
+    tags = {"Rome": "B-city", "Oslo": "B-city", "New": "B-city", "York": "I-city", "right": "B-time", "now": "I-time"}
     for part, several in sentences.items():
         (place := Path("raw") / part).mkdir(parents=True)
         (place / "seq.in").write_text("\n".join(several))
@@ -69,10 +73,10 @@ def test_slots(recipe: str) -> None:
     data = f"data/{recipe.removesuffix('-slots')}"
     slot_filling.main("raw", data)
     lines = [json.loads(line) for line in (Path(data) / "train.jsonl").read_text().splitlines()]
-    assert lines[-1] == {"tokens": ["<tag>", "<tag>"], "labels": ["B-time", "I-time"]}
+    assert lines[-1] == {"tokens": ["<tag>", "<tag>"], "labels": ["B-time", "I-time"], "weight": 0}
     assert lines[0] == {"tokens": ["fly", "to", "Rome"], "labels": ["O", "O", "B-city"]}
     rows = trained(recipe, "train.epochs=6", "model.hidden=16", "batch.tokens=64", "train.lr=0.02")
-    assert last(rows, "test")["accuracy"] == 0.75  # of the word whose tag train does not have, nothing is known
+    assert last(rows, "test")["accuracy"] == 0.6  # nothing is known of tags that train does not have
 
 
 @pytest.mark.parametrize("recipe", ["jsb-chorales", "nottingham"])

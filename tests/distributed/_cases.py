@@ -27,6 +27,7 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
@@ -54,7 +55,7 @@ Case = dict[str, Any]
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
 CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
 SPANS = ("B-x", "B-y", "O", "I-x")  # the names of the classes for a CRF: the last one may not follow everything
-POOLED = ("classification", "regression")
+POOLED = ("classification", "regression", "transcription")
 STREAMS = ("language", "forecasting", "steps")  # steps: regression at every step
 
 
@@ -136,6 +137,8 @@ def model_of(case: Case) -> Model:
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
         case "steps":
             head = StepNumbers(width, NUMBERS, "nse")
+        case "transcription":
+            head = Ctc(width, CLASSES, upsample=asked["upsample"])
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
@@ -217,6 +220,12 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         missing = torch.rand((*lead, NUMBERS), generator=generator) < 0.3
         targets[..., 0][missing] = math.nan
         targets[unused] = math.nan if odd else 7.0
+    elif task == "transcription":  # as many labels as fit, even if all are equal
+        most_B = (-(-lengths_B // math.prod(stride for _, _, stride in model.get("front") or [])) * model["upsample"] + 1) // 2
+        targets = torch.randint(CLASSES, (lanes, max(1, int(most_B.max()))), generator=generator)
+        count_B = (torch.rand(lanes, generator=generator) * (most_B + 1)).long()
+        targets[torch.arange(targets.shape[1]) >= count_B[:, None]] = -1
+        targets[unused] = 1 if odd else 0
     elif model.get("multi_label"):
         drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
         targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing

@@ -304,6 +304,22 @@ FRONT = [(4, 5, 2), (5, 3, 2)]
 
 
 @pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        (a_plan(replicas=3), {"upsample": 2}),
+        (a_plan(stages=2, cuts=[2], micro_batches=3), {"upsample": 3, "bidirectional": True, "numbers": False}),
+        (a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2, recompute=True), {"upsample": 1, "bidirectional": True}),
+        (a_plan(replicas=2, micro_batches=2), {"upsample": 4, "front": FRONT}),
+    ],
+    ids=["replicas", "stages", "both", "front"],
+)
+def test_a_transcription_gives_the_answer_of_one_device(plan: dict[str, Any], asked: dict[str, Any], crew: Crew) -> None:
+    """Also for lanes without labels, and for lanes without steps."""
+    case = sequences(task="transcription", plan=plan, train__beta=0.0, **{f"model__{name}": value for name, value in asked.items()})
+    check(case, crew)
+
+
+@pytest.mark.parametrize(
     ("plan", "pool"),
     [
         (a_plan(replicas=3), "mean_max"),
@@ -337,14 +353,15 @@ def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, 
         sequences(task="tagging", model__bidirectional=True),
         sequences(task="tagging", model__bidirectional=True, model__cell="gru"),
         sequences(model__front=FRONT, model__pool="attention", train__beta=0.0),
+        sequences(task="transcription", model__upsample=2),
         a_case(),
     ],
-    ids=["forecasting", "last", "mean", "both ways", "gru both ways", "front", "words"],
+    ids=["forecasting", "last", "mean", "both ways", "gru both ways", "front", "transcription", "words"],
 )
 def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew) -> None:
     """NaN among numbers, another word among words; targets too."""
     case = changed(case, plan=PLANS[plan])
-    if case["model"].get("front"):
+    if case["model"].get("front") or case["task"] == "transcription":
         case = changed(case, plan__chunk_steps=None)
     plain, odd = (run(changed(case, padding=kind), crew).bits() for kind in ("plain", "odd"))
     assert plain.keys() == odd.keys()

@@ -23,6 +23,7 @@ from carrywave.errors import DataError, UserError
 from carrywave.exporting import comparison, lost, onnx_file, run_export
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.run_export import export_run
+from carrywave.exporting.single_step import c_library, c_source
 from carrywave.runs.trained_run import evaluate_run, open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
@@ -70,9 +71,15 @@ def run_of(task: str, folder: Path) -> Path:
     labels = {
         "classification": lambda steps: {"label": "up" if steps[-1][0] > 0 else "down"},
         "tagging": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps]},
+        "transcription": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps[::2]]},
         "regression": lambda steps: {"label": 100 + sum(map(sum, steps))},
     }
-    model = {"classification": {"projection": 4}, "tagging": {"bidirectional": True}, "regression": {"pool": "mean"}}
+    model = {
+        "classification": {"projection": 4},
+        "tagging": {"bidirectional": True},
+        "regression": {"pool": "mean"},
+        "transcription": {"upsample": 2},
+    }
     return learn(folder, task, {"train": rows(folder, labels[task])}, model[task], batch={"tokens": 64})
 
 
@@ -119,7 +126,7 @@ def test_exported_weights_start_a_run_with_their_vocabulary(speaker: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["language", "classification", "tagging", "forecasting", "regression"])
+@pytest.mark.parametrize("task", ["language", "classification", "tagging", "transcription", "forecasting", "regression"])
 def test_every_task_to_safetensors_and_back(task: str, tmp_path: Path) -> None:
     run = run_of(task, tmp_path)
     out = export_run(run, "safetensors", tmp_path / "out").folder / "model.safetensors"
@@ -132,10 +139,10 @@ def test_every_task_to_safetensors_and_back(task: str, tmp_path: Path) -> None:
 
 @needs_onnx
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["language", "classification", "tagging", "forecasting", "regression"])
+@pytest.mark.parametrize("task", ["language", "classification", "tagging", "transcription", "forecasting", "regression"])
 def test_every_task_to_onnx(task: str, tmp_path: Path) -> None:
     run = run_of(task, tmp_path)
-    for stateful in (False, True) if task != "tagging" else (False,):
+    for stateful in (False, True) if task not in ("tagging", "transcription") else (False,):
         found = export_run(run, "onnx", tmp_path / f"out{stateful}", stateful=stateful)
         assert found.difference is not None
         assert found.difference < 1e-5
@@ -218,7 +225,12 @@ def test_a_folder_with_something_in_it_is_left_alone(speaker: Path, tmp_path: Pa
         (["--to", "torch", "--int8"], "carrywave: --int8 is for --to onnx; remove it"),
         (["--to", "safetensors", "--stateful"], "carrywave: --stateful is for --to onnx and --to torch; remove it"),
         (["--to", "onnx", "--data", "x"], "carrywave: --data is what the loss of --int8 is measured on; remove it, or ask for --int8"),
-        (["--to", "tflite"], "'tflite' is not one of 'safetensors', 'onnx', 'torch'"),
+        (["--to", "tflite"], "'tflite' is not one of 'safetensors', 'onnx', 'torch', 'c'"),
+        (["--to", "safetensors", "--step"], "carrywave: --step is for --to onnx and --to torch; remove it"),
+        (["--to", "c", "--step"], "carrywave: --to c always writes a single step with its state; remove --step"),
+        (["--to", "c", "--stateful"], "carrywave: --to c always writes a single step with its state; remove --stateful"),
+        (["--to", "onnx", "--step", "--stateful"], "carrywave: --step and --stateful are two forms of a model; remove one of them"),
+        (["--to", "onnx", "--step", "--int8"], "carrywave: --step and --int8 are two forms of a model; remove one of them"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> None:
@@ -226,6 +238,36 @@ def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> N
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--to", "onnx", "--step"], ["--to", "torch", "--step"], ["--to", "c"]])
+def test_both_directions_have_no_single_step(words: list[str], tmp_path: Path) -> None:
+    labels = rows(tmp_path, lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps]})
+    run = learn(tmp_path, "tagging", {"train": labels}, {"bidirectional": True}, batch={"tokens": 64}, train={"max_steps": 1})
+    result = CliRunner().invoke(app, ["export", str(run), *words, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("carrywave: a single step cannot be exported: bidirectional layers read the end of a sequence first; ")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_compiler_a_line_says_what_was_not_done(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_library, "compiler", lambda: None)
+    result = CliRunner().invoke(app, ["export", str(speaker), "--to", "c", "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+    assert "no C compiler was found (cc, gcc or clang), so the file was written without being compiled and run" in result.stderr
+    assert "int model_step(model_state *state, int token, float *probabilities);" in (tmp_path / "out" / "model.c").read_text()
+
+
+@pytest.mark.skipif(c_library.compiler() is None, reason="there is no C compiler")
+def test_a_c_file_that_differs_is_refused_and_leaves_nothing(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(c_source.EXPRESSIONS, "sigmoid", "1.0f / (1.01f + expf(-{0}))")
+    with pytest.raises(UserError, match=r"the C file differs from the model by .* in probabilities, .*; nothing was written"):
+        export_run(speaker, "c", tmp_path / "new" / "out")
+    monkeypatch.setitem(c_source.EXPRESSIONS, "sigmoid", "sigmoid({0})")
+    with pytest.raises(UserError, match=r"did not accept the C file \(.*sigmoid.*\); nothing was written: please report this"):
+        export_run(speaker, "c", tmp_path / "new" / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_says_what_it_wrote(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

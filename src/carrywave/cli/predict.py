@@ -48,7 +48,14 @@ def predict(
     top_p: Annotated[
         float | None, typer.Option(metavar="P", help="Language models: sample from the fewest tokens that have probability P together.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Language models: random seed of the sampling.")] = 1,
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Forecasts of distributions: N sample paths instead of quantiles.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How far sample paths go: up to data.horizon or, if that is 1, any number of steps."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling, of tokens or of paths.")] = 1,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
 ) -> None:
@@ -76,6 +83,8 @@ def predict(
             top_k=top_k,
             top_p=top_p,
             seed=seed,
+            samples=samples,
+            steps=steps,
             keep=tuple(keep or ()),
             format=input_format.value,
             beam=beam,

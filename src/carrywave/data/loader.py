@@ -72,7 +72,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         inside = view.resets_at(rows_TB) & ~padded_TB
         resets = inside if resets is None else resets | inside
     targets = None
-    history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, known)
+    history = None if view.history is None or not share.targets else past_values(view, view.history, rows_TB, known)
     if not share.targets:
         pass
     elif view.targets_at is not None:
@@ -164,7 +164,7 @@ def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Cal
     return inputs
 
 
-def _history(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
+def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
     """Past values [N - 1 + T, B, C]; the first of them come before the window."""
     before = np.arange(1 - history.steps, 0)[:, None]
     rows = np.concatenate([np.maximum(rows_TB[0] + before, view.starts[sequence_B]), rows_TB])

@@ -178,7 +178,7 @@ def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[st
 def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
     """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was."""
     place = cache.folder(spec.data.cache)
-    return _table_opener(_find(str(path), "data", spec, place), spec)(codec)
+    return _table_opener(_find(str(path), "data", spec, place), spec, labelled=codec is None)(codec)
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
@@ -285,7 +285,7 @@ def _is_stream(source: Source, spec: Spec) -> bool:
 def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool, part: str) -> Sequences:
     """Encode a whole file with a codec."""
     if spec.task == "forecasting":
-        return series.read(_table_opener(source, spec)(codec), codec, spec, new, part=part, labelled=labelled)
+        return series.read(_table_opener(source, spec, labelled=labelled)(codec), codec, spec, new, part=part, labelled=labelled)
     if spec.each_step:
         return step_series.read(_series_source(source, spec), codec, spec, new, part=part, labelled=labelled)
     if _is_stream(source, spec):
@@ -320,11 +320,11 @@ def _open_rows(source: Source, spec: Spec, *, labelled: bool = True) -> Rows:
     return open_rows(source, numeric_label=spec.task == "regression", data=spec.data, target=target, labelled=labelled)
 
 
-def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]:
+def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Callable[[Codec | None], Table]:
     """Return a function that reads a table as the spec says or, given a codec, as the training data was read."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = ColumnChoice.of(spec.data, codec)
+        choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True), choice.weight), choice)
         table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)

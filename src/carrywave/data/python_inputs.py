@@ -125,7 +125,8 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     if file is not None:
         return read(file, codec, spec, labelled=labelled, part=part)
     if spec.task == "forecasting":
-        found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
+        table = _table_opener(data, part, spec, labelled=labelled)(codec)
+        found = series.read(table, codec, spec, MemoryAppender, part=part, labelled=labelled)
     elif spec.each_step:
         found = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
@@ -144,7 +145,7 @@ def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, .
 def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file or an object, in their original units."""
     file = file_of(data, spec)
-    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec)
+    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec, labelled=False)(codec)
 
 
 def step_series_of(data: Any, spec: Spec) -> SeriesSource:
@@ -360,11 +361,11 @@ def _content(item: Any, spec: Spec) -> Row:
     return {"tokens": array} if flat_tokens or spec.task == "language" else {"steps": plain}
 
 
-def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], Table]:
+def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) -> Callable[[Codec | None], Table]:
     """Return a function that reads series as the spec says or, given a codec, as the training data was read."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = ColumnChoice.of(spec.data, codec)
+        choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if isinstance(data, Table):  # read already, as the spec says
             return data
         frame = as_table(data, part)

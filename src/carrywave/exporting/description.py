@@ -12,6 +12,9 @@ from carrywave.exporting.single_step.program import Program
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.heads.step_numbers import StepNumbers
@@ -19,12 +22,13 @@ from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, beyond_cell, outside
 from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
+from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
-FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
+FORECASTING = ("horizon", "quantiles", "distribution", "season", "residual", "context", "channels", "transform", "standardize")
 
 
 def describe(task: Task, portable: Portable, form: str, precision: str, single: Program | None = None) -> str:
@@ -89,6 +93,22 @@ def _network(model: Model) -> dict[str, Any]:
         described |= {"kind": "linear", "outputs": head.classes, "tied": tied}
     elif isinstance(head, AdaptiveSoftmax):
         described |= {"kind": "adaptive softmax", "outputs": head.classes, "cutoffs": list(head.cutoffs[:-1])}
+    elif isinstance(head, DistributionForecast):
+        described |= {
+            "kind": "distribution",
+            "distribution": head.distribution,
+            "parameters": list(PARAMETERS[head.distribution]),
+            "horizon": head.horizon,
+            "columns": head.outputs,
+            "past_steps": head.past_steps,
+            "past_units": head.counts,  # after the past values, the size of a unit of each column in every row
+            "linear": head.line is not None,
+            "scaled": head.scaled,
+        }
+    elif isinstance(head, CRF):
+        described |= {"kind": "crf", "outputs": head.classes, "scheme": head.scheme}
+    elif isinstance(head, Ctc):
+        described |= {"kind": "ctc", "outputs": head.classes, "blank": head.blank, "upsample": head.upsample}
     elif isinstance(head, Forecast):
         described |= {
             "kind": "forecast",

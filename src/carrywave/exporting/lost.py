@@ -57,7 +57,8 @@ def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part, *, most
         targets = batch.targets
         assert targets is not None
         weights = None if batch.weights is None else for_each_target(batch.weights, targets, pooled=portable.model.pooled)
-        scored = head.score(out if portable.model.pooled else out.transpose(0, 1), targets, weights=weights)  # type: ignore[operator]
+        by_lane = portable.model.pooled and not portable.model.whole_head
+        scored = head.score(out if by_lane else out.transpose(0, 1), targets, weights=weights)  # type: ignore[operator]
         total, count = total + float(scored[0]), count + float(scored[1])
         if count >= most:
             break

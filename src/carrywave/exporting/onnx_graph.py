@@ -16,19 +16,22 @@ from torch import Tensor, nn
 
 from carrywave.data.text.spelling import EDGE
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_layers, onnx_pooling
+from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_paths, onnx_pooling
+from carrywave.exporting.onnx_forecasts import dtype_of
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.heads.forecast import Forecast, Line
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.over_time.front import Front
 from carrywave.model.vocabulary.spelled_words import REACH, SpelledWords
-from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
@@ -132,6 +135,13 @@ class _Graph:
             out = self._adaptive(head, y_TBW)
         elif isinstance(head, StepNumbers):
             out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+        elif isinstance(head, DistributionForecast):
+            raw = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+            out = onnx_forecasts.parameters(nodes, head, nodes.reshape(raw, 0, 0, head.horizon, head.outputs, -1))
+        elif isinstance(head, CRF):
+            out = onnx_paths.best_paths(nodes, head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)), lanes)
+        elif isinstance(head, Ctc):
+            out = self._transcription(head, y_TBW, lanes)
         elif isinstance(head, Forecast):
             out = self._forecast(head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)))
         else:
@@ -142,7 +152,7 @@ class _Graph:
         """What a pooled head reads; the accumulator comes in and goes on if there is a state."""
         nodes, seen = self.nodes, None
         if self.portable.stateful:
-            zero = nodes.constant(0.0, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+            zero = nodes.constant(0.0, dtype_of(head))
             count_B1 = nodes.add("Where", "fresh", nodes.constant(0), "count")
             seen = onnx_pooling.Seen(nodes.add("Where", "fresh", zero, "pooled"), count_B1)
         pooled_BW, after = onnx_pooling.pooled(nodes, head, y_TBW, lanes, seen)
@@ -157,34 +167,34 @@ class _Graph:
         out = out if head.quantiles is None else self._quantiles(head, out)
         if head.past_steps:
             past_TBCN = nodes.add("Transpose", "past", perm=[1, 0, 2, 3])
-            out = self._scaled(head, out, past_TBCN) if head.scaled else out
-            out = out if head.line is None else nodes.add("Add", out, self._line(head.line, past_TBCN))
+            out = nodes.add("Mul", out, onnx_forecasts.deviation(nodes, past_TBCN, dtype_of(head))) if head.scaled else out
+            out = out if head.line is None else nodes.add("Add", out, onnx_forecasts.line(nodes, head.line, past_TBCN))
         return out if head.quantiles is not None else nodes.add("Squeeze", out, nodes.constant([4]))
-
-    def _scaled(self, head: Forecast, out: str, past_TBCN: str) -> str:
-        """Forecasts in units of the deviation of the last values."""
-        nodes, dtype = self.nodes, np.dtype(str(head.weight.dtype).removeprefix("torch."))
-        gaps = nodes.add("Sub", past_TBCN, nodes.add("ReduceMean", past_TBCN, axes=[3], keepdims=1))
-        variance = nodes.add("ReduceMean", nodes.add("Mul", gaps, gaps), axes=[3], keepdims=0)
-        unit_TBC = nodes.add("Sqrt", nodes.add("Max", variance, nodes.constant(LEAST_DEVIATION**2, dtype)))
-        return nodes.add("Mul", out, nodes.add("Unsqueeze", unit_TBC, nodes.constant([2, 4])))
-
-    def _line(self, line: Line, past_TBCN: str) -> str:
-        """What a linear function of the last values adds, [T, B, K, C, 1]."""
-        nodes = self.nodes
-        gaps = nodes.add("Sub", past_TBCN, nodes.slice(past_TBCN, 3, line.weight.shape[1] - 1, line.weight.shape[1]))
-        gaps_TBC1N = nodes.add("Unsqueeze", gaps, nodes.constant([3]))
-        ahead_TBC1K = nodes.add("MatMul", gaps_TBC1N, nodes.weight("head.line.weight", line.weight))
-        ahead_TBC1K = nodes.add("Add", ahead_TBC1K, nodes.weight("head.line.bias", line.bias[:, None]))
-        return nodes.add("Transpose", ahead_TBC1K, perm=[0, 1, 4, 2, 3])
 
     def _quantiles(self, head: Forecast, out: str) -> str:
         nodes = self.nodes
         assert head.quantiles is not None
         first = nodes.slice(out, 4, 0, 1)
-        shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), dtype_of(head))
         rises = nodes.add("Softplus", nodes.add("Sub", nodes.slice(out, 4, 1), shift))
         return nodes.add("Concat", first, nodes.add("Add", first, nodes.add("CumSum", rises, nodes.constant(4))), axis=-1)
+
+    def _transcription(self, head: Ctc, y_TBW: str, lanes: Lanes) -> str:
+        """Log-probabilities of all answers; after the end of a lane, the blank is certain."""
+        nodes = self.nodes
+        assert lanes.lengths is not None
+        out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+        if head.upsample > 1:
+            out = nodes.reshape(out, 0, 0, head.upsample, head.classes)
+            out = nodes.add("Transpose", out, perm=[0, 2, 1, 3])
+            sizes = nodes.add("Shape", out)
+            answers = nodes.add("Mul", nodes.slice(sizes, 0, 0, 1), nodes.constant([head.upsample]))
+            out = nodes.add("Reshape", out, nodes.add("Concat", answers, nodes.slice(sizes, 0, 2, 4), axis=0))
+        logs_TBV = nodes.add("LogSoftmax", out, axis=-1)
+        certain_V = np.full(head.classes, -np.inf, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        certain_V[head.blank] = 0.0
+        real_TB1 = nodes.real_steps(nodes.add("Mul", lanes.lengths, nodes.constant(head.upsample)), logs_TBV)
+        return nodes.add("Where", real_TB1, logs_TBV, nodes.constant(certain_V, certain_V.dtype))
 
     def _adaptive(self, head: AdaptiveSoftmax, y_TBW: str) -> str:
         nodes, first = self.nodes, head.cutoffs[0]

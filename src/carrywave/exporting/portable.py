@@ -20,6 +20,9 @@ from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
@@ -27,8 +30,9 @@ from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
 from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
+from carrywave.spec.data_spec import PARAMETERS
 
-BATCH, TIME = "batch", "time"  # the sizes that are free
+BATCH, TIME, ANSWERS = "batch", "time", "answers"  # the sizes that are free; answers: of a transcription, for all steps together
 NEXT = "_next"  # what the name of a state has at its end when it comes out
 OUTPUTS = {
     Softmax: "logits",
@@ -36,9 +40,12 @@ OUTPUTS = {
     PooledSoftmax: "logits",
     PooledSigmoid: "logits",
     AdaptiveSoftmax: "log_probabilities",
+    CRF: "tags",
     Forecast: "forecast",
+    DistributionForecast: "parameters",
     PooledNumbers: "values",
     StepNumbers: "values",
+    Ctc: "log_probabilities",
 }
 
 Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the inputs in order to the outputs in order
@@ -86,7 +93,7 @@ class Portable(nn.Module):
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
         super().__init__()
         if stateful and model.reads_whole:
-            reader = "a front reads" if model.has_front else "bidirectional layers read"
+            reader = "a front reads" if model.has_front else "the head reads" if model.whole_head else "bidirectional layers read"
             raise UserError(f"{reader} whole sequences, so there is no carry to pass on; export without --stateful")
         if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | SpelledWords | Numbers | Features | None):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
@@ -101,9 +108,10 @@ class Portable(nn.Module):
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
         self.state: tuple[Port, ...] = self._state(dtype) if stateful else ()
         head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
-        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.outputs, head.past_steps)),)
+        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.past_columns, head.past_steps)),)
         self.inputs: tuple[Port, ...] = (*step, *self.past, *lengths, *flags, *self.state)
-        result = Port(OUTPUTS[type(model.head)], dtype, self._result())
+        kind = torch.int64 if isinstance(model.head, CRF) else dtype
+        result = Port(OUTPUTS[type(model.head)], kind, self._result())
         self.outputs: tuple[Port, ...] = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
     @property
@@ -133,13 +141,19 @@ class Portable(nn.Module):
 
     def _result(self) -> tuple[int | str, ...]:
         head = self.model.head
+        if isinstance(head, DistributionForecast):
+            return BATCH, TIME, head.horizon, head.outputs, len(PARAMETERS[head.distribution])
         if isinstance(head, Forecast):
             last = () if head.quantiles is None else (len(head.quantiles),)
             return BATCH, TIME, head.horizon, head.outputs, *last
+        if isinstance(head, Ctc):
+            return BATCH, ANSWERS, head.classes
         if isinstance(head, PooledNumbers):
             return BATCH, head.outputs
         if isinstance(head, StepNumbers):
             return BATCH, TIME, head.outputs
+        if isinstance(head, CRF):
+            return BATCH, TIME
         classes = int(head.classes)  # type: ignore[arg-type]
         return (BATCH, classes) if self.model.pooled else (BATCH, TIME, classes)
 
@@ -164,8 +178,9 @@ class Portable(nn.Module):
             carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
             state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         y, state = self.model(x, state, lengths_B, fresh=fresh_B)
-        out = self.model.output(y, state, past=named["past"].transpose(0, 1) if self.past else None)
-        out = out if self.model.pooled else out.transpose(0, 1)
+        lengths = lengths_B if self.model.whole_head else None
+        out = self.model.output(y, state, lengths, past=named["past"].transpose(0, 1) if self.past else None)
+        out = out if self.model.pooled and not self.model.whole_head else out.transpose(0, 1)
         if not self.stateful:
             return (out,)
         carried = [part[0] for carry in state.carries for part in carry]

@@ -23,6 +23,7 @@ from carrywave.exporting.single_step.c_file import c_file
 from carrywave.exporting.single_step.network import check_steps, network
 from carrywave.exporting.single_step.program import Program
 from carrywave.exporting.single_step.step_module import StepModule
+from carrywave.model.heads.crf import CRF
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
@@ -74,10 +75,11 @@ def export_run(
         raise UserError(f"{to} is not a format; use one of {', '.join(FORMATS)}")
     if int8 and to != "onnx":
         raise UserError(f"{option('int8')} is for {option('to', 'onnx')}; remove it")
-    if stateful and to == "safetensors":
-        raise UserError(f"{option('stateful')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
-    if step and to not in ("onnx", "torch"):
-        raise UserError(f"{option('step')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
+    for form, asked in (("stateful", stateful), ("step", step)):
+        if asked and to == "c":
+            raise UserError(f"{option('to', 'c')} always writes a single step with its state; remove {option(form)}")
+        if asked and to not in ("onnx", "torch"):
+            raise UserError(f"{option(form)} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
     if step and (stateful or int8):
         other = option("stateful" if stateful else "int8")
         raise UserError(f"{option('step')} and {other} are two forms of a model; remove one of them")
@@ -87,6 +89,8 @@ def export_run(
     saved = open_run(path, "cpu")
     if not isinstance(saved.model, Model):
         raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
+    if int8 and isinstance(saved.model.head, CRF):
+        raise UserError(f"{option('int8')} is judged by the loss of scores, but a CRF gives labels; remove it")
     folder = _free(Path("exports", f"{_name(saved)}-{to}") if named is None else named)
     if to == "safetensors":
         return _safetensors(saved, folder)

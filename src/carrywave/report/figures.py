@@ -16,12 +16,21 @@ SHARES = (
     "micro_f1",
     "macro_f1",
     "exact_match",
+    "span_",
     "coverage",
     "top",
     "label_error",
     "sequence_error",
 )  # metrics that are parts of one
-NAMES = {"micro_f1": "micro F1", "macro_f1": "macro F1", "mae": "MAE", "rmse": "RMSE", "mase": "MASE", "bits": "bits per token"}
+NAMES = {
+    "micro_f1": "micro F1",
+    "macro_f1": "macro F1",
+    "span_f1": "span F1",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "mase": "MASE",
+    "bits": "bits per token",
+}
 PARTS = ("compute", "messages", "wait", "rest")  # of a worker's step
 
 

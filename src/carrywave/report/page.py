@@ -296,10 +296,11 @@ def _labels(sample: Decided) -> dict[str, Any]:
     for row in sample.folded():
         scores = [float(row[name]) for name in ("precision", "recall", "f1")]
         shown = ["–" if math.isnan(score) else f"{100 * score:.1f}%" for score in scores]
-        rows.append((str(row["label"]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
+        rows.append((str(row[sample.name]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
     more = len(sample.rows) - len(rows)
     names = ("precision", "recall", "F1", "holds", "predicted")
-    return {"by": "label", "names": names, "rows": rows, "more": f"{more} more labels, which hold less often" if more else ""}
+    more_of = f"{more} more {sample.name}s, which hold less often" if more else ""
+    return {"by": sample.name, "names": names, "rows": rows, "more": more_of}
 
 
 def _ranked(sample: Ranked) -> dict[str, Any]:

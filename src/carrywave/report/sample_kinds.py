@@ -72,9 +72,12 @@ class Confused:
 
 @dataclass(frozen=True)
 class Decided:
-    """How well each of several labels is predicted: its name, precision, recall, F1, how often it holds and how often it is predicted."""
+    """How well each of several labels, or each type of spans, is predicted: its name, precision, recall, F1, how often it holds and how
+    often it is predicted.
+    """
 
-    rows: Sequence[Mapping[str, str | int | float]]  # as `tasks.label_metrics` has them
+    rows: Sequence[Mapping[str, str | int | float]]  # as `tasks.label_metrics` and `tasks.span_metrics` have them
+    name: str = "label"  # of what the rows are for
 
     def folded(self, most: int = MOST_LABELS) -> Sequence[Mapping[str, str | int | float]]:
         """The rows of the labels that hold most often, those first."""

@@ -34,6 +34,7 @@ from carrywave.tasks.baselines import BASELINES
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.label_metrics import LabelDecisions
 from carrywave.tasks.metrics import Confusion, Errors, Metric
+from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.task import Part
 from carrywave.tasks.transcription.decoding import greedy
 
@@ -90,9 +91,9 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
             decided, whole = _decided(saved, name, data)
             return Samples(f"Labels of {where}, with the best weights{_part_of(whole)}.", [decided])
         case _:
-            confused, whole = _confused(saved, name, data)
+            confused, spans, whole = _confused(saved, name, data)
             total = sum(map(sum, confused.counts))
-            return Samples(f"{total:,} targets of {where}, with the best weights{_part_of(whole)}.", [confused])
+            return Samples(f"{total:,} targets of {where}, with the best weights{_part_of(whole)}.", [confused, *spans])
 
 
 def _some_of(saved: Saved, data: Sequences) -> str:
@@ -161,28 +162,31 @@ def _seen(saved: Saved, part: Part) -> Iterator[tuple[Tensor, Tensor | None, Ten
                 return
 
 
-def _confused(saved: Saved, name: str, data: Sequences) -> tuple[Confused, bool]:
-    labels = saved.task.codec.labels
-    counts = Confusion(len(labels))
-    whole = _counted(saved, name, data, counts)
-    return Confused(labels, counts.counts_KK.tolist()), whole
+def _confused(saved: Saved, name: str, data: Sequences) -> tuple[Confused, list[Decided], bool]:
+    """The confusion of labels and, if they write spans, how well each type of them is found."""
+    part = saved.task.part(name, data)
+    counts = saved.task.meter(torch.device("cpu"), part)
+    assert isinstance(counts, Confusion)
+    whole = _counted(saved, part, counts)
+    spans = [Decided(counts.rows("type"), "type")] if isinstance(counts, TagConfusion) else []
+    return Confused(counts.labels, counts.counts_KK.tolist()), spans, whole
 
 
 def _decided(saved: Saved, name: str, data: Sequences) -> tuple[Decided, bool]:
     labels = saved.task.codec.labels
     counts = LabelDecisions(len(labels), labels=labels, threshold=saved.spec.train.threshold)
-    whole = _counted(saved, name, data, counts)
+    whole = _counted(saved, saved.task.part(name, data), counts)
     return Decided(counts.rows("label")), whole
 
 
-def _counted(saved: Saved, name: str, data: Sequences, counts: Metric) -> bool:
+def _counted(saved: Saved, part: Part, counts: Metric) -> bool:
     """Add what is predicted for a part to a metric; True if there was time for all of it."""
     lanes = 0
-    for out, target, sequence, _, _ in _seen(saved, saved.task.part(name, data)):
+    for out, target, sequence, offset, _ in _seen(saved, part):
         if target is not None and counts.fits(out, target):
-            counts.update(out, target)
+            counts.update(out, target, sequence, offset)
         lanes += int((sequence >= 0).sum())
-    return lanes >= len(data)
+    return lanes >= len(part.data)
 
 
 def _transcribed(saved: Saved, name: str, data: Sequences) -> Transcribed:

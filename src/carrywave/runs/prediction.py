@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_a
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
 from carrywave.runs.ensemble.members import Paths, open_members, paths_of
 from carrywave.runs.evaluation import is_ctc
-from carrywave.runs.rows import row_writer
+from carrywave.runs.rows import row_writer, sample_paths
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.kept_columns import KeptColumns
@@ -57,6 +57,9 @@ class _Asked:
     format: str
     beam: int | None
     note: Callable[[str], None]
+    samples: int | None = None
+    steps: int | None = None
+    tell: Callable[[str], None] | None = None  # of what is no oddity; None: nobody asked
 
 
 def predict(
@@ -69,6 +72,8 @@ def predict(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
+    samples: int | None = None,
+    steps: int | None = None,
     keep: Sequence[str] = (),
     format: str = "auto",
     beam: int | None = None,
@@ -83,9 +88,11 @@ def predict(
 
     Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
     restrict which tokens are drawn. `beam`: a transcription is searched for, with so many beginnings kept at each step; without it, the
-    most likely label of each step is taken. `format` is that of a file, where its name does not say it. `model` is the model of a run that
-    was trained with the user's own modules; the best weights are loaded into it. Under a launcher, each worker predicts its part, and rank
-    0 returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for `note`.
+    most likely label of each step is taken. Of a run with data.distribution, `samples` asks for so many sample paths, with a row for each
+    series, path and step, instead of quantiles; `steps` is how far they go: up to the horizon, or, if that is 1, any number. `format` is
+    that of a file, where its name does not say it. `model` is the model of a run that was trained with the user's own modules; the best
+    weights are loaded into it. Under a launcher, each worker predicts its part, and rank 0 returns all of it. Oddities in the data, such as
+    gaps in the times, are warnings, or lines for `note`.
 
     >>> import carrywave as cw
     >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
@@ -102,6 +109,7 @@ def predict(
 
     how = Sampling(temperature, top_k, top_p, seed)
     asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, beam, note or warn)
+    asked = replace(asked, samples=samples, steps=steps, tell=note)
     _predict(asked, device, model, lambda world: nullcontext(keep_all))
     return rows
 
@@ -117,6 +125,8 @@ def predict_run(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
+    samples: int | None = None,
+    steps: int | None = None,
     keep: Sequence[str] = (),
     format: str = "auto",
     beam: int | None = None,
@@ -151,7 +161,8 @@ def predict_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
-    asked = _Asked(paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, beam, note)
+    how = Sampling(temperature, top_k, top_p, seed)
+    asked = _Asked(paths_of(path), input, prompt, tokens, how, keep, format, beam, note, samples, steps, note)
     row_writer.check(output)
     _predict(asked, device, None, to_output)
     return written
@@ -165,7 +176,8 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
         if len(asked.paths) > 1:
             members = open_members(asked.paths, device, world)
         else:
-            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", loss=_no_loss)]
+            whole = asked.samples is not None  # draws may be fed back
+            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", whole=whole, loss=_no_loss)]
         saved = members[0]
         _check(saved, asked)
         carried = KeptColumns.of(
@@ -235,7 +247,14 @@ def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iter
         short = short_of_season(spec.data, sequences.lengths)
         for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
             asked.note(line)
-    return forecasts(Outputs(saved), sequences, table)
+    if asked.samples is None:
+        return forecasts(Outputs(saved), sequences, table)
+    steps = sample_paths.check(saved, asked.samples, asked.steps)
+    if world.rank == 0 and asked.tell is not None:
+        fed = spec.data.horizon == 1 and steps > 1
+        ancestral = "sample paths are ancestral: each value is drawn given those drawn before it"
+        asked.tell(ancestral if fed else "sample paths are direct: each step is drawn by itself, given the past alone")
+    return sample_paths.sample_paths(saved, sequences, table, asked.samples, steps, asked.how.seed)
 
 
 def _estimate(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -> None:
@@ -268,6 +287,14 @@ def _in_format(spec: Spec, format: str) -> Spec:
 
 def _check(saved: Saved, asked: _Asked) -> None:
     task, prompt, data = saved.spec.task, asked.prompt, asked.data
+    if (asked.samples is not None or asked.steps is not None) and task != "forecasting":
+        raise UserError(f"{option('samples')} and {option('steps')} are for forecasts, but {asked.paths[0]} is a {task} model; remove them")
+    if asked.steps is not None and asked.samples is None:
+        raise UserError(f"{option('steps')} is how far sample paths go; pass {option('samples')} too, or remove it")
+    if asked.samples is not None:
+        sample_paths.check(saved, asked.samples, asked.steps)
+        if len(asked.paths) > 1:
+            raise UserError(f"{option('samples')} draws from one distribution, and the average of several runs is none; pass one run")
     if saved.mesh.plan.splits_vocabulary and task == "language":
         raise PlanError(
             "a prompt is continued by workers that each hold the whole vocabulary, but this run splits it over them; "

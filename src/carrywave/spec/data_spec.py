@@ -70,6 +70,11 @@ class DataSpec(Section):
         False,
         description="regression: every step has a target, and may lack it; tables with data.targets, or JSON rows with steps and labels",
     )
+    scheme: Literal["auto", "none", "bio", "bioes"] = Field(
+        "auto",
+        description="model.crf: which labels may follow which: bio (I-X only after B-X or I-X), bioes (also with E-X and S-X, or L and U), "
+        "or none: any; auto goes by the names of the labels",
+    )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"

@@ -130,6 +130,7 @@ ACTS: Mapping[str, Rule] = {
     "data.multi_label": _tasks(*LABELS),
     "data.each_step": _tasks("regression"),
     "data.warmup": _each_step,
+    "data.scheme": lambda spec: None if spec.model.crf else "is for model.crf, which is off; remove it, or set model.crf=true",
     "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (
@@ -178,6 +179,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
+        "crf",
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "init_bias", "forget_bias", "pretrained"),
     ),

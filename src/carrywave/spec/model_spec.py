@@ -58,6 +58,11 @@ class ModelSpec(Section):
         description="language: score all tokens at every step, or rare ones only in clusters, which is another model and cheaper if the "
         "vocabulary is large",
     )
+    crf: bool = Field(
+        False,
+        description="tagging: labels of a sequence are chosen together, by a score for each pair of neighbours (a conditional random "
+        "field), and what data.scheme forbids is never predicted",
+    )
     cutoffs: tuple[Positive, ...] | None = Field(
         None,
         description="adaptive softmax: first token of each cluster, by frequency; by default a twentieth and a quarter of the vocabulary",

@@ -60,6 +60,8 @@ class Spec(Section):
             )
         if self.model.front_layers:
             self._check_front()
+        if self.model.crf:
+            self._check_crf()
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
         if self.task == "transcription":
@@ -121,6 +123,30 @@ class Spec(Section):
             key = "batch.pack" if self.batch.pack else "data.augment"
             raise ValueError(f"{key} is not for targets at each step (data.each_step); remove it")
 
+    def _check_crf(self) -> None:
+        if self.task != "tagging":
+            raise ValueError(f"model.crf chooses the labels of a sequence together, for tagging, not for {self.task}; remove it")
+        if self.data.multi_label:
+            raise ValueError("model.crf chooses one label for each step, but data.multi_label allows any number; remove one of them")
+        for key, given in (("class_weights", self.train.class_weights is not None), ("label_smoothing", self.train.label_smoothing > 0)):
+            if given:
+                raise ValueError(
+                    f"train.{key} is for losses of single labels, but that of model.crf is of whole sequences; remove one of them"
+                )
+        if self.train.best == "top_5_accuracy":
+            raise ValueError("train.best=top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences; use accuracy")
+        if self.streams:
+            raise ValueError("model.crf reads whole sequences, but a stream is read in windows; set batch.tokens, or remove it")
+        if self.batch.pack:
+            raise ValueError("model.crf reads over the edges of packed sequences; remove it, or batch.pack")
+        if self.plan_spec.share_head:
+            raise ValueError("plan.share_head shares the work of single steps, but model.crf reads whole sequences; remove one of them")
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.crf reads whole sequences; use plan.micro_batches, "
+                "which divides lanes instead, or remove it"
+            )
+
     def _check_front(self) -> None:
         stride = total_stride(self.model.front_layers)
         if self.streams or self.task in ("language", "forecasting"):
@@ -168,7 +194,7 @@ class Spec(Section):
     @property
     def reads_whole(self) -> bool:
         """True if a front or the head needs whole sequences at once, so that time cannot be cut."""
-        return self.task == "transcription" or bool(self.model.front_layers)
+        return self.task == "transcription" or self.model.crf or bool(self.model.front_layers)
 
     @property
     def lanes(self) -> int:

@@ -21,6 +21,7 @@ BestMetric = Literal[
     "micro_f1",
     "macro_f1",
     "exact_match",
+    "span_f1",
     "top_5_accuracy",
     "label_error",
     "sequence_error",
@@ -37,7 +38,7 @@ BestMetric = Literal[
 OF_TASK: Mapping[str, tuple[str, ...]] = {
     "language": ("loss", "perplexity", "bits"),
     "classification": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
-    "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
+    "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "span_f1", "top_5_accuracy"),
     "transcription": ("loss", "label_error", "sequence_error"),
     "forecasting": ("loss", "mae", "rmse", "mase", "pinball", "crps", "weighted_quantile_loss"),
     "regression": ("loss", "mae", "rmse"),
@@ -45,7 +46,7 @@ OF_TASK: Mapping[str, tuple[str, ...]] = {
 EACH_STEP = ("loss", "mae", "rmse", "nse_median", "kge_median")  # of regression with data.each_step
 MULTI_LABEL = ("loss", "unweighted_loss", "micro_f1", "macro_f1", "exact_match")  # of any task with data.multi_label
 # Better if higher; every other metric is better if lower.
-HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "top_5_accuracy", "nse_median", "kge_median")
+HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "span_f1", "top_5_accuracy", "nse_median", "kge_median")
 OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
 OF_DISTRIBUTIONS = ("crps", "weighted_quantile_loss")
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median

@@ -18,6 +18,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
@@ -37,12 +38,12 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     if train is None:
         return frozenset()
     _forget_unknown(model, spec, codec, train)
-    if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None and spec.model.init_bias == "frequency":
+    if isinstance(head, Softmax | PooledSoftmax | CRF) and head.bias is not None and spec.model.init_bias == "frequency":
         rows = head.rows if isinstance(head, Softmax) else None
         if not head.bias.is_meta:
             several = isinstance(head, Sigmoid | PooledSigmoid)
             logs = torch.from_numpy(_log_odds(train) if several else _log_frequencies(spec, train, head.classes))
-            if head.weights is not None and not head.weights.is_meta:
+            if not isinstance(head, CRF) and head.weights is not None and not head.weights.is_meta:
                 logs = _weighted(logs, head.weights.double().cpu(), several=several)
             with torch.no_grad():
                 head.bias.copy_(logs if rows is None else logs[rows.low : rows.high])

@@ -11,6 +11,7 @@ from carrywave.errors import SpecError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
@@ -26,7 +27,7 @@ Encoder = Embedding | SpelledWords | Numbers | Features
 
 def head_of(
     spec: Spec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
-) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Ctc | StepNumbers | Forecast:
+) -> Softmax | AdaptiveSoftmax | CRF | PooledSoftmax | PooledNumbers | Ctc | StepNumbers | Forecast:
     """The head of a task. Balanced class weights need the training data; `device`: as in torch."""
     match spec.task:
         case "language":
@@ -36,6 +37,8 @@ def head_of(
             rows = encoder.rows if isinstance(encoder, Embedding) else None
             return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
         case "tagging":
+            if spec.model.crf:
+                return CRF(width, facts.labels, spec.data.scheme)
             kind = Sigmoid if spec.data.multi_label else Softmax
             return kind(width, len(facts.labels), weights=_class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)
         case "classification":

@@ -17,6 +17,7 @@ from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.tables.transform import LARGEST, LEAST
 from carrywave.data.text.documents import DocumentEnds
+from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.errors import DataError, PlanError, SpecError
 from carrywave.model.dropout import Dropout
@@ -39,6 +40,7 @@ from carrywave.tasks.changes import Changes
 from carrywave.tasks.distribution_metrics import DistributionErrors
 from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
+from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.step_metrics import StepErrors
 from carrywave.tasks.transcription import targets as transcripts
 
@@ -64,6 +66,7 @@ class Task:
     codec: Codec
     facts: DataFacts
     scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
+    own_model: bool = False  # the network is the user's: the spec does not say how often it answers
     line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
 
     @staticmethod
@@ -88,12 +91,14 @@ class Task:
                     raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
                 view = views.tagging(data)
+                if self.spec.model.crf:
+                    check_sequences(name, data, self.facts.labels, self.spec.data.scheme)
             case "forecasting":
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
                 scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
                 view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
             case "transcription":
-                view = transcripts.view(name, data, self.codec, self.spec.model)
+                view = transcripts.view(name, data, self.codec, None if self.own_model else self.spec.model)
             case "regression" if self.spec.each_step:
                 view = views.each_step(data, self.spec.train.loss)
             case "classification" | "regression":
@@ -270,6 +275,9 @@ class Task:
                 sizes = self._future(part.data, device) if self.codec.transform == "none" else None
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
         weighted = part.view.weights is not None or part.view.weights_at is not None
+        if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
+            weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf
+            return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
 
     def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def _train(
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
         precision, why_precision = settled(unfit, world.size, given) if spec.train.precision == AUTO else (spec.train.precision, None)
         spec = with_precision(spec, precision)
-        task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
+        task = replace(Task.of(spec, prepared.codec, prepared.facts, prepared.train), own_model=own is not None)
         parts = DataParts(
             task.part("train", prepared.train),
             None if prepared.valid is None else task.part("valid", prepared.valid),
@@ -240,7 +240,7 @@ def _train(
     units = Units.of(spec, prepared.facts) if own is None else None
     layers = spec.model.layers if given is None else given.lstm.num_layers if isinstance(given, Model) else 0
     pooled = spec.pooled if given is None else given.pooled
-    whole = isinstance(given, Model) and given.whole_head
+    whole = spec.reads_whole if given is None else isinstance(given, Model) and given.whole_head
     request = PlanRequest(spec, units, layers, pooled, workers, start.before, prepared.facts, not unfit, whole)
     planned = plan_run(world, request, watch.say)
     plan = planned.plan

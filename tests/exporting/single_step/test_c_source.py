@@ -121,6 +121,6 @@ def test_too_many_weights_are_refused() -> None:
     x = program.input(Port("x", torch.float32, ("batch", 4000)))
     program.result = Port("y", torch.float32, ("batch", 4000)), x.linear("w", torch.empty(4000, 4000))
     with pytest.raises(
-        UserError, match=r"the weights are 16,000,000 numbers, and .* more than 10,000,000 in one file; use --to onnx --step"
+        UserError, match=r"the weights are 16,000,000 numbers, and .* more than 5,000,000 in one file; use --to onnx --step"
     ):
         source(program, Words([]))

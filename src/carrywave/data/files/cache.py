@@ -36,7 +36,7 @@ ARRAYS = (
 )
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
-PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")
+PLAIN_NAME = re.compile(r"[a-z0-9_]+\.(npy|json)")
 
 Parts = dict[str, Sequences]
 

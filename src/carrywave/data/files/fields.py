@@ -208,6 +208,7 @@ def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
     if WEIGHT not in row:
         return None
     value = as_plain(row[WEIGHT])
+    shown = "empty" if value is None else f"{value!r:.40}"
     found = np.asarray(np.nan if value is None else numbers(value, WEIGHT, where), np.float64)
     if found.shape not in ((), (steps,)):
         many = f"one number, or a list of one for each of the {steps} steps"
@@ -216,7 +217,7 @@ def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
         )
     if not (np.isfinite(found) & (found >= 0) & (found <= np.finfo(np.float32).max)).all():
         raise DataError(
-            f"{where}: {WEIGHT} is {value!r:.40}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
+            f"{where}: {WEIGHT} is {shown}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
         )
     return found if found.ndim else float(found)
 

@@ -53,10 +53,10 @@ class ColumnChoice:
 
     @staticmethod
     def of(data: DataSpec, codec: Codec | None, *, labelled: bool = True) -> ColumnChoice:
-        """Take the choice from the spec or, given a codec, from the training data; if not `labelled`, without targets that are estimated at
-        every step.
+        """Take the choice from the spec or, given a codec, from the training data; if not `labelled`, without weights and without targets
+        that are estimated at every step.
         """
-        weight = None if data.weight == NO_WEIGHT else data.weight
+        weight = data.weight if labelled and data.weight != NO_WEIGHT else None
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
             asked["targets"] = data.targets or ()
@@ -82,13 +82,11 @@ class ColumnChoice:
 
     def check_weight(self, name: str, time: str | None, series: str | None) -> None:
         """Refuse weights in a column that has another role."""
-        roles = {time: "times", series: "names of the series"} | {
-            column: f"what is in data.{field}" for field in ("columns", "targets", *COVARIATES) for column in getattr(self, field) or ()
+        roles = {time: "holds the times", series: "names the series"} | {
+            column: f"is in data.{field} as well" for field in ("columns", "targets", *COVARIATES) for column in getattr(self, field) or ()
         }
         if self.weight is not None and self.weight in roles:
-            raise DataError(
-                f"{name}: column {self.weight} (data.weight) holds the {roles[self.weight]}; name another, or remove data.weight"
-            )
+            raise DataError(f"{name}: column {self.weight} (data.weight) {roles[self.weight]}; name another, or remove data.weight")
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,8 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         if misused := [column for column in getattr(choice, field) if column in (time, series)]:
             what = "times" if misused[0] == time else "names of the series"
             raise DataError(f"{name}: column {misused[0]} (data.{field}) holds the {what}; remove it from data.{field}")
+    require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
     if not choice.trained:
-        require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
         choice.check_weight(name, time, series)
     if choice.each_step:
         require(table, choice.targets, name, None if choice.trained else "data.targets")

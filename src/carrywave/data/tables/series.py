@@ -318,8 +318,6 @@ def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, la
     used = span if labelled else SeriesPart(table.starts, table.totals, span.warm)  # a forecast also reads what is known ahead
     notes = (*table.notes[1:], *unseen_values(table.name, table, codec, used))  # which columns are read was reported in training
     if labelled:
-        if table.weights is None and table.choice.weight is not None:
-            raise DataError(f"{table.name} has no column {table.choice.weight} (data.weight), which the training data has; add it")
         kept = long_enough(span, spec.data.horizon)
         notes += check(kept, span, table, spec, part)
     elif codec.known:

@@ -186,7 +186,7 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         np.where(np.isnan(rows.cells[:, numbers:]), -1, rows.cells[:, numbers:]).astype(np.int64) if coded else None,
         ahead if ahead.any() else None,
         rows.unfilled,
-        None if choice.weight not in table.column_names else _weights(rows, table[choice.weight], name, str(choice.weight)),
+        None if choice.weight is None else _weights(rows, table[choice.weight], name, choice.weight),
     )
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.errors import SpecError
+from carrywave.data.sequences import Sequences
+from carrywave.errors import DataError, SpecError
 
 OUTSIDE = "O"
 PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S"}  # as they are written, and what they mean
@@ -115,3 +116,25 @@ def _may_follow(scheme: str, one: Tag, other: Tag) -> bool:
     if scheme == "bio":
         return not inside or (one.prefix in "BI" and one.type == other.type)
     return inside == (one.prefix in "BI") and (not inside or one.type == other.type)
+
+
+def check_sequences(part: str, data: Sequences, labels: Sequence[str], asked: str) -> None:
+    """Refuse sequences for a CRF that hold several, or labels that their scheme forbids: their loss would be infinite."""
+    if data.resets is not None and data.resets.any():
+        raise DataError(
+            f"{part} has rows of several sequences (resets), but model.crf reads each row as one; write each in a row of its own"
+        )
+    scheme = scheme_of(labels, asked)
+    if scheme is None or data.tags is None:
+        return
+    found = Allowed.by(scheme, labels).broken(data.tags, data.starts, data.lengths)
+    if found is None:
+        return
+    number, row, before = found
+    name = "nothing" if row == data.lengths[number] else repr(labels[int(data.tags[data.starts[number] + row])])
+    where = f"sequence {number + 1}, step {row + 1}" if row < data.lengths[number] else f"the end of sequence {number + 1}"
+    after = "at the beginning" if before < 0 else f"after {labels[before]!r}"
+    raise DataError(
+        f"{part}: {name} {after} ({where}) is not {scheme.upper()}, by which model.crf rules transitions out; correct the data, or set "
+        "data.scheme=none, which allows all"
+    )

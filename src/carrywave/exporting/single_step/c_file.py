@@ -20,6 +20,7 @@ from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.exporting.single_step.units import in_units
 from carrywave.tasks.task import Task
 
+MANY_NUMBERS = 500_000  # weights that a compiler takes its time with
 MOST_LISTED = 64  # columns, series or labels in the comment
 
 
@@ -34,6 +35,8 @@ def c_file(task: Task, portable: Portable, name: str, note: Callable[[str], None
         if command is None:
             note("no C compiler was found (cc, gcc or clang), so the file was written without being compiled and run")
             return text, program, worst
+        if program.numbers > MANY_NUMBERS:
+            note(f"compiling {program.numbers:,} weights, to compare the file with the model; this may take minutes")
         return text, program, max(worst, _difference(task, program, c_library.runner(text, program, command)))
 
 

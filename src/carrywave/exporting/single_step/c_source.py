@@ -17,7 +17,7 @@ from torch import Tensor
 from carrywave.errors import UserError
 from carrywave.exporting.single_step.program import BINARY, UNARY, Operation, Program, Value
 
-MOST_NUMBERS = 10_000_000  # of weights: compilers take about 100 bytes for each of them, and a minute for so many
+MOST_NUMBERS = 5_000_000  # of weights: compilers take about 200 bytes for each of them, and minutes for so many
 FARTHEST = "1e25f"  # numbers that are larger are refused, as in training
 A_LINE = 8
 
@@ -286,7 +286,7 @@ def _gathered(kind: str, name: str, row: str, before: int, after: int, sizes: Ma
 
 
 def _array(name: str, tensor: Tensor) -> Iterator[str]:
-    numbers = [_number(value) for value in tensor.detach().float().reshape(-1).tolist()]
+    numbers = [_written(value) for value in tensor.detach().float().reshape(-1).tolist()]
     yield f"static const float {name}[{len(numbers)}] = {{"
     for first in range(0, len(numbers), A_LINE):
         yield f"    {', '.join(numbers[first : first + A_LINE])},"
@@ -294,8 +294,13 @@ def _array(name: str, tensor: Tensor) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """A float constant of C, with enough digits to be read as the same float32."""
-    text = f"{np.float32(value):.9g}"
+    """A number as a float constant of C."""
+    return _written(float(np.float32(value)))
+
+
+def _written(value: float) -> str:
+    """A number of float32 as a constant of C, with enough digits to be read as the same."""
+    text = f"{value:.9g}"
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 

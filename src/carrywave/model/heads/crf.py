@@ -59,7 +59,8 @@ class CRF(nn.Module):
         return dispatch.best_paths(self.emissions(y_TBW), lengths_B, self.chain)
 
     def loss(self, y_TBW: Tensor, target_TB: Tensor, lengths_B: Tensor, *, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss sum and the number of steps with a label; each sequence times its weight [B]."""
+        """Loss sum and the number of steps with a label; each sequence times its weight [B]. One of weight 0 is as if it had no steps."""
+        lengths_B = lengths_B if weights is None else torch.where(weights > 0, lengths_B, 0)
         total = dispatch.summed(self.emissions(y_TBW), target_TB, lengths_B, self.chain, weights)
         step_T1 = torch.arange(len(target_TB), device=target_TB.device)[:, None]
         count_B = ((target_TB != IGNORED) & (step_T1 < lengths_B)).sum(0)

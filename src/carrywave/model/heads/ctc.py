@@ -46,7 +46,7 @@ class Ctc(nn.Module):
         if self.upsample > 1:
             logits = logits.view(steps, lanes, self.upsample, self.classes).transpose(1, 2).flatten(0, 1)
         certain_V = torch.where(torch.arange(self.classes, device=logits.device) == self.blank, 0.0, -math.inf).to(logits.dtype)
-        return torch.where(real_steps(lengths_B * self.upsample, len(logits)), functional.log_softmax(logits, dim=-1), certain_V)
+        return torch.where(real_steps(lengths_B * self.upsample, logits.shape[0]), functional.log_softmax(logits, dim=-1), certain_V)
 
     def score(self, logs_TBV: Tensor, target_BL: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sum of negative log-likelihoods, and the number of labels; `weights` [B]."""

@@ -23,7 +23,7 @@ LEAST_SCALE = 1e-3  # of a unit: what never changes would otherwise be forecast 
 LEAST_DISPERSION = 1e-6  # of a negative binomial, which is then a Poisson distribution to all who look
 FIRST_DF = 3.0  # what is added before the softplus, so that a new model begins with about 5 degrees of freedom
 LEAST_MEAN = 1e-5  # of a unit
-ROUNDNESS = 0.1  # how smoothly a mean bends away from 0: x becomes (x + sqrt(x² + ROUNDNESS)) / 2
+ROUNDNESS = 0.01  # how smoothly a mean bends away from 0: x becomes (x + sqrt(x² + ROUNDNESS)) / 2
 HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -31,9 +31,10 @@ class DistributionForecast(Forecast):
     """Forecasts, at every step, parameters of the distribution of the next K values of C columns: [T, B, K, C, P].
 
     With `linear` and `scaled`, location and scale are made of the last N values as the forecasts of `Forecast` are. The mean of counts is
-    what the layers and the linear function, which then includes the last value, come to, made positive; with `scaled`, it is in units of
-    the mean of the last N values. A head of counts reads the last N values in units of each series, and the size of these units after
-    them, [T, B, 2C, N], where N is at least 1.
+    what the layers and the linear function, which then includes the last value, come to, made positive. With `scaled`, the layers add to it
+    in units of the deviation of the last N values, without a line to the mean of these, and the dispersion is in units of the squared ratio
+    of the two. A head of counts reads the last N values in units of each series, and the size of these units after them, [T, B, 2C, N],
+    where N is at least 1.
     """
 
     def __init__(
@@ -82,17 +83,17 @@ class DistributionForecast(Forecast):
         """The mean, in the data's own units, and the dispersion of a negative binomial."""
         assert past_TBCN is not None
         values_TBCN, unit_TB1C = past_TBCN[:, :, : self.outputs], at_least_float32(past_TBCN[:, :, None, self.outputs :, -1])
-        level_TB1C = average(values_TBCN)[:, :, None] if self.scaled else None
-        mean = out[..., 0]
-        if self.line is None:
-            mean = positive(mean + 1.0)
+        base = 1.0 if self.line is None else at_least_float32(values_TBCN[:, :, None, :, -1] + self.line(values_TBCN))
+        mean, dispersion = out[..., 0], [softplus(out[..., 1])] if self.distribution == "negative_binomial" else []
+        # What is made positive is the sum of the layers and the line, so that far above 0 it is just that.
+        if self.scaled:
+            level, unit = (each(values_TBCN)[:, :, None] for each in (average, deviation))
+            base = 1.0 if self.line is None else base / level
+            mean = level * positive(base + mean * (unit / level))
+            dispersion = [each * (unit / level).square() for each in dispersion]
         else:
-            # The layers and the line together are bent, so that what is far above 0 is their sum.
-            line = at_least_float32(values_TBCN[:, :, None, :, -1] + self.line(values_TBCN))
-            mean = positive(mean + (line if level_TB1C is None else line / level_TB1C))
-        mean = mean * unit_TB1C if level_TB1C is None else mean * level_TB1C * unit_TB1C
-        dispersion = [softplus(out[..., 1]) + LEAST_DISPERSION] if self.distribution == "negative_binomial" else []
-        return torch.stack([mean, *dispersion], dim=-1)
+            mean = positive(mean + base)
+        return torch.stack([mean * unit_TB1C, *(each + LEAST_DISPERSION for each in dispersion)], dim=-1)
 
     def score(self, out: Tensor, target_TBKC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Negative log-likelihood, summed over the targets that are present, and their number; with `weights` [T, B], that of each target

@@ -56,6 +56,7 @@ class Units:
     reproducible: bool = False
     shard_optimizer: bool = False  # replicas divide the optimizer state
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
+    whole_head: bool = False  # the head reads whole sequences, so that stages cannot share it
     picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
     rows: int = 0  # parameters of a split vocabulary that one replica holds alone
     stride: int = 1  # steps of the data that a front makes one of; shapes are those after it
@@ -159,7 +160,7 @@ class Units:
     def scores_vocabulary(self) -> bool:
         """True if the head has the same rows, and is split with the encoder."""
         head = self.units[-1]
-        whole = not self.pooled and not self.picks_rows
+        whole = not self.pooled and not self.picks_rows and not self.whole_head
         return self.has_vocabulary and whole and head.kind == "softmax" and head.outputs == self.units[0].inputs
 
     def split_over(self, replicas: int) -> Units:
@@ -233,6 +234,8 @@ class Units:
         )
         if tied:
             units[0] = replace(encoder, parameters=0)
+        if model.crf:
+            units[-1] = _crf(units[-1])
         if model.softmax == "adaptive":
             units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
         return Units(
@@ -249,6 +252,7 @@ class Units:
             spec.train.reproducible,
             spec.train.shard_optimizer,
             _outer_copies(spec.train),
+            whole_head=model.crf or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),
         )
@@ -295,6 +299,23 @@ def _likelihood(spec: Spec, facts: DataFacts) -> int:
     if spec.task != "forecasting" or spec.data.distribution == "none":
         return 0
     return spec.data.horizon * facts.outputs * (24 if spec.data.counts else 10)
+
+
+def _crf(head: Unit) -> Unit:
+    """The head as a conditional random field: at every step, the scores so far are multiplied with those of all pairs of labels, forward
+    and backward, and one step waits for the other. Emissions and slopes are kept in float32; sums over beginnings and ends of paths, and
+    probabilities, are there while it runs, each for all paths and for those through the targets.
+    """
+    labels = head.outputs
+    return replace(
+        head,
+        inputs=head.inputs + 2 * labels,
+        parameters=head.parameters + labels * labels + 2 * labels,
+        kept=4 * labels,
+        work=14 * labels,
+        launches=1,
+        tensors=head.tensors + 3,
+    )
 
 
 def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int) -> Unit:

@@ -35,6 +35,11 @@ def open_members(paths: Sequence[Path | str], device: str, world: World) -> list
                 f"runs that predict together are held as a whole by every worker, but {member.run.path} splits its vocabulary over them; "
                 f"start one worker instead of {world.size}"
             )
+        if member.spec.model.crf:
+            raise UserError(
+                f"{member.run.path} chooses whole sequences of labels (model.crf), and has no probabilities of single ones to average; "
+                "pass one run"
+            )
         _check_alike(members[0], member)
     if members[0].spec.task == "transcription":
         raise RunError(

@@ -50,7 +50,8 @@ class Outputs:
             return self._of_steps(data)
         pieces: dict[int, Tensor] = {}
         for out, lengths, owners in self._walk(data):
-            if self.saved.spec.task == "tagging" and not self._shares and not self.saved.spec.data.multi_label:
+            spec = self.saved.spec
+            if spec.task == "tagging" and not (self._shares or spec.data.multi_label or spec.model.crf):
                 out = out.argmax(-1)
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner < 0 or not length:

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from carrywave.data.codec import Codec
 from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.table import Table
@@ -107,6 +108,13 @@ def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
     return _forecasts(outputs.saved, outputs.of(data), data, table)
 
 
+def named(table: Table, codec: Codec, number: int) -> Row:
+    """The field that says which series a row is of; none of a single one without a name."""
+    if codec.series is not None:
+        return {codec.series: table.series_name(number)}
+    return {BY_PLACE: number} if len(table.names) > 1 else {}  # unnamed series are told apart by their position
+
+
 def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
     spec, codec = saved.spec.data, saved.task.codec
     values = ForecastValues(table, data, codec, spec)
@@ -115,9 +123,7 @@ def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Tab
         made_HCQ = values(number, table.lengths[number : number + 1], outs)[0]
         times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):
-            row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
-            if codec.series is None and len(table.names) > 1:
-                row[BY_PLACE] = number  # unnamed series are told apart by their position
+            row = named(table, codec, number)
             if times is not None:
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1

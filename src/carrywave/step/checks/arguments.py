@@ -13,6 +13,7 @@ from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
@@ -115,8 +116,11 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
         )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse what is not an optimizer, and one over parameters that are not the model's."""
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """Refuse what is not an optimizer, and one over parameters that are not the model's. None: the spec's."""
+    if optimizer is None:
+        _check_real(model)
+        return
     if not isinstance(optimizer, Optimizer):
         got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise UserError(f"optimizer must be a torch.optim.Optimizer over model.parameters(), got {got}; create one and pass that")
@@ -131,6 +135,16 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is not in the model, so its gradient "
             "would be neither summed nor divided; make it a parameter of the model, for example of its head"
         )
+
+
+def _check_real(model: nn.Module) -> None:
+    """Refuse complex parameters, which the spec's optimizers do not update: torch's fused kernels know only real ones."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"{name} is complex, but the optimizers of a spec update real parameters alone; pass a Trainer an optimizer of your own "
+                "(torch.optim.Adam(model.parameters())), or keep real and imaginary parts (torch.view_as_real)"
+            )
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
@@ -315,6 +329,8 @@ def _check_codes(codes: Tensor, known: int, what: str) -> None:
 def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
     if targets is None:
         raise _no_targets()
+    if isinstance(head, Ctc):
+        _check_transcripts(targets, head)
     if not isinstance(head, Softmax | PooledSoftmax):
         return
     if isinstance(head, Sigmoid | PooledSigmoid):
@@ -333,6 +349,19 @@ def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
                 f"the targets contain class {low if low < 0 else high}, but the head knows 0 to {head.classes - 1} ({IGNORED} for none); "
                 "use classes in that range, or give the head more of them"
             )
+
+
+def _check_transcripts(targets: Tensor, head: Ctc) -> None:
+    if targets.is_floating_point() or targets.dim() != 2 or not targets.shape[1]:
+        raise UserError(
+            f"the targets are {_form(targets)}, but the head {type(head).__name__} learns labels in a row; pass whole numbers [lane, "
+            "labels], with -1 after the last label of a lane"
+        )
+    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= head.blank:
+        raise UserError(
+            f"the targets contain label {int(targets.max())}, but the head knows 0 to {head.blank - 1}; use labels in that range, or give "
+            "the head more of them"
+        )
 
 
 def _no_targets() -> UserError:

@@ -14,16 +14,19 @@ END = -1  # follows the labels of a lane
 SHOWN = 8  # labels of a transcription in a message
 
 
-def view(name: str, data: Sequences, codec: Codec, model: ModelSpec) -> View:
-    """The steps and labels of a part. Rows of labels are as wide as the longest that fits a window: sizes of batches recur."""
+def view(name: str, data: Sequences, codec: Codec, model: ModelSpec | None) -> View:
+    """The steps and labels of a part. Rows of labels are as wide as the longest that fits a window: sizes of batches recur. Without a
+    `model`, nothing is known of what fits.
+    """
     if data.labels is None or data.spans is None:
         return View(data.inputs, data.starts, data.lengths)
     labels, spans = data.labels, data.spans
-    check_fit(name, data, codec, model)
+    if model is not None:
+        check_fit(name, data, codec, model)
     longest = int((spans[:, 1] - spans[:, 0]).max(initial=0))
 
     def at(sequences_B: Ints, steps: int) -> NDArray[np.int64]:
-        place_L = np.arange(max(1, min(longest, model.output_steps(steps))))
+        place_L = np.arange(max(1, longest if model is None else min(longest, model.output_steps(steps))))
         first_B1, end_B1 = spans[sequences_B, :1], spans[sequences_B, 1:]
         rows_BL = np.minimum(first_B1 + place_L, max(len(labels) - 1, 0))
         found_BL = labels[rows_BL] if len(labels) else np.full(rows_BL.shape, END)
@@ -46,14 +49,18 @@ def check_fit(name: str, data: Sequences, codec: Codec, model: ModelSpec) -> Non
     low, high = data.spans[first].tolist()
     written = codec.transcript(data.labels[low : low + SHOWN].tolist() if high > low + SHOWN else data.labels[low:high].tolist())
     shown = f"{written!r}" if isinstance(written, str) else " ".join(map(str, written))
-    many = f"{len(short):,} of {len(data):,} sequences have" if len(short) > 1 else f"sequence {first} has"
-    one = "the first of them " if len(short) > 1 else ""
+    many = f"{len(short):,} of {len(data):,} sequences have" if len(short) > 1 else "a sequence has"
+    which_one = f"sequence {first} ({shown}{' …' if high - low > SHOWN else ''})"
     factor = int(np.ceil(needed[short] * model.upsample / available[short]).max())
     raise DataError(
-        f"{name}: {many} more labels than fit into their steps: {one}({shown}{' …' if high - low > SHOWN else ''}) needs {needed[first]}, "
-        f"with a blank between equal labels, but the model answers at {available[first]} of its {data.lengths[first]} steps; set "
-        f"model.upsample={factor}, use smaller strides in model.front, or remove such sequences"
+        f"{name}: {many} more labels than the model has answers: {which_one} needs {needed[first]}, with a blank between equal labels, but "
+        f"gets {available[first]} for its {_many(int(data.lengths[first]))}; set model.upsample={factor}"
+        f"{', use smaller strides in model.front,' if model.front_layers else ''} or remove such sequences"
     )
+
+
+def _many(steps: int) -> str:
+    return f"{steps:,} step{'s' * (steps != 1)}"
 
 
 def steps_needed(labels: NDArray[np.int64], spans: Ints) -> Ints:

@@ -303,6 +303,8 @@ class _Probe:
         """`scale`: what the difference is relative to, by default the largest element; `by_feature`: that of each on the last axis."""
         if one.shape != other.shape:
             return True
+        if one.is_complex() and other.is_complex():
+            one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
         if not one.is_floating_point():
             return not torch.equal(one, other)
         a, b = (tensor.detach().double().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
