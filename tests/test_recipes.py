@@ -25,12 +25,9 @@ sys.path.insert(0, str(EXAMPLES))
 import cmudict_data  # noqa: E402
 import music_data  # noqa: E402
 import python_data  # noqa: E402
-<<<<<<< HEAD
 import slot_filling  # noqa: E402
-import streamflow  # noqa: E402
-=======
 import spoken_digits  # noqa: E402
->>>>>>> h3
+import streamflow  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -183,7 +180,6 @@ def test_motions_are_told_apart(tmp_path: Path) -> None:
     assert last(trained("basicmotions", *files, *small), "test")["accuracy"] > 0.9
 
 
-<<<<<<< HEAD
 def test_the_discharge_of_rivers(tmp_path: Path) -> None:
     """With files as CAMELS has them, of two basins that run off what rained on the day before: the table, and a short run of the recipe."""
     draw = np.random.default_rng(2)
@@ -222,7 +218,8 @@ def test_the_discharge_of_rivers(tmp_path: Path) -> None:
         "batch.lanes=8",
     ]
     assert last(trained("streamflow", *small), "test")["nse_median"] > 0.0
-=======
+
+
 def test_pronunciations_are_split_by_word_and_any_of_them_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"{'abcdefgh'[number % 8]}{'aeiou'[number % 5]}x{number % 7 * 'y'}" for number in range(300)]
     lines = [f"{word} B AE1 K S # a place" for word in dict.fromkeys(words)] + [
@@ -267,4 +264,3 @@ def test_digits_in_a_row_from_recordings(monkeypatch: pytest.MonkeyPatch) -> Non
         assert steps.shape[1] == spoken_digits.BANDS
         loud = steps.max(1) > steps.max() - 3.0
         assert np.diff(loud.astype(int)).clip(min=0).sum() == len(row["labels"])  # as many tones as labels, with pauses between
->>>>>>> h3
