@@ -200,9 +200,8 @@ def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    assert {f"{name}.py" for name in (*ALONE, *MANY, "python_data", "music_data", "slot_filling", "streamflow", "many_basins")} == {
-        name for name in there if name.endswith(".py")
-    }
+    data = ("cmudict_data", "many_basins", "music_data", "python_data", "slot_filling", "spoken_digits", "streamflow")
+    assert {f"{name}.py" for name in (*ALONE, *MANY, *data)} == {name for name in there if name.endswith(".py")}
 
 
 @pytest.mark.parametrize("page", ["docs/python.md", "docs/policies.md", "docs/steps.md", "docs/tagging.md", "README.md"])

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import math
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from carrywave.spec.load import load
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import cmudict_data  # noqa: E402
 import music_data  # noqa: E402
 import python_data  # noqa: E402
 import slot_filling  # noqa: E402
+import spoken_digits  # noqa: E402
 import streamflow  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)
@@ -215,3 +218,49 @@ def test_the_discharge_of_rivers(tmp_path: Path) -> None:
         "batch.lanes=8",
     ]
     assert last(trained("streamflow", *small), "test")["nse_median"] > 0.0
+
+
+def test_pronunciations_are_split_by_word_and_any_of_them_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"{'abcdefgh'[number % 8]}{'aeiou'[number % 5]}x{number % 7 * 'y'}" for number in range(300)]
+    lines = [f"{word} B AE1 K S # a place" for word in dict.fromkeys(words)] + [
+        f"{words[0]}(2) B IY0 K S",
+        "w D AH1 B AH0 L Y UW0",
+        "a.d. EY1",
+    ]
+    Path("cmudict.dict").write_text("\n".join(lines))
+    cmudict_data.write(cmudict_data.pronunciations(Path("cmudict.dict")), Path("data"))
+    parts = {
+        part: [json.loads(line) for line in Path(f"data/{part}.jsonl").read_text().splitlines()] for part in ("train", "valid", "test")
+    }
+    texts = {part: {row["text"] for row in rows} for part, rows in parts.items()}
+    assert not texts["train"] & texts["test"]
+    assert set.union(*texts.values()) == set(words)  # without "w", which has more sounds than answers, and what is no word
+    assert all("0" not in label and "1" not in label for rows in parts.values() for row in rows for label in row["labels"])
+    found = [{"text": row["text"], "labels": ["B", "IY", "K", "S"]} for row in parts["test"]]
+    Path("found.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    capsys.readouterr()
+    cmudict_data.score(Path("found.jsonl"), Path("data/test.jsonl"))
+    right = sum(["B", "IY", "K", "S"] in row["pronunciations"] for row in parts["test"])
+    assert f"word error {100 * (1 - right / len(found)):.2f}%, phoneme error" in capsys.readouterr().out
+
+
+def test_digits_in_a_row_from_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tones in the place of digits: the frames show them, and the rows that are trained on hold none of the test."""
+    Path("recordings").mkdir()
+    for digit in range(3):
+        for number in (0, 7):
+            tone = np.sin(2 * np.pi * 400 * (digit + 1) * np.arange(2000) / 8000) * 20000
+            with wave.open(f"recordings/{digit}_ann_{number}.wav", "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(8000)
+                file.writeframes(tone.astype("<i2").tobytes())
+    monkeypatch.setattr(spoken_digits, "ROWS", {"train": 6, "test": 4})
+    spoken_digits.main(Path("recordings"), Path("data"))
+    rows = [json.loads(line) for line in Path("data/train.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        steps = np.array(row["steps"])
+        assert steps.shape[1] == spoken_digits.BANDS
+        loud = steps.max(1) > steps.max() - 3.0
+        assert np.diff(loud.astype(int)).clip(min=0).sum() == len(row["labels"])  # as many tones as labels, with pauses between

@@ -21,6 +21,8 @@ typedef float real;
 #define MOST fmaxf
 #endif
 #define NOTHING ((real)(-1.0 / 0.0))  // the logarithm of 0
+// As many threads as a block has at most: a thread's registers are limited by it.
+#define THREADS (LABELS < 1024 ? (LABELS + 31) / 32 * 32 : 1024)
 #define EACH_LABEL(label) for (int label = threadIdx.x; label < LABELS; label += blockDim.x)
 
 struct Sum {
@@ -46,7 +48,7 @@ __device__ __forceinline__ Sum joined(const real* scores, const real* __restrict
 // alphas: sums over the beginnings of paths; betas: over their ends, from the label of a step on, such that alphas[t - 1][i] + the
 // transition + betas[t][j] is the logarithm of a pair's probability. shares: the probabilities of labels, 0 after the end of a lane.
 // Of each, the first half is over all paths (blockIdx.y 0), the second over those through the known labels. Without alphas, only totals.
-extern "C" __global__ void crf_sums(
+extern "C" __global__ void __launch_bounds__(THREADS) crf_sums(
     const real* __restrict__ emissions, const i64* __restrict__ tags, const i64* __restrict__ lengths, const real* __restrict__ start,
     const real* __restrict__ transitions, const real* __restrict__ turned, const real* __restrict__ end, real* alphas, real* betas,
     real* shares, double* offsets, double* totals, int steps, int lanes) {
@@ -122,7 +124,7 @@ extern "C" __global__ void crf_sums(
 }
 
 // pairs[chunk][i][j]: the sum over every so many-th step of all lanes of the weight times the difference of a pair's two probabilities.
-extern "C" __global__ void crf_pairs(
+extern "C" __global__ void __launch_bounds__(THREADS) crf_pairs(
     const real* __restrict__ alphas, const real* __restrict__ betas, const i64* __restrict__ tags, const i64* __restrict__ lengths,
     const double* __restrict__ weights, const real* __restrict__ transitions, real* pairs, int steps, int lanes) {
     int first = blockIdx.x * ROWS;
@@ -157,7 +159,7 @@ extern "C" __global__ void crf_pairs(
 }
 
 // paths[t][lane]: the labels of the path with the highest score; of equal ones, the lower label. befores: from which label each was reached.
-extern "C" __global__ void crf_best(
+extern "C" __global__ void __launch_bounds__(THREADS) crf_best(
     const real* __restrict__ emissions, const i64* __restrict__ lengths, const real* __restrict__ start, const real* __restrict__ transitions,
     const real* __restrict__ end, int* befores, i64* paths, int steps, int lanes) {
     extern __shared__ char memory[];

@@ -57,7 +57,7 @@ class _Alignments(torch.autograd.Function):
             logs_TBS = alpha_TBS[:, :lanes] + (alpha_TBS[:, lanes:] - emitted_TBS[:, lanes:]).flip(0, 2) - total_B[:, None]
             # A place that cannot be reached may be one whose label is impossible at this step, too: -inf less -inf.
             shares_TBS = torch.nan_to_num(logs_TBS.exp(), nan=0.0, posinf=math.inf)
-            classes_BLV = torch.nn.functional.one_hot(labels_BL.clamp(min=0), logs_TBV.shape[2]).to(logs_TBV.dtype)
+            classes_BLV = (labels_BL[..., None] == torch.arange(logs_TBV.shape[2], device=labels_BL.device)).to(logs_TBV.dtype)
             with torch.autocast(logs_TBV.device.type, enabled=False):
                 # A product, not a scatter: on a GPU, that one would sum in any order.
                 gradient_TBV = torch.einsum("tbl,blv->tbv", shares_TBS[..., 1::2], classes_BLV)
@@ -88,7 +88,7 @@ def _alpha(emitted_TBS: Tensor, places_BS: Tensor, starts_BS: Tensor) -> Tensor:
     alpha_TBR[0, :, 2:] = torch.where(starts_BS, emitted_TBS[0], -math.inf)
     jumps_BS = torch.zeros_like(starts_BS)  # from label to label, over the blank between them
     jumps_BS[:, 3::2] = places_BS[:, 3::2] != places_BS[:, 1:-2:2]
-    barrier_BS = torch.where(jumps_BS, 0.0, -math.inf).to(emitted_TBS.dtype)
+    barrier_BS = torch.zeros_like(emitted_TBS[0]).masked_fill(~jumps_BS, -math.inf)
     for step in range(1, steps):
         before_BR = alpha_TBR[step - 1]
         near_BS = torch.logaddexp(before_BR[:, 2:], before_BR[:, 1:-1])

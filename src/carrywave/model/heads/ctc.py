@@ -45,7 +45,8 @@ class Ctc(nn.Module):
         logits = at_least_float32(linear(y_TBW, self.weight, self.bias))
         if self.upsample > 1:
             logits = logits.view(steps, lanes, self.upsample, self.classes).transpose(1, 2).flatten(0, 1)
-        certain_V = torch.where(torch.arange(self.classes, device=logits.device) == self.blank, 0.0, -math.inf).to(logits.dtype)
+        certain_V = logits.new_full((self.classes,), -math.inf)
+        certain_V[self.blank] = 0.0
         return torch.where(real_steps(lengths_B * self.upsample, logits.shape[0]), functional.log_softmax(logits, dim=-1), certain_V)
 
     def score(self, logs_TBV: Tensor, target_BL: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
