@@ -203,6 +203,10 @@ def test_what_is_known_ahead_goes_in_with_each_row(tmp_path: Path) -> None:
     }
     found = after(formula, *(given[port.name] for port in formula.given))[-1]
     assert found.flatten().tolist() == pytest.approx(forecast_of(run), rel=1e-4)
+    if c_library.compiler() is not None:  # which the export itself compares with this formula
+        text = (export_run(run, "c", tmp_path / "out").folder / "model.c").read_text()
+        assert "int model_step(model_state *state, int series, const float *x, const int *codes, float *forecast);" in text
+        assert "[0] promotion, [1] region, [2] promotion, 1 ahead" in text
 
 
 @needs_compiler
@@ -237,6 +241,13 @@ def test_a_value_that_has_no_logarithm_is_refused(tmp_path: Path) -> None:
     for value in (0.0, -1.0):
         with pytest.raises(UserError, match="refused its input"):
             step([torch.tensor([[value]]), *formula.initial(1)])
+
+
+def test_the_scale_of_a_whole_sequence_is_refused(tmp_path: Path) -> None:
+    data = {"train": sequences(tmp_path, LABELS["tagging"]), "standardize": "sequence"}
+    run = learn(tmp_path, "tagging", data, {"bidirectional": False}, batch={"tokens": 64})
+    with pytest.raises(UserError, match=r"data.standardize=sequence needs the whole sequence for its scale; .* or use --to onnx --step"):
+        export_run(run, "c", tmp_path / "out")
 
 
 def test_numbers_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> None:

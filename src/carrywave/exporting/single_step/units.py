@@ -30,7 +30,9 @@ def in_units(task: Task, portable: Portable) -> Formula:
     """One step from a row of the data, or a token, to probabilities, values or forecasts."""
     formula, codec, model = Formula(portable.model.lstm.dtype), task.codec, portable.model
     if codec.own_scale and codec.task != "forecasting":
-        raise UserError("data.standardize=sequence needs the whole sequence for its scale; train with true or false, or export without it")
+        raise UserError(
+            "data.standardize=sequence needs the whole sequence for its scale; train with true or false, or use --to onnx --step"
+        )
     _check(codec)
     if codec.task == "forecasting":
         return _Forecaster(formula, task, portable).build()
