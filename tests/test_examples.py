@@ -191,6 +191,8 @@ def test_every_start_that_a_program_names_is_tested() -> None:
     # What two do without the number; and tests/test_recipes.py has what writes data.
     defaults = {"python examples/replicas.py 2", "python examples/stages.py 2", "python examples/python_data.py"}
     defaults |= {"python examples/music_data.py JSB_Chorales.mat data/jsb-chorales"}
+    defaults |= {"python examples/slot_filling.py SlotGated-SLU/data/atis data/atis"}
+    defaults |= {"python examples/streamflow.py CAMELS data/streamflow.parquet", "python examples/many_basins.py data/basins 16000 10000"}
     assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
 
 
@@ -198,10 +200,11 @@ def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    assert {f"{name}.py" for name in (*ALONE, *MANY, "python_data", "music_data")} == {name for name in there if name.endswith(".py")}
+    data = ("cmudict_data", "many_basins", "music_data", "python_data", "slot_filling", "spoken_digits", "streamflow")
+    assert {f"{name}.py" for name in (*ALONE, *MANY, *data)} == {name for name in there if name.endswith(".py")}
 
 
-@pytest.mark.parametrize("page", ["docs/python.md", "docs/policies.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/python.md", "docs/policies.md", "docs/steps.md", "docs/tagging.md", "README.md"])
 def test_the_python_on_a_page_runs(page: str) -> None:
     """All blocks of a page in one program, one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import math
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -19,8 +22,12 @@ from carrywave.spec.load import load
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import cmudict_data  # noqa: E402
 import music_data  # noqa: E402
 import python_data  # noqa: E402
+import slot_filling  # noqa: E402
+import spoken_digits  # noqa: E402
+import streamflow  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -51,6 +58,28 @@ def last(rows: list[dict[str, Any]], split: str) -> dict[str, Any]:
 def test_every_recipe_is_a_spec(path: Path) -> None:
     if path.stem != "cluster":
         assert load(path, []).task == yaml.safe_load(path.read_text())["task"]
+
+
+@pytest.mark.parametrize("recipe", ["atis-slots", "snips-slots"])
+def test_slots(recipe: str) -> None:
+    """With sentences of a few words: the converter declares the tags that only test has, and the model finds the others."""
+    sentences = {
+        "train": ["fly to Rome", "fly to New York"] * 30,
+        "dev": ["fly to Oslo", "fly to New York"],
+        "test": ["fly to Rome right now"],
+    }
+    tags = {"Rome": "B-city", "Oslo": "B-city", "New": "B-city", "York": "I-city", "right": "B-time", "now": "I-time"}
+    for part, several in sentences.items():
+        (place := Path("raw") / part).mkdir(parents=True)
+        (place / "seq.in").write_text("\n".join(several))
+        (place / "seq.out").write_text("\n".join(" ".join(tags.get(word, "O") for word in each.split()) for each in several))
+    data = f"data/{recipe.removesuffix('-slots')}"
+    slot_filling.main("raw", data)
+    lines = [json.loads(line) for line in (Path(data) / "train.jsonl").read_text().splitlines()]
+    assert lines[-1] == {"tokens": ["<tag>", "<tag>"], "labels": ["B-time", "I-time"], "weight": 0}
+    assert lines[0] == {"tokens": ["fly", "to", "Rome"], "labels": ["O", "O", "B-city"]}
+    rows = trained(recipe, "train.epochs=6", "model.hidden=16", "batch.tokens=64", "train.lr=0.02")
+    assert last(rows, "test")["accuracy"] == 0.6  # nothing is known of tags that train does not have
 
 
 @pytest.mark.parametrize("recipe", ["jsb-chorales", "nottingham"])
@@ -149,3 +178,89 @@ def test_motions_are_told_apart(tmp_path: Path) -> None:
     files = [f"data.{part}={tmp_path / part}.jsonl" for part in ("train", "test")]
     small = ["model.hidden=16", "train.epochs=20", "train.warmup=10", "batch.tokens=768"]
     assert last(trained("basicmotions", *files, *small), "test")["accuracy"] > 0.9
+
+
+def test_the_discharge_of_rivers(tmp_path: Path) -> None:
+    """With files as CAMELS has them, of two basins that run off what rained on the day before: the table, and a short run of the recipe."""
+    draw = np.random.default_rng(2)
+    days = [streamflow.FIRST + dt.timedelta(number) for number in range(-3, (streamflow.LAST - streamflow.FIRST).days + 1)]
+    area = 86_400 * 1000 * streamflow.CUBIC_FOOT  # a basin in which a cubic foot per second is a mm per day
+    for basin, region in (("01000001", "01"), ("18000002", "18")):
+        rain = draw.gamma(0.5, 8.0, len(days)).round(2)
+        lines = ["  46.84", " 353.00", f"{area:.3f}"]
+        lines += ["Year Mnth Day Hr\tDayl(s)\tPRCP(mm/day)\tSRAD(W/m2)\tSWE(mm)\tTmax(C)\tTmin(C)\tVp(Pa)"]
+        lines += [f"{day:%Y %m %d} 12\t1.00\t{fell}\t200.00\t0.00\t9.00\t3.00\t700.00" for day, fell in zip(days, rain, strict=True)]
+        flows = [f"{basin} {day:%Y %m %d} {before:8.2f} A" for day, before in zip(days[1:], rain, strict=False)]
+        flows[10] = f"{basin} {days[11]:%Y %m %d}  -999.00 M"
+        for folder, name, rows in (
+            ("basin_mean_forcing/nldas", "lump_nldas_forcing_leap", lines),
+            ("usgs_streamflow", "streamflow_qc", flows),
+        ):
+            path = tmp_path / folder / region / f"{basin}_{name}.txt"
+            path.parent.mkdir(parents=True)
+            path.write_text("\n".join(rows) + "\n")
+    (tmp_path / "camels_attributes_v2.0").mkdir()
+    names = ";".join(streamflow.ATTRIBUTES)
+    ones = ";".join("1.0" for _ in streamflow.ATTRIBUTES)
+    (tmp_path / "camels_attributes_v2.0/camels_all.txt").write_text(f"gauge_id;{names}\n01000001;{ones}\n18000002;{ones}\n")
+    streamflow.main(str(tmp_path), "data/streamflow.parquet")
+    table = pd.read_parquet("data/streamflow.parquet")
+    assert len(table) == 2 * 7305
+    assert table.flow.isna().sum() == 2
+    known = table.flow.notna() & (table.date != streamflow.FIRST)
+    np.testing.assert_allclose(table.flow[known], table.rain.shift()[known], rtol=1e-4)
+    small = [
+        "model.hidden=8",
+        "train.max_steps=12",
+        "train.lr=0.05",
+        "data.split=[1500,400,400]",
+        "train.evaluate_every=12",
+        "batch.lanes=8",
+    ]
+    assert last(trained("streamflow", *small), "test")["nse_median"] > 0.0
+
+
+def test_pronunciations_are_split_by_word_and_any_of_them_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"{'abcdefgh'[number % 8]}{'aeiou'[number % 5]}x{number % 7 * 'y'}" for number in range(300)]
+    lines = [f"{word} B AE1 K S # a place" for word in dict.fromkeys(words)] + [
+        f"{words[0]}(2) B IY0 K S",
+        "w D AH1 B AH0 L Y UW0",
+        "a.d. EY1",
+    ]
+    Path("cmudict.dict").write_text("\n".join(lines))
+    cmudict_data.write(cmudict_data.pronunciations(Path("cmudict.dict")), Path("data"))
+    parts = {
+        part: [json.loads(line) for line in Path(f"data/{part}.jsonl").read_text().splitlines()] for part in ("train", "valid", "test")
+    }
+    texts = {part: {row["text"] for row in rows} for part, rows in parts.items()}
+    assert not texts["train"] & texts["test"]
+    assert set.union(*texts.values()) == set(words)  # without "w", which has more sounds than answers, and what is no word
+    assert all("0" not in label and "1" not in label for rows in parts.values() for row in rows for label in row["labels"])
+    found = [{"text": row["text"], "labels": ["B", "IY", "K", "S"]} for row in parts["test"]]
+    Path("found.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    capsys.readouterr()
+    cmudict_data.score(Path("found.jsonl"), Path("data/test.jsonl"))
+    right = sum(["B", "IY", "K", "S"] in row["pronunciations"] for row in parts["test"])
+    assert f"word error {100 * (1 - right / len(found)):.2f}%, phoneme error" in capsys.readouterr().out
+
+
+def test_digits_in_a_row_from_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tones in the place of digits: the frames show them, and the rows that are trained on hold none of the test."""
+    Path("recordings").mkdir()
+    for digit in range(3):
+        for number in (0, 7):
+            tone = np.sin(2 * np.pi * 400 * (digit + 1) * np.arange(2000) / 8000) * 20000
+            with wave.open(f"recordings/{digit}_ann_{number}.wav", "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(8000)
+                file.writeframes(tone.astype("<i2").tobytes())
+    monkeypatch.setattr(spoken_digits, "ROWS", {"train": 6, "test": 4})
+    spoken_digits.main(Path("recordings"), Path("data"))
+    rows = [json.loads(line) for line in Path("data/train.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        steps = np.array(row["steps"])
+        assert steps.shape[1] == spoken_digits.BANDS
+        loud = steps.max(1) > steps.max() - 3.0
+        assert np.diff(loud.astype(int)).clip(min=0).sum() == len(row["labels"])  # as many tones as labels, with pauses between

@@ -148,3 +148,9 @@ def test_more_workers_than_layers_are_replicas() -> None:
     plans = [plan_of(each, case, 16) for each in tried[-3:]]
     assert [(plan.replicas, plan.stages) for plan in plans] == [(16, 1), (2, 8), (4, 4)]
     assert [bubble_of(each, 16) is None for each in tried[-3:]] == [True, False, False]
+
+
+def test_every_variant_of_two_workers_has_a_schedule_or_none() -> None:
+    for each in variants_of(LanguageShape(4, 512, 16, 128, 2000), 2):
+        bubble = bubble_of(each, 2)
+        assert bubble is None or 0.0 <= bubble < 1.0, each.name

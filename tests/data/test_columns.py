@@ -76,6 +76,7 @@ REFUSED: list[tuple[str | bytes, str]] = [
         "combine columns store and item into one that names each series, and set data.series to it",
     ),
     ("date,a\n2024-01-01,1\n2024-01-01,2\n", "repeats 2024-01-01; keep one row per time"),
+    ("date,a\n" + "".join(f"{day},{a}\n" for day in DAYS for a in (1, 2)), "keep one row per time"),  # the only column is forecast
     (
         "date,store,a\n" + "".join(f"{day},{store},1\n" for store in ("x", "") for day in DAYS),
         "repeats 2024-01-01; keep one row per time",  # a column with empty cells names no series

@@ -275,6 +275,18 @@ def test_csv_numbers_are_those_that_people_write(tmp_path: Path) -> None:
         examples.learn(open_rows(written, numeric_label=True), spec("regression"), np.zeros(2, np.bool_))
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_that_occurs_twice_is_refused(tmp_path: Path, kind: str) -> None:
+    """Rather than read as one of the two."""
+    path = tmp_path / f"d.{kind}"
+    if kind == "csv":
+        path.write_text("text,text,label\nread,not read,a\n")
+    else:
+        pa.parquet.write_table(pa.table([["read"], ["not read"], ["a"]], names=["text", "text", "label"]), path)
+    with pytest.raises(DataError, match=rf"d\.{kind}: duplicate column text; give every column a unique name"):
+        list(open_rows(find(str(path), field="x"), numeric_label=False))
+
+
 def test_csv_with_a_broken_row_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("text,label\na,1,2\n")
     with pytest.raises(DataError, match=r"d\.csv cannot be read .*Expected 2 columns, got 3"):

@@ -224,7 +224,34 @@ BAD: list[tuple[str, Any, str]] = [
     ("classification", iter([]), "which has no length or cannot be indexed"),
     ("classification", {"train": ROWS, "dev": ROWS}, "dict with keys train, dev; use train and, optionally, valid and test"),
     ("classification", {"valid": ROWS}, "dict with keys valid; use train"),
-    ("classification", (STEPS, LABELS, 1), r"train is a tuple of length 3; pass a pair \(inputs, targets\)"),
+    (
+        "classification",
+        (STEPS, LABELS, [1], 1),
+        r"train is a tuple of length 4; pass a pair \(inputs, targets\), \(inputs, targets, weights\)",
+    ),
+    ("classification", (STEPS, LABELS, 1), "train: 3 inputs for int weights; pass one weight per input"),
+    ("classification", (STEPS, LABELS, [1.0, 2.0]), "train: 3 inputs for 2 weights; pass one weight per input"),
+    (
+        "classification",
+        (STEPS, LABELS, [1.0, -2.0, 1.0]),
+        "train item 1: weight is -2.0; write a finite number from 0 on, or set data.weight=none",
+    ),
+    ("classification", (STEPS, LABELS, [1.0, np.nan, 1.0]), "train item 1: weight is .*nan.*; write a finite number from 0 on"),
+    (
+        "classification",
+        (STEPS, LABELS, [0, 0, 0]),
+        "train: every weight is 0, so nothing could be learned or measured; set data.weight=none",
+    ),
+    (
+        "classification",
+        (STEPS, LABELS, [[1.0, 2.0], [1.0], [1.0]]),
+        "train item 0: weight is a list, but the row has one target; write one number",
+    ),
+    (
+        "tagging",
+        [{"steps": [[1.0], [2.0]], "labels": [0, 1], "weight": [1.0]}],
+        r"train item 0: weight has shape \[1\]; .* for each of the 2 steps",
+    ),
     ("classification", (STEPS, LABELS[:2]), "train: 3 inputs for 2 targets; pass one target per input"),
     ("classification", (STEPS, np.eye(3)), r"item 0: label is .* of length 3, but .* one label for each sequence; for one-hot rows pass"),
     ("classification", (STEPS, 4), "train: 3 inputs for int targets"),
@@ -358,3 +385,12 @@ def test_large_values_that_are_not_standardised_are_refused() -> None:
         from_python(([[[float(step)]] for step in range(60)], values.tolist()), spec("regression", standardize=False))
     for how in (True, "sequence"):
         from_python(two, spec("forecasting", standardize=how))
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_complex_numbers_are_refused(task: str) -> None:
+    """Rather than read without their imaginary parts."""
+    x, y = np.ones((3, 4, 2)), np.ones(3)
+    given = (x + 1j, [0, 1, 0]) if task == "classification" else (x, y + 1j)
+    with pytest.raises(DataError, match=r"train item 0: step 0, column 0 of (steps|label) .*complex.*, not a number; write a number"):
+        from_python(given, spec(task))

@@ -26,14 +26,20 @@ from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
+from carrywave.spec.data_spec import COUNTS
 from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state
@@ -47,8 +53,10 @@ from _odd import CELLS
 Case = dict[str, Any]
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
-POOLED = ("classification", "regression")
-STREAMS = ("language", "forecasting")
+CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
+SPANS = ("B-x", "B-y", "O", "I-x")  # the names of the classes for a CRF: the last one may not follow everything
+POOLED = ("classification", "regression", "transcription")
+STREAMS = ("language", "forecasting", "steps")  # steps: regression at every step
 
 
 @dataclass
@@ -86,6 +94,11 @@ def model_of(case: Case) -> Model:
     else:
         encoder = Numbers(FEATURES)
     width = asked["input"] if tokens or asked["own_encoder"] else FEATURES
+    if asked.get("characters"):
+        assert isinstance(encoder, Embedding)
+        encoder.rare = (VOCABULARY // 2, VOCABULARY - 1, 0.5)
+        encoder = SpelledWords(encoder, asked["characters"], CHARACTERS, LETTERS, 4, 6)
+        width = encoder.width
     if asked.get("front"):
         layers = [{"channels": channels, "kernel": kernel, "stride": stride} for channels, kernel, stride in asked["front"]]
         encoder = Front(encoder if tokens else width, layers, dropout=0.2)
@@ -118,14 +131,23 @@ def model_of(case: Case) -> Model:
             smoothing = asked.get("label_smoothing", 0.0)
             kind = Sigmoid if asked.get("multi_label") else Softmax
             head = Chain(width, CLASSES) if asked.get("chain") else kind(width, CLASSES, weights=weights, label_smoothing=smoothing)
+            head = CRF(width, SPANS) if asked.get("crf") else head
         case "classification":
             pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
+        case "steps":
+            head = StepNumbers(width, NUMBERS, "nse")
+        case "transcription":
+            head = Ctc(width, CLASSES, upsample=asked["upsample"])
         case "regression":
             head = PooledNumbers(width, NUMBERS, asked["pool"])
         case _:
             quantiles, past = (0.1, 0.5, 0.9) if asked["quantiles"] else None, asked.get("past", 0)
-            head = Forecast(width, HORIZON, NUMBERS, quantiles, linear=past > 0, scaled=past > 1, past_steps=past)
+            if asked.get("distribution"):
+                how = {"linear": past > 1, "scaled": past > 1, "past_steps": past}
+                head = DistributionForecast(width, HORIZON, NUMBERS, asked["distribution"], **how)
+            else:
+                head = Forecast(width, HORIZON, NUMBERS, quantiles, linear=past > 0, scaled=past > 1, past_steps=past)
     model = Model(
         encoder,
         lstm,
@@ -169,10 +191,17 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     else:
         inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
         inputs[padded_TB] = VOCABULARY - 1 if odd else 0
+        if model.get("characters"):
+            codes = torch.randint(2, CHARACTERS, (steps, lanes, LETTERS), generator=generator)
+            lengths_TB1 = torch.randint(LETTERS + 1, (steps, lanes, 1), generator=generator)  # some words have no characters
+            codes[torch.arange(LETTERS) >= lengths_TB1] = 0
+            codes[padded_TB] = CHARACTERS - 1 if odd else 0
+            inputs = torch.cat([inputs[..., None], codes], dim=-1)
     share = case.get("resets")  # of the steps at which a lane starts again
     resets = None if share is None else torch.rand((steps, lanes), generator=generator) < share
     by_lane = task in POOLED and resets is None
     lead = (lanes,) if by_lane else (steps, lanes)
+    counts = model.get("distribution") in COUNTS
     unused = lengths_B == 0 if by_lane else padded_TB
     if task in POOLED and resets is not None:  # of every sequence, the last step has the target
         ends_TB = torch.arange(steps)[:, None] == lengths_B - 1
@@ -181,22 +210,49 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     if task in ("regression", "forecasting"):
         shape = (*lead, NUMBERS) if task == "regression" else (*lead, HORIZON, NUMBERS)
         targets = torch.randn(shape, generator=generator, dtype=torch.float64)
+        targets = targets.abs().mul(3).floor() if counts else targets
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
             targets[int(lane)] *= factor  # of a pooled task
+    elif task == "steps":
+        targets = torch.randn((*lead, NUMBERS, 2), generator=generator, dtype=torch.float64)
+        targets[..., 1].abs_()  # the weight of each
+        missing = torch.rand((*lead, NUMBERS), generator=generator) < 0.3
+        targets[..., 0][missing] = math.nan
+        targets[unused] = math.nan if odd else 7.0
+    elif task == "transcription":  # as many labels as fit, even if all are equal
+        most_B = (-(-lengths_B // math.prod(stride for _, _, stride in model.get("front") or [])) * model["upsample"] + 1) // 2
+        targets = torch.randint(CLASSES, (lanes, max(1, int(most_B.max()))), generator=generator)
+        count_B = (torch.rand(lanes, generator=generator) * (most_B + 1)).long()
+        targets[torch.arange(targets.shape[1]) >= count_B[:, None]] = -1
+        targets[unused] = 1 if odd else 0
     elif model.get("multi_label"):
         drawn = torch.rand((*lead, CLASSES), generator=generator, dtype=torch.float64)
         targets = torch.where(drawn < 0.2, math.nan, (drawn < 0.5).double())  # some are missing
         targets[unused] = math.nan if odd else 1.0
     else:
         targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
+        if model.get("crf"):
+            targets[targets == CLASSES - 1] = -100  # unknown, where it might not be allowed
         targets[unused] = 1 if odd else 0
     past = model.get("past", 0)
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
+    if counts and history is not None:  # with the size of a unit of each lane
+        history = torch.cat([history.abs(), torch.linspace(0.5, 9.0, lanes).double()[:, None].expand(history.shape)], dim=-1)
     if task in POOLED and resets is not None:
         targets[unused] = math.nan if targets.is_floating_point() else -100
+    weights = _weights(case["weights"], lead, task, generator) if case.get("weights") else None
     fresh, pooled, epoch = torch.tensor(asked["fresh"]), task in POOLED, case.get("epoch", 0)
-    return Batch.of(inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets)
+    return Batch.of(
+        inputs, targets, lengths_B, fresh=fresh, pooled=pooled, epoch=epoch, step=place, history=history, resets=resets, weights=weights
+    )
+
+
+def _weights(kind: str, lead: tuple[int, ...], task: str, generator: torch.Generator) -> Tensor:
+    """Weights of targets, some of them 0: one for each `lane`, `step` or number `ahead` where the task has such."""
+    shape = (*lead, HORIZON) if kind == "ahead" and task == "forecasting" else lead[-1:] if kind == "lane" and task not in POOLED else lead
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return torch.where(drawn < 0.2, 0.0, 3.0 * drawn)
 
 
 def train(case: Case, mesh: Mesh) -> Run:

@@ -36,6 +36,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
         "seed": draw(st.integers(0, 10_000)),
         "task": task,
         "model": model,
+        "weights": draw(st.sampled_from((None, "lane", "step", "ahead"))),
         "resets": None if model["front"] else draw(st.sampled_from((None, 0.1, 0.5))),
         "groups": draw(_streams(replicas * micro_batches) if task in ("language", "forecasting") else _sequences()),
         "train": {

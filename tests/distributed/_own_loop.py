@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,35 @@ class Labels(nn.Module):
         return nn.functional.cross_entropy(out, target, reduction="sum"), torch.tensor(target.numel())
 
 
+class Features(nn.Module):
+    """What an encoder may hold that is drawn or put together in each process."""
+
+    def __init__(self, names: Sequence[str] = ("a", "b"), table: float = 1.0, passing: float = 1.0) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(2, 3) for name in names})
+        self.table = [np.full(3, table)]
+        self.rank = int(os.environ["RANK"])
+        self.register_buffer("passing", torch.tensor(passing), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(self.table[0]) * self.passing * torch.stack([self.parts[name](x) for name in ("a", "b")]).sum(0)
+
+
+MADE: dict[str, dict[str, Any]] = {
+    "made alike": {},
+    "made in another order": {"names": ("b", "a")},
+    "made with another table": {"table": 1.5},
+    "made with another buffer": {"passing": 1.5},
+}
+
+
+def made(case: str, plan: dict[str, Any], rank: int, device: str) -> dict[str, Any]:
+    """A model whose encoder rank 1 has made in another way."""
+    net = model()
+    net.encoder = Features(**MADE[case if rank == 1 else "made alike"]).double()
+    return {"losses": [float(cw.Trainer(net, {"lr": 0.02}, plan=plan, device=device).step(batch(0)))]}
+
+
 def module() -> Labels:
     torch.manual_seed(3)
     return Labels().double()
@@ -100,6 +131,8 @@ def optimizer_for(case: str, net: cw.Model) -> torch.optim.Optimizer | None:
 
 def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """The losses and norms of the weights of a loop, as the same on every plan."""
+    if case in MADE:
+        return made(case, plan, rank, device)
     if case == "any module":
         return train_module({} if "stages" in plan else plan, device)
     net = model()

@@ -66,6 +66,34 @@ def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool:
     check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", [*PLANS, "head shared by three"])
+@pytest.mark.parametrize("kind", ["cnn", "lstm"])
+def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str, crew: Crew) -> None:
+    """Also with rare words that are read as unknown ones, cut in time, and in lanes that hold several sequences."""
+    words = sequences(task="tagging", plan=(PLANS | SHARED)[plan], model__numbers=False, model__characters=kind)
+    check(words, crew)
+    check(changed(words, resets=0.3, padding="odd"), crew)
+
+
+VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
+
+
+@pytest.mark.parametrize("plan", PLANS | SHARED | VOCABULARY)
+def test_weights_of_targets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
+    asked = (PLANS | SHARED | VOCABULARY)[plan]
+    check(a_case(plan=asked, weights="step"), crew)
+    check(a_case(plan={**asked, "recompute": "twice"}, weights="lane"), crew)
+    ahead = {**asked, "split_vocabulary": False}
+    check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True, plan=ahead, weights="ahead"), crew)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_weights_of_sequences_give_the_answer_of_one_device(task: str, plan: str, crew: Crew) -> None:
+    check(sequences(task=task, plan=PLANS[plan], weights="lane"), crew)
+    check(sequences(task=task, plan={**PLANS[plan], "chunk_steps": 1}, model__pool="mean_max", resets=0.3, weights="lane"), crew)
+
+
 STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
 
 
@@ -199,18 +227,28 @@ def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew
     check(sequences(task=task, model__multi_label=True, plan=PLANS[plan], resets=0.3), crew)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("distribution", "past"), [("normal", 0), ("student_t", 4), ("negative_binomial", 1), ("negative_binomial", 4), ("poisson", 4)]
+)
+def test_distributions_give_the_answer_of_one_device(plan: str, distribution: str, past: int, crew: Crew) -> None:
+    how = {"model__numbers": True, "model__tie": False, "model__distribution": distribution, "model__past": past}
+    check(a_case(task="forecasting", **how, plan=PLANS[plan]), crew)
+
+
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
     [
         a_case(),
         a_case(model__tie=False, plan__recompute="twice"),
+        a_case(task="forecasting", model__numbers=True, model__tie=False, model__distribution="negative_binomial", model__past=4),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__past=5),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
         sequences(task="tagging", model__multi_label=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed twice", "forecasting", "past values", "both ways", "several labels"],
+    ids=["tied", "recomputed twice", "counts", "forecasting", "past values", "both ways", "several labels"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}
@@ -256,11 +294,29 @@ def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any]
     [a_plan(replicas=3), a_plan(stages=2, cuts=[2], micro_batches=3), a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2)],
     ids=["replicas", "stages", "both"],
 )
-def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
-    check(sequences(task="tagging", plan=plan, model__chain=True, model__cell="rnn"), crew)
+@pytest.mark.parametrize("head", ["chain", "crf"])
+def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: dict[str, Any], head: str, crew: Crew) -> None:
+    """A user's own, and ours with forbidden transitions and steps without a label."""
+    check(sequences(task="tagging", plan=plan, model__cell="rnn", **{f"model__{head}": True}), crew)
 
 
 FRONT = [(4, 5, 2), (5, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        (a_plan(replicas=3), {"upsample": 2}),
+        (a_plan(stages=2, cuts=[2], micro_batches=3), {"upsample": 3, "bidirectional": True, "numbers": False}),
+        (a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2, recompute=True), {"upsample": 1, "bidirectional": True}),
+        (a_plan(replicas=2, micro_batches=2), {"upsample": 4, "front": FRONT}),
+    ],
+    ids=["replicas", "stages", "both", "front"],
+)
+def test_a_transcription_gives_the_answer_of_one_device(plan: dict[str, Any], asked: dict[str, Any], crew: Crew) -> None:
+    """Also for lanes without labels, and for lanes without steps."""
+    case = sequences(task="transcription", plan=plan, train__beta=0.0, **{f"model__{name}": value for name, value in asked.items()})
+    check(case, crew)
 
 
 @pytest.mark.parametrize(
@@ -297,14 +353,15 @@ def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, 
         sequences(task="tagging", model__bidirectional=True),
         sequences(task="tagging", model__bidirectional=True, model__cell="gru"),
         sequences(model__front=FRONT, model__pool="attention", train__beta=0.0),
+        sequences(task="transcription", model__upsample=2),
         a_case(),
     ],
-    ids=["forecasting", "last", "mean", "both ways", "gru both ways", "front", "words"],
+    ids=["forecasting", "last", "mean", "both ways", "gru both ways", "front", "transcription", "words"],
 )
 def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew) -> None:
     """NaN among numbers, another word among words; targets too."""
     case = changed(case, plan=PLANS[plan])
-    if case["model"].get("front"):
+    if case["model"].get("front") or case["task"] == "transcription":
         case = changed(case, plan__chunk_steps=None)
     plain, odd = (run(changed(case, padding=kind), crew).bits() for kind in ("plain", "odd"))
     assert plain.keys() == odd.keys()
@@ -356,3 +413,11 @@ def test_an_overflow_on_one_worker_is_skipped_by_all(plan: str, crew: Crew) -> N
     went_on = run(changed(case, groups=[[large], [small]]), crew)
     assert went_on.scale == 512.0
     assert not all(torch.equal(tensor, start.weights[name]) for name, tensor in went_on.weights.items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_numbers_at_every_step_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
+    """With targets that are missing, each with a weight, in lanes that go on from window to window."""
+    numbers = {"task": "steps", "model__numbers": True, "model__tie": False, "plan": PLANS[plan]}
+    check(a_case(**numbers), crew)
+    check(a_case(**numbers, weights="step"), crew)

@@ -55,6 +55,13 @@ DIFFERENT = {
 }
 
 
+MADE = {
+    "made alike": "",
+    "made in another order": "rank 1 has as parameter or buffer 1 of the model encoder.parts.b.weight, but rank 0 has encoder.parts.a."
+    "weight; build its modules in the same order everywhere, from a list and not from a set",
+    "made with another table": r"rank 1 has other numbers in the encoder's table: \w+, but rank 0 has \w+; seed what draws them alike",
+    "made with another buffer": r"rank 1 has other numbers in the encoder's passing: \w+, but rank 0 has \w+; .*a saved buffer",
+}
 FAILED = r"ContactLost: contact with rank {} on \S+ was lost at [\d:]+ \(its step failed with ValueError: mine\)"
 ALIKE_IN_STAGES = ("other weights", "another buffer")  # rank 1 holds other ones there
 
@@ -84,7 +91,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
     @cache
     def all_of(plan: str) -> dict[tuple[str, ...], list[list[dict[str, Any]]]]:
-        groups = [SAME, tuple(different_in(plan)), *([HALFWAY[plan]] if plan in HALFWAY else [])]
+        groups = [SAME, tuple(MADE), tuple(different_in(plan)), *([HALFWAY[plan]] if plan in HALFWAY else [])]
         answers = told_by_workers(plan, [case for group in groups for case in group], tmp_path_factory.mktemp("own-loop"))
         ends = list(accumulate(map(len, groups)))
         return {group: [of_rank[end - len(group) : end] for of_rank in answers] for group, end in zip(groups, ends, strict=True)}
@@ -116,6 +123,14 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, told: Told) -> No
         for case, answer in zip(cases, answers, strict=True):
             assert answer.get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answer)
             assert "(step 3 of the trainer); " in answer["error"]
+
+
+@pytest.mark.parametrize("plan", ["2 replicas", "2 stages"])
+def test_modules_that_are_not_made_alike_are_refused(plan: str, told: Told) -> None:
+    """Also where they differ in what is neither a parameter nor a saved buffer; a rank may be in it."""
+    for answers in told(plan, tuple(MADE)):
+        for words, answer in zip(MADE.values(), answers, strict=True):
+            assert re.match(f"WorkerError: {words}", answer["error"]) if words else "error" not in answer, answer
 
 
 def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_path: Path) -> None:

@@ -208,6 +208,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / name).write_text("the carry is passed along, and work moves through layers and time as a wave. " * 40)
     hours = (f"2026-01-{1 + hour // 24:02d} {hour % 24:02d}:00,{hour % 24}\n" for hour in range(600))
     (made / "loads.csv").write_text(f"date,load\n{''.join(hours)}")
+    (made / "demand.csv").write_text(
+        "unique_id,ds,y\n" + "".join(f"item {day % 2},2025-01-{1 + day // 2:02d},{day % 3}\n" for day in range(62))
+    )
+    days = (f"{name},2026-{1 + day // 28:02d}-{1 + day % 28:02d},{day % 5},{day % 9},7,{day % 4}\n" for name in "ab" for day in range(200))
+    (made / "rivers.csv").write_text(f"basin,date,rain,warmth,area,flow\n{''.join(days)}")
+    (made / "slots").mkdir()
+    for name in ("train.jsonl", "valid.jsonl", "test.jsonl"):
+        (made / "slots" / name).write_text('{"tokens": ["by", "the", "Beatles"], "labels": ["O", "B-artist", "I-artist"]}\n' * 5)
     (made / "train.jsonl").write_text('{"text": "a b c", "label": "x"}\n{"text": "c b", "label": "y"}\n' * 20)
     return made
 

@@ -10,8 +10,11 @@ import carrywave as cw
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.spec.step_inputs import StepInputs
 
@@ -66,12 +69,26 @@ MODELS: dict[str, Callable[[], Model]] = {
     "language, gru": lambda: Model(_tokens(), cw.GRU(6, [8, 12], layer_norm=True, learned_carry=True), Softmax(12, 23)),
     "classification, gru": lambda: Model(Numbers(4), cw.GRU(4, 8, num_layers=2), PooledSoftmax(8, 3, "mean")),
     "tagging, gru, both ways": lambda: Model(_tokens(), cw.GRU(6, 8, num_layers=2, bidirectional=True, bias=False), Softmax(16, 5)),
+    "transcription": lambda: Model(_tokens(), cw.LSTM(6, 8), Ctc(8, 5, upsample=3)),
+    "transcription, front, both ways": lambda: Model(cw.Front(4, FRONT), cw.LSTM(7, 8, bidirectional=True), Ctc(16, 5, upsample=2)),
     "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
+    "regression at each step": lambda: Model(Features(StepInputs(3, ((5, 3),), (0,))), cw.LSTM(6, 8), StepNumbers(8, 2)),
     "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
     "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),
     "forecasting, linear": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, linear=True, past_steps=5)),
     "forecasting, linear, scaled, quantiles": lambda: Model(
         Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9), linear=True, scaled=True, past_steps=6)
+    ),
+    "forecasting, normal": lambda: Model(Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "normal")),
+    "forecasting, student_t, linear, scaled": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "student_t", linear=True, scaled=True, past_steps=6)
+    ),
+    "forecasting, poisson": lambda: Model(Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "poisson", past_steps=1)),
+    "forecasting, negative_binomial, linear": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "negative_binomial", linear=True, past_steps=6)
+    ),
+    "forecasting, negative_binomial, linear, scaled": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8), DistributionForecast(8, 3, 2, "negative_binomial", linear=True, scaled=True, past_steps=6)
     ),
     # Two categorical columns, of which the first is known for the two steps ahead, and then two of which both are.
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
@@ -89,7 +106,7 @@ OWN: dict[str, Callable[[], Model]] = {
         Numbers(4), cw.SLSTM(4, 8, num_heads=2, bidirectional=True, learned_carry=True), PooledSoftmax(16, 3)
     ),
 }
-WHOLE = ("both ways", "front")  # what reads whole sequences has no carry to pass on
+WHOLE = ("both ways", "front", "transcription")  # what reads whole sequences has no carry to pass on
 FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and any(word in name for word in WHOLE))]
 
 

@@ -19,7 +19,8 @@ from carrywave.exporting.portable import Portable
 def test_ports_say_what_comes_out(name: str, stateful: bool) -> None:
     portable = Portable(made(name), stateful=stateful)
     found = portable(*portable.sample(3, 5, seed=1))
-    sizes = {"batch": 3, "time": 5}
+    # The front's strides make one step of six; padding within the model leaves one more.
+    sizes = {"batch": 3, "time": 5, "answers": 2 * 2 if "front" in name else 3 * 5}
     for port, tensor in zip(portable.outputs, found, strict=True):
         assert list(tensor.shape) == [sizes[size] if isinstance(size, str) else size for size in port.shape], port.name
         assert tensor.dtype == port.dtype

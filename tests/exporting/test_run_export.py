@@ -71,9 +71,15 @@ def run_of(task: str, folder: Path) -> Path:
     labels = {
         "classification": lambda steps: {"label": "up" if steps[-1][0] > 0 else "down"},
         "tagging": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps]},
+        "transcription": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps[::2]]},
         "regression": lambda steps: {"label": 100 + sum(map(sum, steps))},
     }
-    model = {"classification": {"projection": 4}, "tagging": {"bidirectional": True}, "regression": {"pool": "mean"}}
+    model = {
+        "classification": {"projection": 4},
+        "tagging": {"bidirectional": True},
+        "regression": {"pool": "mean"},
+        "transcription": {"upsample": 2},
+    }
     return learn(folder, task, {"train": rows(folder, labels[task])}, model[task], batch={"tokens": 64})
 
 
@@ -120,7 +126,7 @@ def test_exported_weights_start_a_run_with_their_vocabulary(speaker: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["language", "classification", "tagging", "forecasting", "regression"])
+@pytest.mark.parametrize("task", ["language", "classification", "tagging", "transcription", "forecasting", "regression"])
 def test_every_task_to_safetensors_and_back(task: str, tmp_path: Path) -> None:
     run = run_of(task, tmp_path)
     out = export_run(run, "safetensors", tmp_path / "out").folder / "model.safetensors"
@@ -133,10 +139,10 @@ def test_every_task_to_safetensors_and_back(task: str, tmp_path: Path) -> None:
 
 @needs_onnx
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["language", "classification", "tagging", "forecasting", "regression"])
+@pytest.mark.parametrize("task", ["language", "classification", "tagging", "transcription", "forecasting", "regression"])
 def test_every_task_to_onnx(task: str, tmp_path: Path) -> None:
     run = run_of(task, tmp_path)
-    for stateful in (False, True) if task != "tagging" else (False,):
+    for stateful in (False, True) if task not in ("tagging", "transcription") else (False,):
         found = export_run(run, "onnx", tmp_path / f"out{stateful}", stateful=stateful)
         assert found.difference is not None
         assert found.difference < 1e-5

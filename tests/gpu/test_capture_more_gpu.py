@@ -24,6 +24,7 @@ from carrywave.data.sequences import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
@@ -156,6 +157,28 @@ def test_accumulated_buckets(monkeypatch: pytest.MonkeyPatch, precision: str, ma
     shapes = {(tuple(batch.inputs.shape), batch.real == batch.inputs.shape[0] * batch.inputs.shape[1]) for batch in batches}
     assert len(shapes) <= 64
     check(plain, recorded, {"batch": len(batches) - len(shapes) - 1, "update": len(batches) // 4 - 2})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_transcriptions(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Labels and lengths stay on the device, so that the whole step is recorded."""
+
+    def make() -> Model:
+        torch.manual_seed(0)
+        return Model(Numbers(5), LSTM(5, 24, 2, dropout=0.2, bidirectional=True), Ctc(48, 6, upsample=2))
+
+    draw = torch.Generator().manual_seed(4)
+    batches = []
+    for number in range(10):
+        lengths, count = torch.randint(6, 13, (9,), generator=draw), torch.randint(0, 7, (9, 1), generator=draw)
+        labels = torch.randint(6, (9, 6), generator=draw).masked_fill(torch.arange(6) >= count, -1)
+        inputs = torch.randn(12, 9, 5, generator=draw)
+        batches.append(Batch.of(inputs, labels, lengths, pooled=True, step=number).to(CUDA))
+    plain, recorded = pair(make, monkeypatch, keep_state=False, precision=precision)
+    for trainer in (plain, recorded):
+        for batch in batches:
+            assert bool(torch.as_tensor(trainer.step(batch)).isfinite())
+    check(plain, recorded, {"step": 7})
 
 
 def test_an_overflow_is_skipped_from_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,11 @@ def test_padding_of_nan_changes_no_bit(plan: str, crew: Crew) -> None:
     assert all(tensor.isfinite().all() for tensor in odd.values())
 
 
+@pytest.mark.parametrize("plan", [a_plan(replicas=3), a_plan(stages=2, cuts=[2], micro_batches=3)], ids=["replicas", "stages"])
+def test_a_transcription_gives_the_answer_of_one_process(plan: dict[str, object], crew: Crew) -> None:
+    check(sequences(task="transcription", plan=plan, model__upsample=2, model__bidirectional=True), crew)
+
+
 @pytest.mark.parametrize("plan", [a_plan(replicas=4), PLANS["both"]], ids=["replicas", "both"])
 def test_bits_repeat(plan: dict[str, object], crew: Crew) -> None:
     # Not an embedding: its gradient is a sum over words whose order CUDA does not fix.

@@ -124,6 +124,23 @@ def test_cross_entropy_is_torchs(dtype: torch.dtype, classes: int) -> None:
     assert torch.equal(own, torch.autograd.grad(cross_entropy.summed(logits, target, -100) * 3.0, [logits])[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_of_weighted_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(300, 1000, device="cuda") * 4).to(dtype).requires_grad_()
+    target, weights = torch.randint(0, 1000, (300,), device="cuda"), torch.rand(300, device="cuda") * 3
+    target[::7], weights[::5] = -100, 0.0
+    total = cross_entropy.summed(logits, target, -100, weights_N=weights)
+    expected = (functional.cross_entropy(logits.double(), target, ignore_index=-100, reduction="none") * weights).sum()
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    [own], [theirs] = (torch.autograd.grad(each, [logits]) for each in (total, expected))
+    torch.testing.assert_close(own.double(), theirs.double(), rtol=2.0**-7 if dtype == torch.bfloat16 else 2.0**-9, atol=5e-6)
+    plain, ones = (cross_entropy.summed(logits, target, -100, weights_N=each) for each in (None, torch.ones_like(weights)))
+    assert torch.equal(plain, ones)
+    assert torch.equal(*(torch.autograd.grad(each, [logits])[0] for each in (plain, ones)))
+    assert not cross_entropy._own.failures
+
+
 def test_logits_that_begin_anywhere_and_other_targets() -> None:
     torch.manual_seed(0)
     wide = torch.randn(5, 12, device="cuda").bfloat16().requires_grad_()

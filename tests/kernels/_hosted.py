@@ -1,4 +1,5 @@
-"""CUDA sources whose threads know nothing of each other, compiled for the CPU: one thread after the other, on tensors of the CPU.
+"""CUDA sources compiled for the CPU, on tensors of the CPU: one block after the other, and in it one thread after the other, or, if they
+wait for each other (`__syncthreads`), all at once.
 
 Numbers of half precision are bf16. What a GPU adds is `tests/gpu`'s.
 """
@@ -22,15 +23,25 @@ Constants = tuple[tuple[str, int], ...]
 
 # In the place of CUDA's own words, and of half.cuh, which is written in the GPU's assembler.
 _BEFORE = """
+#include <cmath>
 #include <cstring>
+#include <thread>
+#include <vector>
+#include <pthread.h>
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(count)
+#define __shared__
+#define __syncthreads() pthread_barrier_wait(&barrier)
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
-static struct { u32 x, y; } threadIdx, blockIdx, gridDim;
+struct Place { u32 x, y; };
+static thread_local Place threadIdx;
+static Place blockIdx, blockDim, gridDim;
+static pthread_barrier_t barrier;
+static char memory[1 << 16];
 static float __uint_as_float(u32 word) { float x; memcpy(&x, &word, 4); return x; }
 static u32 bits(float x) { u32 word; memcpy(&word, &x, 4); return word; }
 static u32 narrowed(float x) { u32 word = bits(x); return (word + 0x7FFFu + (word >> 16 & 1)) >> 16; }
@@ -40,10 +51,19 @@ static void unpack(u32 word, float& low, float& high) { low = __uint_as_float(wo
 _AFTER = """
 template <typename... Arguments> struct Every {
     template <void (*kernel)(Arguments...)> static void thread(u32 across, u32 down, u32 threads, Arguments... arguments) {
-        gridDim.x = across, gridDim.y = down;
+        gridDim.x = across, gridDim.y = down, blockDim.x = threads;
         for (blockIdx.y = 0; blockIdx.y < down; blockIdx.y++)
-            for (blockIdx.x = 0; blockIdx.x < across; blockIdx.x++)
+            for (blockIdx.x = 0; blockIdx.x < across; blockIdx.x++) {
+#if TOGETHER
+                pthread_barrier_init(&barrier, nullptr, threads);
+                std::vector<std::thread> all;
+                for (u32 number = 0; number < threads; number++) all.emplace_back([=] { threadIdx.x = number, kernel(arguments...); });
+                for (std::thread& each : all) each.join();
+                pthread_barrier_destroy(&barrier);
+#else
                 for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) kernel(arguments...);
+#endif
+            }
     }
 };
 template <typename... Arguments> Every<Arguments...> every(void (*)(Arguments...));
@@ -88,9 +108,9 @@ class Hosted:
             exports = [_EXPORT.format(name=name) for name in self.names[source]]
             written = self.folder / f"{Path(source).stem}{len(self._libraries)}.cpp"
             written.write_text("\n".join([_BEFORE, text, _AFTER, *exports]))
-            defines = [f"-D{name}={value}" for name, value in constants]
+            defines = [f"-D{name}={value}" for name, value in (*constants, ("TOGETHER", int("__syncthreads" in text)))]
             out = written.with_suffix(".so")
-            command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *defines, "-o", str(out), str(written)]
+            command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-w", *defines, "-o", str(out), str(written)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stderr
             self._libraries[source, constants] = ctypes.CDLL(str(out))

@@ -174,13 +174,13 @@ SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (
 KINDS = [("lstm", 1, 0), ("lstm", 2, 0), ("lstm", 1, 1), ("lstm", 1, 2), ("gru", 0, 0), ("gru", 2, 0), ("slstm", 0, 0), ("slstm", 1, 1)]
 
 
-@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("fp16", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("hidden", "lanes", "cell", "resets", "noise"),
     [
         (64, 1, "lstm", 0, 0),
         (64, 1, "gru", 1, 1),
-        (64, 1, "slstm", 1, 2),
+        pytest.param(64, 1, "slstm", 1, 2, marks=pytest.mark.slow),
         *(pytest.param(*sizes, "lstm", 0, 0, marks=pytest.mark.slow) for sizes in SLOW),
         *(pytest.param(1024, 64, *kind, marks=pytest.mark.slow) for kind in KINDS),
     ],

@@ -27,6 +27,14 @@ def test_reads_tokens_with_and_without_header(tmp_path: Path, header: str) -> No
     assert load(path) == (3, [[0.0, 0.0], [1.0, -2.5], [3.0, 4.0], [0.5, 6.0]])
 
 
+def test_a_token_that_is_not_there_is_looked_up_in_lower_case(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_text("cat 1 2\ncat 8 8\nDog 3 4\nDOG 5 6\n", encoding="utf-8")
+    weight = torch.nn.Parameter(torch.zeros(6, 2))
+    assert load_pretrained(path, ["CAT", "Cat", "cat", "Dog", "DOG", "dog"], weight) == 5
+    assert weight.tolist() == [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]]
+
+
 def test_reads_gzip(tmp_path: Path) -> None:
     path = tmp_path / "vectors.txt.gz"
     path.write_bytes(gzip.compress(b"cat 1 2\n"))

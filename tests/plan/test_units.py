@@ -95,6 +95,28 @@ def test_a_front_and_a_pooled_head_have_the_parameters_of_the_model(pool: str, f
     assert not units.has_vocabulary
 
 
+@pytest.mark.parametrize("front", ["none", [{"channels": 5, "kernel": 3, "stride": 1}]])
+@pytest.mark.parametrize("kind", ["cnn", "lstm"])
+def test_characters_of_words_have_the_parameters_of_the_model_and_cost_time(kind: str, front: Any) -> None:
+    facts = DataFacts(vocabulary=7, labels=("a", "b"), characters=9, word_length=5, steps=1000, sequences=10, longest=100)
+    costs = []
+    for characters in (kind, "none"):
+        model = {"hidden": 8, "front": front, "characters": characters, "dropout": 0.2}
+        spec = Spec.model_validate({"task": "tagging", "model": model, "batch": {"tokens": 400}, "train": {"precision": "fp32"}})
+        known = facts if characters == kind else replace(facts, characters=0, word_length=0)
+        units = Units.of(spec, known)
+        held = dict(Task(spec, Codec("tagging", "tokens"), known).model().named_parameters())
+        for first, last, names in ((0, 1, ("encoder",)), (1, 3, ("lstm",)), (0, 4, ("",))):
+            own = [parameter for name, parameter in held.items() if name.startswith(names)]
+            assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
+            assert units.tensors(first, last) == len(own)
+        assert units.has_vocabulary == (characters == front == "none")
+        assert units.units[0].width_out == units.units[1].width_in
+        costs.append((Costs(units, shipped("h200")).unit(0, 4, 100).all, largest_stage(units, Plan.serial()).activations))
+    assert costs[0][0] > costs[1][0]
+    assert costs[0][1] > costs[1][1]
+
+
 def test_a_front_costs_time_and_memory() -> None:
     """The more, the more channels it has; the layers after it cost less than without it."""
     facts = DataFacts(features=3, labels=("a", "b"), steps=100_000, sequences=100, longest=1000, histogram=((1000, 100),))

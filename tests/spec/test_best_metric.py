@@ -8,7 +8,7 @@ import pytest
 
 from carrywave.errors import SpecError
 from carrywave.spec.load import parse
-from carrywave.spec.train_spec import HIGHER, MULTI_LABEL, OF_TASK, score
+from carrywave.spec.train_spec import HIGHER, MULTI_LABEL, OF_DISTRIBUTIONS, OF_TASK, score
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from carrywave.spec.train_spec import HIGHER, MULTI_LABEL, OF_TASK, score
             "accuracy",
             r"several labels \(data.multi_label\); use loss, unweighted_loss, micro_f1",
         ),
-        ("tagging", {}, "unweighted_loss", r"is for train\.class_weights, without which it is the loss; use loss"),
+        ("tagging", {}, "unweighted_loss", r"is for train\.class_weights and data\.weight, without which it is the loss; use loss"),
         ("forecasting", {}, "pinball", "needs data.quantiles"),
         ("forecasting", {"quantiles": [0.1, 0.9]}, "mase", "add 0.5 to data.quantiles"),
     ],
@@ -36,7 +36,7 @@ def test_a_metric_that_evaluations_do_not_have_is_refused(task: str, data: dict[
 def test_every_metric_of_a_task_is_accepted() -> None:
     for task, metrics in OF_TASK.items():
         for metric in metrics:
-            data = {"quantiles": [0.1, 0.5]} if metric == "pinball" else {}
+            data = {"quantiles": [0.1, 0.5]} if metric == "pinball" else {"distribution": "normal"} if metric in OF_DISTRIBUTIONS else {}
             weights = {"class_weights": "balanced"} if metric == "unweighted_loss" else {}
             assert parse({"task": task, "data": data, "train": {"best": metric, **weights}}).train.best == metric
     for metric in MULTI_LABEL:

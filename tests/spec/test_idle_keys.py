@@ -57,9 +57,12 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
         ({"task": "tagging", "data": {"horizon": 3}}, "data.horizon is for forecasting, not for tagging; remove it"),
         ({"data": {"split": [0.8, 0.2]}}, "data.split is for forecasting, not for language; set data.valid and data.test to files, or use"),
         ({"task": "classification", "data": {"columns": ["a"]}}, "data.columns is for forecasting, not for classification; remove it"),
-        ({"data": {"label": "x"}}, "data.label is for classification, regression and tagging, not for language; remove it"),
+        ({"data": {"label": "x"}}, "data.label is for classification, regression, tagging and transcription, not for language; remove it"),
         ({"data": {"frequency": "D"}}, "data.frequency is for forecasting, not for language; remove it"),
-        ({"data": {"standardize": False}}, "data.standardize is for classification, tagging, forecasting and regression, not for language"),
+        (
+            {"data": {"standardize": False}},
+            "data.standardize is for classification, tagging, transcription, forecasting and regression, not for language",
+        ),
         (
             {"data": {"valid": "valid.txt", "share": 0.2}},
             "data.share is held out only without data.valid, which says what valid is; remove",

@@ -13,7 +13,7 @@ from carrywave.spec.load import dump, parse
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
 
-TASKS = ("language", "classification", "tagging", "forecasting", "regression")
+TASKS = ("language", "classification", "tagging", "transcription", "forecasting", "regression")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -33,6 +33,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "classification": [{"model": {"hidden": [8, 6], "layers": 2}}, {"model": {"bidirectional": False}}, {"train": {"optimizer": "adam"}}],
     "tagging": [{"batch": {"lanes": 4, "steps": 8}}, {"model": {"bidirectional": False}}],
+    "transcription": [{"model": {"upsample": 3}}, {"model": {"bidirectional": False}}, {"model": {"front": "small"}}],
     "forecasting": [
         {"data": {"residual": "season", "season": 7}},
         {"data": {"transform": "log"}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,12 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.model import Model
+from carrywave.plan.plan import Plan
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.own_modules.probe_sample import few_of
 from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects
 from carrywave.step.trainer import Trainer
+from carrywave.step.worker_setup import _check_plan
 
 
 class Over(nn.Module):
@@ -178,3 +183,93 @@ def test_dropout_put_into_a_finished_model_is_told_to_come_earlier() -> None:
     model.encoder[1] = nn.Dropout(0.5)  # type: ignore[operator]
     with pytest.raises(PlanError, match=r"encoder\.1 \(Dropout\) draws .*its nn.Dropout before the model is made of it"):
         Trainer(model, plan={"micro_batches": 2}).step(Batch.of(torch.randn(6, 8, 3), torch.randint(2, (6, 8))))
+
+
+def tied_by_attribute(net: Model) -> None:
+    net.head.weight = net.encoder.weight
+
+
+def tied_by_data(net: Model) -> None:
+    net.head.weight.data = net.encoder.weight.data
+
+
+def transposed(net: Model) -> None:
+    net.head.weight.data = net.encoder.weight.data.T
+
+
+def kept_beside(net: Model) -> None:
+    net.head.table = net.encoder.weight.data
+
+
+def tied_layers(net: Model) -> None:
+    net.lstm.weight_hh_l1.data = net.lstm.weight_hh_l0.data
+
+
+def within_a_part(net: Model) -> None:
+    net.encoder.other = nn.Parameter(net.encoder.weight.data[:1])
+
+
+@pytest.mark.parametrize("tie", [tied_by_data, transposed, kept_beside, tied_layers])
+def test_tensors_that_share_their_memory_are_not_separated(tie: Callable[[Model], None]) -> None:
+    """In one process a change of one is a change of the other; stages would have copies."""
+    net = square()
+    tie(net)
+    with pytest.raises(PlanError, match=r"two tensors in the same memory.*; make them one parameter.*, or remove plan.stages"):
+        _check_plan(net, Plan(stages=2), TrainSpec())
+
+
+@pytest.mark.parametrize("tie", [tied_by_attribute, within_a_part])
+def test_tensors_that_are_one_or_stay_together_may_share_their_memory(tie: Callable[[Model], None]) -> None:
+    net = square()
+    tie(net)
+    _check_plan(net, Plan(stages=2), TrainSpec())
+
+
+class Linear(nn.Linear):
+    """A head of the user's."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (self(y).square().sum(-1) - target).square().sum(), torch.tensor(target.numel())
+
+
+def square() -> Model:
+    return cw.Model(nn.Linear(4, 4), cw.LSTM(4, 4, num_layers=2), Linear(4, 4))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x.to(torch.complex128) @ self.weight).flatten(-2)
+
+
+@pytest.mark.parametrize("plan", [{"chunk_steps": 4}, {"micro_batches": 2}])
+def test_complex_parameters_may_be_split(plan: dict[str, int]) -> None:
+    losses = []
+    for keys in ({}, plan):
+        torch.manual_seed(0)
+        net = cw.Model(Complex(), cw.LSTM(4, 4).double(), Linear(4, 4).double())
+        own = torch.optim.SGD(net.parameters(), lr=0.1)
+        trainer = cw.Trainer(net, {"precision": "fp64"}, plan=keys, device="cpu", optimizer=own, keep_state=False)
+        given = Batch.of(torch.randn(8, 4, 4, dtype=torch.float64), torch.randint(0, 3, (8, 4)))
+        losses.append([float(trainer.step(given)) for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    with pytest.raises(UserError, match=r"encoder.weight is complex, .*; pass a Trainer an optimizer of your own"):
+        cw.Trainer(net, {"precision": "fp64"}, device="cpu")
+
+
+@pytest.mark.parametrize("part", ["model", "lstm"])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_would_not_be_called_is_refused(part: str, kind: str, late: bool) -> None:
+    """On the encoder and the head they are called; around the layers, which a trainer runs individually, they are not."""
+    net = square()
+    given = Batch.of(torch.zeros(3, 2, 4), torch.zeros(3, 2))
+    trainer = Trainer(net, {}, device="cpu") if late else None
+    getattr(net if part == "model" else net.lstm, kind)(lambda *_: None)
+    with pytest.raises(
+        UserError, match=r"the hook on the (model \(Model|layers \(LSTM)\) would not be called: .*; register it on the encoder"
+    ):
+        (trainer or Trainer(net, {}, device="cpu")).step(given)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import threading
+from array import array
 from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, cast
@@ -141,6 +144,17 @@ def noted(held: Any) -> int:
     return int(held.calls)
 
 
+def added(held: Any) -> float:
+    held[0] += 1
+    return float(held[0])
+
+
+def thread_local() -> threading.local:
+    held = threading.local()
+    held.calls = 0
+    return held
+
+
 def turned(held: Any) -> float:
     held.rotate()
     return float(held[0])
@@ -170,6 +184,14 @@ RESTORABLE: dict[str, Callable[[], Uses]] = {
     "function": lambda: Uses(torch.ones(()), tallies),
     "through a function": lambda: Uses(torch.ones(()), lambda held: tallies(held)),
     "argument of forward": lambda: Defaulted(None, float),
+    "array": lambda: Uses(array("d", [0.0]), added),
+    "bytearray": lambda: Uses(bytearray(1), added),
+    "local of a thread": lambda: Uses(thread_local(), noted),
+    "ContextVar": lambda: Uses(ContextVar("calls", default=0), lambda held: held.set(held.get() + 1) and held.get()),
+    "tensor through .data": lambda: Uses(torch.zeros(1), lambda held: held.data.add_(1)),
+    "tensor through numpy": lambda: Uses(torch.zeros(1), lambda held: added(held.numpy())),
+    "one of many tensors in a dict": lambda: Uses({name: torch.zeros(()) for name in range(400)}, lambda held: held[399].add_(1)),
+    "one of many tensors in a list": lambda: Uses([torch.zeros(()) for _ in range(400)], lambda held: held[0].add_(1)),
 }
 LOST: dict[str, Callable[[], Uses]] = {
     "count": lambda: Uses(itertools.count(), next),

@@ -73,7 +73,7 @@ def test_a_vocabulary_that_hardly_covers_valid() -> None:
     found = from_python({"train": "a b c d\n" * 20, "valid": "a b x y\n" * 5}, words)
     said = unknown_tokens(found.codec, found.train, found.valid)
     fact = "40.0% of the tokens in valid are <unk>, but train has none, so nothing is learned about it"
-    assert said == f"{fact}; set data.min_count=2, or data.tokens=bpe"
+    assert said == f"{fact}; set model.dropout_rare=0.5 or data.min_count=2, or data.tokens=bpe"
     limited = spec("language", tokens="word", vocabulary=3, batch={"lanes": 1, "steps": 4})
     found = from_python({"train": "a b c d\n" * 20 + "e\n", "valid": "a b x y\n" * 5}, limited)
     said = unknown_tokens(found.codec, found.train, found.valid)

@@ -97,7 +97,8 @@ def _streams(vocabulary: int, hidden: int, lanes: int, steps: int, device: torch
             "model": {"cell": cell, "hidden": hidden, "layers": 2, "dropout": 0.2},
             "batch": {"lanes": lanes, "steps": steps},
             "train": TRAIN,
-        }
+        },
+        defaults=False,
     )
     data = Sequences(tokens, np.array([0]), np.array([len(tokens)]))
     codec = Codec(task="language", field="tokens", kind="int", size=vocabulary)

@@ -30,7 +30,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="WHAT",
-            help="Metrics by column, series or step (forecasting, in the units of the file), or by label; repeatable.",
+            help="Metrics by column, series or step (forecasting, in the units of the file), by label, or of spans by type; repeatable.",
         ),
     ] = None,
     top_k: Annotated[

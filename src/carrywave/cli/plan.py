@@ -174,7 +174,14 @@ def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
         return None
     asked: PlanSpec = spec.plan_spec
     workers = (asked.replicas or max(1, devices // asked.stages)) * asked.stages
-    found = resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
+    found = resolve(
+        asked,
+        layers=units.layers,
+        workers=workers,
+        lanes=units.lanes if units.streams else None,
+        pooled=units.pooled,
+        whole=spec.reads_whole,
+    )
     if units.reproducible:
         canonical_shards.check(found)
     check_sync(found, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)

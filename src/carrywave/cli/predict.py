@@ -35,6 +35,12 @@ def predict(
         InputFormat, typer.Option("--format", help="Format of INPUT; auto goes by its name or first bytes, or by the training data.")
     ] = InputFormat.auto,
     as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV whatever the name of the output file, also to stdout.")] = False,
+    beam: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Transcription: search, with N beginnings kept at each step, instead of the likeliest labels."
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language models: text to continue.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Language models: number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="Language models: 0 picks the most likely token, 1 samples from the model.")] = 1.0,
@@ -42,7 +48,14 @@ def predict(
     top_p: Annotated[
         float | None, typer.Option(metavar="P", help="Language models: sample from the fewest tokens that have probability P together.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Language models: random seed of the sampling.")] = 1,
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Forecasts of distributions: N sample paths instead of quantiles.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How far sample paths go: up to data.horizon or, if that is 1, any number of steps."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling, of tokens or of paths.")] = 1,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
 ) -> None:
@@ -70,8 +83,11 @@ def predict(
             top_k=top_k,
             top_p=top_p,
             seed=seed,
+            samples=samples,
+            steps=steps,
             keep=tuple(keep or ()),
             format=input_format.value,
+            beam=beam,
             as_csv=as_csv,
             device=device.value,
         )

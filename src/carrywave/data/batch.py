@@ -48,6 +48,7 @@ class Batch:
     part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values that a head reads: N up to each step; rows before the first repeat it
     resets: Tensor | None = None  # [T, B] bool, True where a lane starts a new sequence at a step; None: no lane does inside the window
+    weights: Tensor | None = None  # of the targets: [T, B, …], the first of their dimensions, or [B]; None: all are 1
     sequences: int | None = None  # with resets: the most sequences of a lane, or a bound of it; None: unknown
 
     @staticmethod
@@ -63,6 +64,7 @@ class Batch:
         pooled: bool | None = None,
         history: Tensor | None = None,
         resets: Tensor | None = None,
+        weights: Tensor | Sequence[float] | None = None,
     ) -> Batch:
         """Make a batch from time-first tensors: inputs [T, B] of tokens or [T, B, F] of numbers.
 
@@ -73,6 +75,8 @@ class Batch:
         A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed. `history` [N - 1 + T, B, C]
         holds past values for a head that reads the last N at every step. `resets` [T, B], true or false: a new sequence starts in the lane
         with this step, from the initial carry; targets of a head that pools then are [T, B, …], one at the last step of each sequence.
+        `weights`, numbers from 0 on, [T, B] for targets per step or [B] for each lane: the loss of a target is multiplied by its weight,
+        and a mean divided by the sum of all.
         """
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
@@ -111,6 +115,8 @@ class Batch:
             targets = _targets(targets, None if lengths is None else lengths_B, steps, count, by_lane)
             if pooled and resets is not None:
                 check_ends(targets, resets, lengths_B)
+        if weights is not None:
+            weights = _weights(weights, targets, None if lengths is None else lengths_B, steps, count, by_lane=known and resets is None)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
         return Batch(
@@ -130,6 +136,7 @@ class Batch:
             pooled=known,
             history=history,
             resets=resets,
+            weights=weights,
             sequences=sequences,
             unsure=pooled is None
             and resets is None
@@ -181,6 +188,9 @@ class Batch:
         targets = self.targets
         if targets is not None:
             targets = targets[low:high] if pooled and self.resets is None else targets[:, low:high]
+        weights = self.weights
+        if weights is not None:
+            weights = weights[low:high] if weights.dim() == 1 else weights[:, low:high]
         full = self.real == self.steps * total
         return replace(
             self,
@@ -193,15 +203,19 @@ class Batch:
             offset=self.offset[low:high],
             history=None if self.history is None else self.history[:, low:high],
             resets=None if self.resets is None else self.resets[:, low:high],
+            weights=weights,
             # The number of real steps in a subset of lanes is not known on the host.
             real=self.steps * (high - low) if full else -1,
             part_of=self.part_of or (self.real, total),
         )
 
     def without(self, *, inputs: bool, targets: bool) -> Batch:
-        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither. Past values go with the targets."""
+        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither. Weights and past values go with the
+        targets.
+        """
         empty = self.inputs.new_empty((*self.inputs.shape[:2], 0)) if inputs else self.inputs
-        return replace(self, inputs=empty, targets=None if targets else self.targets, history=None if targets else self.history)
+        left = replace(self, inputs=empty)
+        return replace(left, targets=None, weights=None, history=None) if targets else left
 
     def _idle(self, pooled: bool) -> Batch:
         one = self.take(0, 1, pooled=pooled)
@@ -220,6 +234,7 @@ class Batch:
             part_of=one.part_of or (self.real, self.lanes.shape[0]),
             history=None if one.history is None else torch.zeros_like(one.history),
             resets=None if one.resets is None else torch.zeros_like(one.resets),
+            weights=None if one.weights is None else torch.zeros_like(one.weights),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -227,7 +242,7 @@ class Batch:
         to_device = device.type != "cpu"  # a non-blocking copy from GPU to CPU would return before the data has arrived
         moved = {
             name: getattr(self, name).to(device, non_blocking=to_device)
-            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history", "resets")
+            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history", "resets", "weights")
             if getattr(self, name) is not None
         }
         return replace(self, **moved)
@@ -282,6 +297,24 @@ def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
             f"a head that pools has one target for each sequence, at its last step, but there is one at step {step} of lane {lane}, before "
             f"its end; set those of other steps to {'NaN' if targets.is_floating_point() else IGNORED}"
         )
+
+
+def _weights(weights: Any, targets: Tensor | None, lengths_B: Tensor | None, steps: int, count: int, *, by_lane: bool | None) -> Tensor:
+    """Weights as floats on the device of the targets, 0 where there is only padding."""
+    if targets is None:
+        raise UserError("weights are those of targets, but the batch has none; pass Batch.of(inputs, targets, weights=...)")
+    given = torch.as_tensor(weights)
+    found = given.to(targets.device, given.dtype if given.is_floating_point() else torch.float32)
+    shape = tuple(found.shape)
+    if shape != (count,) and (by_lane or shape[:2] != (steps, count) or shape != targets.shape[: found.dim()]):
+        form = f"one for each of the {count} lanes, [{count}]" + ("" if by_lane else f", or for each step of each lane, [{steps}, {count}]")
+        raise UserError(f"weights have shape {list(shape)} for targets {list(targets.shape)}; pass {form}")
+    if not bool((found.isfinite() & (found >= 0)).all()):
+        raise UserError("weights must be finite numbers from 0 on, and some are not; use 0 for a target that is not to be learned")
+    if lengths_B is None:
+        return found
+    padded = lengths_B == 0 if found.dim() == 1 else torch.arange(steps, device=found.device)[:, None] >= lengths_B
+    return found.masked_fill(padded.reshape(*padded.shape, *[1] * (found.dim() - padded.dim())), 0.0)
 
 
 def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:

@@ -14,16 +14,32 @@ from numpy.typing import NDArray
 from carrywave.data.files.label_sets import NAMES, NONE, VECTORS
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.calendar import FEATURES, calendar_columns
+from carrywave.data.text.spelling import FIRST, Spelling
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
-from carrywave.spec.data_spec import Transform
+from carrywave.spec.data_spec import COUNTS, Distribution, Transform
 from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
-TRANSFORMS = get_args(Transform)
+TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
 # Left out if they have their default: hashes stay.
-LATER = ("date_order", "month_days", "channels", "transform", "scale_season", "label_sets")
+LATER = (
+    "date_order",
+    "month_days",
+    "channels",
+    "transform",
+    "scale_season",
+    "label_sets",
+    "lowercase",
+    "characters",
+    "word_length",
+    "text_labels",
+    "distribution",
+    "step_targets",
+    "masked",
+    "spreads",
+)
 SINGLE: dict[str, Any] = {
     "task": str,
     "field": str,
@@ -31,15 +47,18 @@ SINGLE: dict[str, Any] = {
     "bpe": str | None,
     "size": int,
     "scale_season": int,
+    "word_length": int,
     "time": str | None,
     "series": str | None,
     "frequency": str | None,
     "date_order": str | None,
     "transform": str,
+    "distribution": str,
     "label_sets": str,
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
+    "characters": str,
     "labels": str,
     "columns": str,
     "targets": int,
@@ -53,6 +72,9 @@ MANY: dict[str, Any] = {
     "categorical": str,
     "categories": tuple,
     "channels": str,
+    "step_targets": str,
+    "masked": str,
+    "spreads": tuple,
     **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
 }
 
@@ -67,9 +89,13 @@ class Codec:
     vocabulary: tuple[str, ...] = ()  # characters or words
     bpe: str | None = None  # byte-pair tokenizer, as serialised by its library
     size: int = 0  # number of tokens; 0 for numeric inputs
+    lowercase: bool = False  # words are looked up in lower case
+    characters: tuple[str, ...] = ()  # of the words in train, if they are read beside the words
+    word_length: int = 0  # how many characters of a word are read
     labels: tuple[str, ...] = ()
     label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
     label_sets: str = NONE  # several labels may hold: the form in which the data lists them
+    text_labels: bool = False  # a transcription is a text, and its characters are the labels
     columns: tuple[str, ...] = ()  # names of the numeric features of a step, those of the calendar last
     targets: tuple[int, ...] = ()  # indices of the columns to forecast
     mean: tuple[float, ...] = ()  # per column; inputs are (value - mean) / std
@@ -93,6 +119,10 @@ class Codec:
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each in train; the code of the first is 1, and 0 is any other value
     channels: tuple[str, ...] = ()  # columns of the data to forecast, if each is a series of its own; `targets` is then their one column
     transform: str = "none"  # of the columns to forecast, before they are standardised
+    distribution: str = "none"  # that is forecast of them
+    step_targets: tuple[str, ...] = ()  # columns that are estimated at every step from the others
+    masked: tuple[str, ...] = ()  # columns that may be empty: whether each is there, and for how long it has not been, is read as well
+    spreads: tuple[tuple[float, ...], ...] = ()  # the deviation of each step target in each of `names`, in standardised units
 
     def to_json(self) -> str:
         """Serialise to JSON."""
@@ -120,8 +150,9 @@ class Codec:
 
     def problem(self) -> str | None:
         """Return what is inconsistent in a codec read from a file, or None."""
-        if not isinstance(self.own_scale, bool):
-            return f"own_scale is {self.own_scale!r:.40}"
+        for name in ("own_scale", "lowercase", "text_labels"):
+            if not isinstance(getattr(self, name), bool):
+                return f"{name} is {getattr(self, name)!r:.40}"
         for name, kind in SINGLE.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
@@ -136,9 +167,17 @@ class Codec:
             return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"
         if self.kind == "char" and any(len(token) != 1 and token != UNKNOWN for token in self.vocabulary):
             return "a token of its character vocabulary is longer than one character"
+        if any(len(character) != 1 for character in self.characters) or (self.word_length > 0) != bool(self.characters):
+            return f"{self.word_length} of {len(self.characters)} characters of a word are read, some of which may be several"
         if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
-        if not len(self.names) == len(self.means) == len(self.stds) or any(
+        if self.spreads and (len(self.spreads) != len(self.names) or any(len(each) != len(self.step_targets) for each in self.spreads)):
+            return f"{len(self.names)} series have the deviations of {len(self.spreads)}"
+        if self.step_targets and len(self.step_targets) != len(self.target_mean):
+            return f"step_targets is {list(self.step_targets)} for {len(self.target_mean)} means"
+        if self.spreads:
+            pass  # all series have one scale
+        elif not len(self.names) == len(self.means) == len(self.stds) or any(
             len(scale) != len(self.columns) or any(not isinstance(value, float | int) for value in scale)
             for scale in self.means + self.stds
         ):
@@ -153,6 +192,8 @@ class Codec:
             return f"label_sets is {self.label_sets!r:.40}"
         if self.transform not in TRANSFORMS:
             return f"transform is {self.transform!r:.40}"
+        if self.distribution not in DISTRIBUTIONS:
+            return f"distribution is {self.distribution!r:.40}"
         unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
         if unknown or any(name not in FEATURES for name in self.calendar):
             return f"known is {list(self.known)} and calendar is {list(self.calendar)}"
@@ -165,7 +206,17 @@ class Codec:
         """The tokenizer for this vocabulary."""
         if self.kind is None:
             raise DataError(f"this {self.task} model takes numbers, not text; pass steps")
-        return make_tokens(self.kind, self.vocabulary, self.bpe, self.size)
+        return make_tokens(self.kind, self.vocabulary, self.bpe, self.size, lowercase=self.lowercase)
+
+    @cached_property
+    def spelling(self) -> Spelling | None:
+        """The codes of characters, if they are read beside words."""
+        return Spelling(self.characters, self.word_length) if self.characters else None
+
+    @property
+    def character_codes(self) -> int:
+        """The number of different codes of characters; 0 if they are not read."""
+        return FIRST + len(self.characters) if self.characters else 0
 
     @cached_property
     def label_numbers(self) -> dict[str, int]:
@@ -174,8 +225,8 @@ class Codec:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The numeric columns that come from the data, as the calendar's do not."""
-        return self.columns[: len(self.columns) - len(calendar_columns(self.calendar))]
+        """The numeric columns that come from the data, as the calendar's do not, nor those that say what is missing."""
+        return self.columns[: len(self.columns) - 2 * len(self.masked) - len(calendar_columns(self.calendar))]
 
     @property
     def read_columns(self) -> tuple[str, ...]:
@@ -188,12 +239,12 @@ class Codec:
     @property
     def forecast_columns(self) -> tuple[str, ...]:
         """The columns of the data that are forecast."""
-        return self.channels or tuple(self.columns[place] for place in self.targets)
+        return self.step_targets or self.channels or tuple(self.columns[place] for place in self.targets)
 
     @cached_property
     def scale_of(self) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
         """The mean and std of each series in train, by name, if each has its own; of channels of a single series, by channel."""
-        return dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
+        return {} if self.spreads else dict(zip(self.names, zip(self.means, self.stds, strict=True), strict=True))
 
     def knows_scale(self, name: str) -> bool:
         """True if the scale of a series of the data is known from train: its own, or that of all series."""
@@ -211,6 +262,11 @@ class Codec:
         return tuple(place for place, name in enumerate(self.columns) if name in self.known)
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """The places of the columns that are counts, and scaled by their mean alone."""
+        return self.targets if self.distribution in COUNTS else ()
+
+    @property
     def outputs(self) -> int:
         """Number of values in a target: regression outputs, or columns to forecast."""
         return len(self.targets) or len(self.target_mean)
@@ -226,6 +282,10 @@ class Codec:
             return [int(each) for each in holds]
         return [self.label(number) for number, each in enumerate(holds) if each]
 
+    def transcript(self, numbers: Sequence[int]) -> str | list[str | int | bool]:
+        """Return labels in a row, in the form that they have in the data."""
+        return "".join(self.labels[number] for number in numbers) if self.text_labels else [self.label(number) for number in numbers]
+
     def encode(self, text: str, where: str = "the text") -> Ids:
         """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""
         try:
@@ -236,6 +296,10 @@ class Codec:
         if unknown is not None:
             raise DataError(unknown_token(self.tokens.name(text, unknown), where))
         return found
+
+    def spelled(self, ids: Ids, words: Sequence[str]) -> Ids:
+        """The ids of words [words], or [words, 1 + word_length] with the codes of their characters if these are read."""
+        return ids if self.spelling is None else np.concatenate([ids[:, None], self.spelling.codes(words)], axis=1)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode token ids to text."""
@@ -257,10 +321,13 @@ class Codec:
             steps=int(sequences.lengths.sum()),
             longest=int(sequences.lengths.max(initial=0)),
             histogram=histogram(sequences.lengths),
+            most_labels=0 if sequences.spans is None else int((sequences.spans[:, 1] - sequences.spans[:, 0]).max(initial=0)),
             known=len(self.known_columns),
             fixed=len(self.fixed),
             categories=tuple(len(values) + 1 for values in self.categories),
             known_categories=sum(name in self.known for name in self.categorical),
+            characters=self.character_codes,
+            word_length=self.word_length,
         )
 
 

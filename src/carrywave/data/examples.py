@@ -7,7 +7,7 @@ and standard deviations only from the rows that are trained on.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,25 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec, first_unknown, unknown_token
 from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
-from carrywave.data.files.rows import Row, Rows
+from carrywave.data.files.row_weights import Weigher
+from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.moments import Moments, own_scale, standardise
-from carrywave.data.text import vocabulary
-from carrywave.data.text.tokenizers import Ids, Words
+from carrywave.data.text import spelling, vocabulary
+from carrywave.data.text.tokenizers import Ids, Words, split_words
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
 RESETS = ("language", "tagging")  # tasks in which a row may hold several sequences, each with a new state
-TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target
+# The field that holds the target.
+TARGETS = {"classification": "label", "regression": "label", "tagging": "labels", "transcription": "labels"}
+
+
+def target_field(spec: Spec) -> str:
+    """The field of a row that holds its target, or those of its steps."""
+    return "labels" if spec.each_step else TARGETS.get(spec.task, "label")
 
 
 @dataclasses.dataclass
@@ -41,6 +48,7 @@ class _Learned:
     sets: label_sets.LabelSets = dataclasses.field(default_factory=label_sets.LabelSets)
     features: Moments = dataclasses.field(default_factory=Moments)
     targets: Moments = dataclasses.field(default_factory=Moments)
+    text_labels: bool | None = None  # of transcriptions: whether they are texts
     columns: int | None = None
     outputs: int | None = None
     largest: int = -1
@@ -61,6 +69,14 @@ class _Learned:
             for label in fields.tags_of(row, _count(row, where), where):
                 if label is not None:
                     self._label(*label, where)
+        elif task == "transcription":
+            labels, text = fields.transcript_of(row, where)
+            if text is not (self.text_labels if self.text_labels is not None else text):
+                kinds = ("a text", "a list") if text else ("a list", "a text")
+                raise DataError(f"{where}: labels is {kinds[0]}, but earlier rows have {kinds[1]}; write all in one form")
+            self.text_labels = text
+            for kind, name in labels:
+                self._label(kind, name, where)
         elif task == "regression":
             target = fields.target_of(row, where, self.outputs)
             self.outputs = len(target)
@@ -113,12 +129,14 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     seen = _Learned(rows, spec, held)
     known: dict[str, Any] = {}
-    if content == "text":
+    if (content == "text" and spec.data.tokens == "word") or (content == "tokens" and isinstance(fields.tokens_of(first[1], where), list)):
+        known = _words(vocabulary.count_words(map(split_words, seen.texts()) if content == "text" else seen.words()), spec)
+    elif spec.model.characters != "none" or spec.data.lowercase:
+        key = "data.lowercase" if spec.data.lowercase else f"model.characters={spec.model.characters}"
+        raise SpecError(f"{key} is for words, but {where} has {_form(content, spec)}; set data.tokens=word for text, or remove it")
+    elif content == "text":
         words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
         known = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
-    elif content == "tokens" and isinstance(fields.tokens_of(first[1], where), list):
-        words = vocabulary.choose(vocabulary.count_words(seen.words()), spec.data, words=True)
-        known = {"kind": "word", "vocabulary": words, "size": len(words)}
     elif content == "tokens":
         if spec.data.vocabulary is not None or spec.data.min_count > 1:
             raise SpecError("data.vocabulary and data.min_count do not apply to numeric tokens; remove them, or use string tokens")
@@ -139,10 +157,26 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
             seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
+    if spec.task == "transcription":
+        known["text_labels"] = bool(seen.text_labels)
     if spec.data.multi_label:
         known["label_sets"] = seen.sets.form
     kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
     return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **known)
+
+
+def _words(counts: Mapping[str, int], spec: Spec) -> dict[str, Any]:
+    """What is known of words from how often each occurs in train, and of their characters if they are read."""
+    words = vocabulary.choose(counts, spec.data, words=True)
+    known: dict[str, Any] = {"kind": "word", "vocabulary": words, "size": len(words), "lowercase": spec.data.lowercase}
+    if spec.model.characters != "none":
+        known["characters"], known["word_length"] = spelling.learn(counts, spec.data.word_length)
+    return known
+
+
+def _form(content: str, spec: Spec) -> str:
+    """What a row that has no words holds."""
+    return {"text": f"text that is read by {spec.data.tokens}", "tokens": "numbers as tokens"}.get(content, "numbers")
 
 
 def _count(row: Row, where: str) -> int:
@@ -155,7 +189,7 @@ def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     """Return a line that names the fields of the first row that are ignored, if any."""
     first = next(iter(rows), None)
     wanted = {codec.field: data.text, TARGETS.get(codec.task, ""): data.label}  # with the names that the data has for them
-    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets")]
+    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets", WEIGHT)]
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
@@ -163,9 +197,18 @@ def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     return (f"{rows.name}: reading {' and '.join(read)}; ignored: {shown}",)
 
 
+def weighing(parts: Mapping[str, Sequences]) -> tuple[str, ...]:
+    """Return a line if targets have weights."""
+    found = [part for part, each in parts.items() if each.weights is not None or each.step_weights is not None]
+    if not found:
+        return ()
+    fact = f"{' and '.join(found)}: {WEIGHT} multiplies the loss of each target, and means are over its sum"
+    return (f"{fact}; data.weight={NO_WEIGHT} ignores it",)
+
+
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
-    if spec.task in ("classification", "tagging") and not labels:
-        raise DataError(f"{rows.name} has no labels; add a label to each row, or to each step for tagging")
+    if spec.task in ("classification", "tagging", "transcription") and not labels:
+        raise DataError(f"{rows.name} has no labels; add a label to each row, to each step for tagging, any number for transcription")
     numeric = all(name.removeprefix("-").isdecimal() for name in labels)
     return tuple(sorted(labels, key=lambda name: (int(name), name) if numeric else (0, name)))
 
@@ -217,7 +260,7 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
     if join and writer.rows < (2 if labelled else 1):
         many = f"{writer.rows} token{'s' * (writer.rows != 1)}"
         raise DataError(f"{rows.name} has {many}, but a language model needs 2 to have a target; add more text")
-    return writer.close(join=join)
+    return writer.close(join=join, name=rows.name)
 
 
 class _Writer:
@@ -226,10 +269,16 @@ class _Writer:
     def __init__(self, codec: Codec, new: NewArray, labelled: bool, *, documents: bool = False) -> None:
         self.codec, self.rows, self.new, self.documents = codec, 0, new, documents
         self.resets: Appender | None = None  # made when a row has some
-        self.inputs = new(np.float32, len(codec.columns)) if codec.kind is None else new(token_dtype(codec.size), None)
+        self.weigher = Weigher(new, per_step=codec.task in RESETS) if labelled else None
+        if codec.kind is None:
+            self.inputs = new(np.float32, len(codec.columns))
+        else:
+            columns = 1 + codec.word_length if codec.word_length else None
+            self.inputs = new(token_dtype(max(codec.size, codec.character_codes)), columns)
         self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
         self.labels: Appender | None = None
         self.tags: Appender | None = None
+        self.spans: Appender | None = None
         self.several = codec.label_sets != label_sets.NONE
         if labelled and self.several:
             listed = new(np.float32, len(codec.labels))
@@ -240,21 +289,26 @@ class _Writer:
             self.labels = new(np.float32, codec.outputs)
         elif labelled and codec.task == "tagging":
             self.tags = new(np.int64, None)
+        elif labelled and codec.task == "transcription":
+            self.labels, self.spans, self.count = new(np.int64, None), new(np.int64, 2), 0
 
     def content(self, row: Row, where: str) -> NDArray[Any]:
-        """Return a row's inputs: tokens [steps], or numbers [steps, features]."""
+        """Return a row's inputs: tokens [steps], those of words with the codes of their characters if they are read, or numbers
+        [steps, features].
+        """
         codec = self.codec
         if codec.kind is None:
             # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
             whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
             matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
             return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)), where)
+        if isinstance(codec.tokens, Words):
+            written = codec.field == "text"
+            words = split_words(ended(fields.text_of(row, where), codec.task, codec.kind)) if written else words_of(row, where)
+            return codec.spelled(self._known(codec.tokens.word_ids(words), where, lambda place: words[place]), words)
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)
             return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
-        if isinstance(codec.tokens, Words):
-            words = words_of(row, where)
-            return self._known(codec.tokens.word_ids(words), where, lambda place: words[place])
         ids = ids_of(row, where)
         return self._known(np.where(ids < codec.size, ids, -1).astype(np.int32), where, lambda place: str(ids[place]))
 
@@ -280,10 +334,17 @@ class _Writer:
         elif self.labels is not None and codec.task == "classification":
             _, label = fields.class_of(fields.take(row, "label", where), "label", where)
             self.labels.append(np.array([self._class(label, where)], np.int64))
+        elif self.labels is not None and self.spans is not None:
+            labels, _ = fields.transcript_of(row, where)
+            self.labels.append(np.array([self._class(label, where) for _, label in labels], np.int64))
+            self.spans.append(np.array([[self.count, self.count + len(labels)]], np.int64))
+            self.count += len(labels)
         elif self.labels is not None:
             scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
         self._add_resets(len(steps), row, where)
+        if self.weigher is not None:
+            self.weigher.add(row, len(steps), where)
         self.inputs.append(steps)
         self.starts.append(np.array([self.rows], np.int64))
         self.lengths.append(np.array([len(steps)], np.int64))
@@ -320,11 +381,14 @@ class _Writer:
             )
         return number
 
-    def close(self, *, join: bool) -> Sequences:
+    def close(self, *, join: bool, name: str) -> Sequences:
         """Finish the arrays and return the sequences."""
         starts, lengths = self.starts.close(), self.lengths.close()
         if join:
             starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
         labels = None if self.labels is None else self.labels.close()
-        tags, resets = (None if each is None else each.close() for each in (self.tags, self.resets))
-        return Sequences(self.inputs.close(), starts, lengths, labels, tags, resets)
+        tags, resets, spans = (None if each is None else each.close() for each in (self.tags, self.resets, self.spans))
+        weights, step_weights = (None, None) if self.weigher is None else self.weigher.close(join=join, name=name)
+        return Sequences(
+            self.inputs.close(), starts, lengths, labels, tags, resets, weights=weights, step_weights=step_weights, spans=spans
+        )

@@ -37,7 +37,9 @@ def pick(sequences: Sequences, wanted: NDArray[np.bool_]) -> Sequences:
         sequences,
         starts=sequences.starts[wanted],
         lengths=sequences.lengths[wanted],
-        labels=None if sequences.labels is None else sequences.labels[wanted],
+        labels=sequences.labels if sequences.labels is None or sequences.spans is not None else sequences.labels[wanted],
+        weights=None if sequences.weights is None else sequences.weights[wanted],
+        spans=None if sequences.spans is None else sequences.spans[wanted],
         names=None if sequences.names is None else tuple(name for name, keep in zip(sequences.names, wanted, strict=True) if keep),
     )
 

@@ -72,13 +72,15 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         inside = view.resets_at(rows_TB) & ~padded_TB
         resets = inside if resets is None else resets | inside
     targets = None
-    history = None if view.history is None or not share.targets else _history(view, view.history, rows_TB, view.starts[known])
+    history = None if view.history is None or not share.targets else past_values(view, view.history, rows_TB, known)
     if not share.targets:
         pass
     elif view.targets_at is not None:
         ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
         ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
+    elif view.labels_at is not None:
+        targets = _ignoring(view.labels_at(known, window.steps), sequence < 0)
     elif view.labels is not None and ends is not None:
         targets = np.zeros((*rows_TB.shape, *view.labels.shape[1:]), view.labels.dtype)
         scored_TB = np.zeros(rows_TB.shape, np.bool_)
@@ -86,6 +88,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         targets = _ignoring(targets, ~scored_TB)
     elif view.labels is not None:
         targets = _ignoring(view.labels[known], sequence < 0)
+    weights = _weights(view, rows_TB, sequence, padded_TB, ends) if share.targets else None
     return Batch(
         inputs=torch.from_numpy(inputs),
         targets=None if targets is None else torch.from_numpy(targets),
@@ -102,6 +105,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         part_of=(int(window.length.sum()), total) if given else None,
         history=None if history is None else torch.from_numpy(history),
         resets=None if resets is None else torch.from_numpy(resets),
+        weights=None if weights is None else torch.from_numpy(weights),
         sequences=None if window.segments is None or view.resets_at is not None else window.segments.most,
     )
 
@@ -116,6 +120,26 @@ def _laid_out(view: View, segments: Segments, low: int, high: int, rows_TB: Ints
     resets_TB = np.zeros(rows_TB.shape, np.bool_)
     resets_TB[first, lane] = first > 0  # with the first step of a window, every lane is fresh
     return resets_TB, (first + length - 1, lane, sequence)
+
+
+def _weights(
+    view: View, rows_TB: Ints, sequence_B: Ints, padded_TB: NDArray[np.bool_], ends: tuple[Ints, Ints, Ints] | None
+) -> NDArray[np.float32] | None:
+    """The weights of the targets, [T, B, …] or [B]; 0 where there is only padding."""
+    if view.weights_at is not None:
+        found = np.require(view.weights_at(rows_TB), dtype=np.float32, requirements=["C", "W", "O"])
+        found[padded_TB] = 0.0
+        return found
+    if view.weights is None:
+        return None
+    if ends is None:
+        return np.where(sequence_B < 0, np.float32(0.0), view.weights[np.maximum(sequence_B, 0)])
+    last, lane, sequence = ends  # several sequences in a lane: the weight of each is at all of its steps
+    length = view.lengths[sequence]
+    found = np.zeros(rows_TB.shape, np.float32)
+    within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length), length)
+    found[np.repeat(last + 1, length) + within, np.repeat(lane, length)] = np.repeat(view.weights[sequence], length)
+    return found
 
 
 def _begun(view: View, window: Window) -> int:
@@ -140,11 +164,15 @@ def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Cal
     return inputs
 
 
-def _history(view: View, history: History, rows_TB: Ints, starts_B: Ints) -> NDArray[np.float32]:
+def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
     """Past values [N - 1 + T, B, C]; the first of them come before the window."""
     before = np.arange(1 - history.steps, 0)[:, None]
-    rows = np.concatenate([np.maximum(rows_TB[0] + before, starts_B), rows_TB])
-    return np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
+    rows = np.concatenate([np.maximum(rows_TB[0] + before, view.starts[sequence_B]), rows_TB])
+    values = np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
+    if history.units is None:
+        return values
+    units = history.units[sequence_B].astype(np.float32)
+    return np.concatenate([values, np.broadcast_to(units, values.shape)], axis=-1)
 
 
 class Loader:

@@ -16,9 +16,10 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.label_sets import NONE
-from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.files.rows import NO_WEIGHT, Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
+from carrywave.data.steps import step_series, table_blocks
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange, read_table
@@ -57,8 +58,20 @@ READING = (
     "standardize",
 )
 # As READING, but left out where they have their default: keys of older versions stay.
-READING_LATER = ("channels", "transform", "scale", "multi_label", "reset")
-LABELLED = ("classification", "tagging", "regression")
+READING_LATER = (
+    "channels",
+    "transform",
+    "scale",
+    "multi_label",
+    "reset",
+    "weight",
+    "lowercase",
+    "word_length",
+    "distribution",
+    "each_step",
+    "warmup",
+)
+LABELLED = ("classification", "tagging", "regression", "transcription")
 
 
 @dataclass(frozen=True)
@@ -165,13 +178,16 @@ def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[st
 def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
     """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was."""
     place = cache.folder(spec.data.cache)
-    return _table_opener(_find(str(path), "data", spec, place), spec)(codec)
+    return _table_opener(_find(str(path), "data", spec, place), spec, labelled=codec is None)(codec)
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
         raise DataError(f"task={spec.task}, but the codec is for {codec.task}; start from a run of the same task")
+    if codec is not None and spec.each_step != bool(codec.step_targets):
+        other = str(not spec.each_step).lower()
+        raise DataError(f"data.each_step={str(spec.each_step).lower()}, but the codec is of a run with {other}; set it alike")
     if codec is not None and spec.data.multi_label != (codec.label_sets != NONE):
         other = str(not spec.data.multi_label).lower()
         raise DataError(f"data.multi_label={str(spec.data.multi_label).lower()}, but the codec is of a run with {other}; set it alike")
@@ -185,9 +201,13 @@ def _reads_bytes(spec: Spec) -> bool:
 def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
     if spec.task in LABELLED and labelled and source.format == "text":
         raise DataError(f"{source.name} is read as plain text, which has no labels for {spec.task}; use a .jsonl file, or set data.format")
-    if spec.task == "forecasting" and source.format not in ("csv", "parquet", "jsonl"):
+    if source.format == "text" and spec.data.weight not in (None, NO_WEIGHT):
         raise DataError(
-            f"{source.name} is read as plain text, but forecasting needs a table; use a .csv or .parquet file, or set data.format"
+            f"{source.name} is read as plain text, which has no field {spec.data.weight} (data.weight); use .jsonl, or remove it"
+        )
+    if spec.reads_series and source.format not in ("csv", "parquet", "jsonl"):
+        raise DataError(
+            f"{source.name} is read as plain text, but {spec.task} needs a table; use a .csv or .parquet file, or set data.format"
         )
 
 
@@ -208,16 +228,17 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
         "task": spec.task,
         "streams": spec.streams,
         "seed": spec.train.seed if keyed else None,
-        "window": spec.steps if spec.task == "forecasting" else None,
+        "window": spec.steps if spec.reads_series else None,
         "data": _reading(spec),
     }
     return _hash(options)
 
 
 def _reading(spec: Spec) -> dict[str, Any]:
-    """The options of the data section that affect how it is read."""
+    """The options that affect how data is read: those of its section, and whether the model reads the characters of words."""
     later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
-    return spec.data.model_dump(mode="json", include={*READING, *later})
+    spelled = {} if spec.model.characters == "none" else {"characters": True}
+    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled
 
 
 def _hash(value: Any) -> str:
@@ -227,6 +248,8 @@ def _hash(value: Any) -> str:
 def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec | None) -> cache.Entry:
     if spec.task == "forecasting":
         return series.build({part: _table_opener(source, spec) for part, source in sources.items()}, spec, new, codec=codec)
+    if spec.each_step:
+        return step_series.build({part: _series_source(source, spec) for part, source in sources.items()}, spec, new, codec=codec)
     train, share = sources["train"], 0.0 if "valid" in sources else spec.data.share
     notes: tuple[str, ...] = ()
     if _is_stream(train, spec):
@@ -242,7 +265,7 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     notes = (*(line for source in sources.values() for line in source.notes()), *notes)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     parts = hold_out(found, spec, share, held, train.name)
-    return cache.Entry(parts, codec, (*notes, *overlap.notes(parts, sources)))
+    return cache.Entry(parts, codec, (*notes, *examples.weighing(parts), *overlap.notes(parts, sources)))
 
 
 def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
@@ -262,7 +285,9 @@ def _is_stream(source: Source, spec: Spec) -> bool:
 def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool, part: str) -> Sequences:
     """Encode a whole file with a codec."""
     if spec.task == "forecasting":
-        return series.read(_table_opener(source, spec)(codec), codec, spec, new, part=part, labelled=labelled)
+        return series.read(_table_opener(source, spec, labelled=labelled)(codec), codec, spec, new, part=part, labelled=labelled)
+    if spec.each_step:
+        return step_series.read(_series_source(source, spec), codec, spec, new, part=part, labelled=labelled)
     if _is_stream(source, spec):
         tokens = token_stream.encode_stream(source, codec, new)
         if len(tokens) < holdout.LEAST_TOKENS and labelled:
@@ -275,19 +300,33 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
     return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW)
 
 
+def _series_source(source: Source, spec: Spec) -> table_blocks.SeriesSource:
+    """The series of a file in which every step has targets."""
+    if source.format == "jsonl":
+        return table_blocks.of_rows(lambda labelled: _open_rows(source, spec, labelled=labelled), spec.data)
+    return table_blocks.of_file(source, spec.data)
+
+
+def series_of_file(path: str, spec: Spec) -> table_blocks.SeriesSource:
+    """The series of a file whose steps are estimated."""
+    source = _find(path, "data", spec, cache.folder(spec.data.cache))
+    _check_format(source, spec, labelled=False)
+    return _series_source(source, spec)
+
+
 def _open_rows(source: Source, spec: Spec, *, labelled: bool = True) -> Rows:
     """The rows of a file of examples."""
-    target = examples.TARGETS.get(spec.task, "label")
+    target = examples.target_field(spec)
     return open_rows(source, numeric_label=spec.task == "regression", data=spec.data, target=target, labelled=labelled)
 
 
-def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]:
+def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Callable[[Codec | None], Table]:
     """Return a function that reads a table as the spec says or, given a codec, as the training data was read."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = ColumnChoice.of(spec.data, codec)
+        choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if source.format == "jsonl":
-            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice)
+            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True), choice.weight), choice)
         table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
         return arrange(table, source.name, choice, read_notes=told)
 

@@ -23,11 +23,24 @@ from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, Row, Rows, renamed
+from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, hold_out, key_of, prepare, read, rows_of_file, table_of_file
+from carrywave.data.prepare import (
+    Prepared,
+    bundle,
+    check_codec,
+    hold_out,
+    key_of,
+    prepare,
+    read,
+    rows_of_file,
+    series_of_file,
+    table_of_file,
+)
 from carrywave.data.sequences import Sequences
+from carrywave.data.steps import step_series, table_blocks
+from carrywave.data.steps.table_blocks import SeriesSource
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
@@ -44,7 +57,7 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
 
     - a Path, or a string that names a file (see `file_of`): all parts must then be files;
     - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any length;
-    - a pair (inputs, targets); a list of such pairs, or of dicts with the fields of a JSON line;
+    - a pair (inputs, targets), or (inputs, targets, weights); a list of such pairs, or of dicts with the fields of a JSON line;
     - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
     - a map-style Dataset of dicts or pairs; a Dataset of Hugging Face's library, streamed or not;
     - an array [rows, columns], or a list of them, for forecasting.
@@ -59,6 +72,9 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     if spec.task == "forecasting":
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found = series.build(openers, spec, MemoryAppender, codec=codec)
+    elif spec.each_step:
+        sources = {part: _series_source(value, part, spec) for part, value in given.items()}
+        found = step_series.build(sources, spec, MemoryAppender, codec=codec)
     else:
         plain = {part: _rows(value, part, spec) for part, value in given.items()}
         streamed = {part: each.key() for part, each in plain.items() if isinstance(each, hub_datasets.DatasetRows)}
@@ -109,7 +125,10 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     if file is not None:
         return read(file, codec, spec, labelled=labelled, part=part)
     if spec.task == "forecasting":
-        found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
+        table = _table_opener(data, part, spec, labelled=labelled)(codec)
+        found = series.read(table, codec, spec, MemoryAppender, part=part, labelled=labelled)
+    elif spec.each_step:
+        found = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
         rows = _named(_rows(data, part, spec), spec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
@@ -126,7 +145,21 @@ def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, .
 def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file or an object, in their original units."""
     file = file_of(data, spec)
-    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec)
+    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec, labelled=False)(codec)
+
+
+def step_series_of(data: Any, spec: Spec) -> SeriesSource:
+    """Return the series in a file or an object, to estimate what `data.targets` are at every step."""
+    file = file_of(data, spec)
+    return series_of_file(file, spec) if file is not None else _series_source(data, "data", spec)
+
+
+def _series_source(data: Any, part: str, spec: Spec) -> SeriesSource:
+    """The series of an object whose steps have targets: of a table, or of rows with steps."""
+    frame = as_table(data, part) if is_frame(data) else None
+    if frame is None or "steps" in frame.table.column_names:
+        return table_blocks.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, labelled=labelled), spec.data)
+    return table_blocks.of_table(frame.table, part, spec.data, frame.index)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:
@@ -175,7 +208,8 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
         join = spec.task == "language" and spec.streams and value.join
         found[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW)
     parts = hold_out(found, spec, share, held, "train")
-    return Entry(parts, codec, (*examples.not_read(rows["train"], codec, spec.data), *overlap.notes(parts, rows)))
+    notes = (*examples.not_read(rows["train"], codec, spec.data), *examples.weighing(parts), *overlap.notes(parts, rows))
+    return Entry(parts, codec, notes)
 
 
 @dataclass(frozen=True)
@@ -234,7 +268,7 @@ def as_rows(data: Any, part: str) -> Rows | None:
 
 def _named(rows: Rows, spec: Spec, *, labelled: bool = True) -> Rows:
     """Rows with the fields that tasks read."""
-    return renamed(rows, spec.data, target=examples.TARGETS.get(spec.task, "label"), labelled=labelled)
+    return renamed(rows, spec.data, target=examples.target_field(spec), labelled=labelled)
 
 
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
@@ -270,13 +304,17 @@ def _is_flat(plain: Any) -> bool:
 
 
 def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
-    if len(data) != 2:
-        raise DataError(f"{part} is a tuple of length {len(data)}; pass a pair (inputs, targets), or a list of sequences")
-    inputs, targets = (_side(value, f"{part}: the {name}") for value, name in zip(data, ("inputs", "targets"), strict=True))
-    if not hasattr(inputs, "__len__") or not hasattr(targets, "__len__") or len(inputs) != len(targets):
-        sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in (inputs, targets)]
-        raise DataError(f"{part}: {sizes[0]} inputs for {sizes[1]} targets; pass one target per input")
-    return ItemRows(part, len(inputs), lambda number: _row((inputs[number], targets[number]), f"{part} item {number}", spec))
+    if len(data) not in (2, 3):
+        raise DataError(
+            f"{part} is a tuple of length {len(data)}; pass a pair (inputs, targets), (inputs, targets, weights), or a list of sequences"
+        )
+    names = ("inputs", "targets", "weights")
+    sides = [_side(value, f"{part}: the {name}") for value, name in zip(data, names, strict=False)]
+    sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in sides]
+    for name, size in zip(names[1:], sizes[1:], strict=False):
+        if size != sizes[0] or isinstance(size, str):
+            raise DataError(f"{part}: {sizes[0]} inputs for {size} {name}; pass one {name[:-1]} per input")
+    return ItemRows(part, len(sides[0]), lambda number: _row(tuple(side[number] for side in sides), f"{part} item {number}", spec))
 
 
 def _side(value: Any, what: str) -> Any:
@@ -294,14 +332,15 @@ def _side(value: Any, what: str) -> Any:
 
 
 def _row(item: Any, where: str, spec: Spec) -> Row:
-    """Convert one item to a row: a dict as it is, a pair (content, target), or content alone."""
+    """Convert one item to a row: a dict as it is, a pair (content, target), with a weight or without, or content alone."""
     if isinstance(item, Mapping):
         return dict(item)
-    if isinstance(item, tuple) and len(item) == 2:
+    if isinstance(item, tuple) and len(item) in (2, 3):
         if spec.task in ("language", "forecasting"):
             fact = f"{where} is a pair, but {spec.task} takes its targets from the data itself"
             raise DataError(f"{fact}; pass only the inputs, or set task to that of your targets, such as classification")
-        return {**_content(item[0], spec), spec.data.label or examples.TARGETS[spec.task]: item[1]}
+        weight = {spec.data.weight or WEIGHT: item[2]} if len(item) == 3 else {}
+        return {**_content(item[0], spec), spec.data.label or examples.target_field(spec): item[1], **weight}
     return _content(item, spec)
 
 
@@ -318,15 +357,15 @@ def _content(item: Any, spec: Spec) -> Row:
         array: NDArray[Any] = np.asarray(plain)
     except ValueError:  # ragged: the validation of steps reports where
         return {"steps": plain}
-    flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and spec.task != "forecasting"
+    flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and not spec.reads_series
     return {"tokens": array} if flat_tokens or spec.task == "language" else {"steps": plain}
 
 
-def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], Table]:
+def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) -> Callable[[Codec | None], Table]:
     """Return a function that reads series as the spec says or, given a codec, as the training data was read."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = ColumnChoice.of(spec.data, codec)
+        choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if isinstance(data, Table):  # read already, as the spec says
             return data
         frame = as_table(data, part)
@@ -335,7 +374,7 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
         plain = as_plain(data)
         if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
             return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice)
-        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice)
+        return series.choose_columns(series.from_rows(_rows(data, part, spec), choice.weight), choice)
 
     return open_table
 

@@ -21,17 +21,22 @@ Ints = NDArray[np.int64]
 class Sequences:
     """Rows of `inputs`, cut into sequences by `starts` and `lengths`."""
 
-    inputs: NDArray[Any]  # [rows] tokens (uint8, uint16 or int32), or [rows, features] float32
+    inputs: NDArray[Any]  # [rows] tokens (uint8, uint16 or int32), [rows, 1 + L] with codes of their characters, [rows, features] float32
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
-    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag; of several labels, [rows, labels] float32, NaN for none
+    # For each row: [rows] int64, -100 for no tag; of several labels, or of numbers, [rows, labels] float32, NaN for none.
+    tags: NDArray[Any] | None = None
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
+    weights: NDArray[np.float32] | None = None  # [n] weight of each sequence's targets in the loss; None: 1, or those of its rows
+    step_weights: NDArray[np.float32] | None = None  # for each row: the weight of what it holds as a target; None: that of its sequence
+    spans: Ints | None = None  # [n, 2] the first of `labels` that a sequence has, and the end of them, if it may have any number in a row
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
-        None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms)
+        None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms, distributions)
     )
+    spreads: NDArray[np.float64] | None = None  # [n, targets] the deviation of each series' targets in train, if steps have numbers
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
     notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
     fingerprint: str = ""  # hash of content and reading; equal for equal data
@@ -39,13 +44,22 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The tokens [rows], without the characters that may be beside them."""
+        return self.inputs if self.inputs.ndim == 1 else self.inputs[:, 0]
+
 
 @dataclass(frozen=True)
 class History:
-    """The last `steps` values of some columns, up to and including each step; what lies before a sequence is its first value."""
+    """The last `steps` values of some columns, up to and including each step; what lies before a sequence is its first value.
+
+    With `units` [n, columns], the size of a unit in each sequence follows them in every row.
+    """
 
     steps: int
     columns: Ints
+    units: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,9 @@ class View:
     lengths: Ints  # number of steps that can be trained on
     targets_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> targets [T, B, …], int64 or float32
     labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
+    weights: NDArray[np.float32] | None = None  # one per sequence, of its targets
+    weights_at: Callable[[NDArray[np.int64]], NDArray[np.float32]] | None = None  # rows [T, B] -> weights of their targets, [T, B, …]
+    labels_at: Callable[[Ints, int], NDArray[Any]] | None = None  # sequences [B], steps of the window -> labels in a row [B, L], then -1
     inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
     history: History | None = None  # the past values that a head reads beside each step

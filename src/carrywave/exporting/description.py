@@ -6,22 +6,29 @@ import json
 from typing import Any
 
 from carrywave import __version__
+from carrywave.data.codec import Codec
 from carrywave.exporting.portable import NEXT, Portable, Ports, step_encoder
 from carrywave.exporting.single_step.formula import Formula
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.portable_names import arguments, beyond_cell, outside
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
+from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
-FORECASTING = ("horizon", "quantiles", "season", "residual", "context", "channels", "transform", "standardize")
+FORECASTING = ("horizon", "quantiles", "distribution", "season", "residual", "context", "channels", "transform", "standardize")
 
 
 def describe(task: Task, portable: Portable, form: str, precision: str, single: Formula | None = None) -> str:
@@ -50,7 +57,11 @@ def describe(task: Task, portable: Portable, form: str, precision: str, single: 
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
     if task.spec.data.multi_label:
         whole["threshold"] = task.spec.train.threshold
-    step: dict[str, Any] = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    step: dict[str, Any] = {}
+    if task.spec.task == "forecasting":
+        step = {"step": _step(task)}
+    elif task.spec.each_step:
+        step = {"step": {name: [{"column": column} for column in columns] for name, columns in _columns(task.codec).items()}}
     if task.codec.channels:
         [target] = task.codec.targets
         step["lane"] = {"column": task.codec.columns[target], "one_of": list(task.codec.channels)}
@@ -60,8 +71,10 @@ def describe(task: Task, portable: Portable, form: str, precision: str, single: 
 
 def _network(model: Model) -> dict[str, Any]:
     lstm, head, encoder = model.lstm, model.head, step_encoder(model)
+    words = token_embedding(encoder)
     found: dict[str, Any] = {
-        "embedding": [encoder.vocabulary, encoder.width] if isinstance(encoder, Embedding) else None,
+        "embedding": None if words is None else [words.vocabulary, words.width],
+        "characters": list(encoder.characters.shape) if isinstance(encoder, SpelledWords) else None,
         "categories": [list(table) for table in encoder.inputs.tables] if isinstance(encoder, Features) else [],
         "front": [layer.model_dump() for layer in model.encoder.layers] if isinstance(model.encoder, Front) else [],
         "cell": lstm.cell.name,
@@ -80,6 +93,22 @@ def _network(model: Model) -> dict[str, Any]:
         described |= {"kind": "linear", "outputs": head.classes, "tied": tied}
     elif isinstance(head, AdaptiveSoftmax):
         described |= {"kind": "adaptive softmax", "outputs": head.classes, "cutoffs": list(head.cutoffs[:-1])}
+    elif isinstance(head, DistributionForecast):
+        described |= {
+            "kind": "distribution",
+            "distribution": head.distribution,
+            "parameters": list(PARAMETERS[head.distribution]),
+            "horizon": head.horizon,
+            "columns": head.outputs,
+            "past_steps": head.past_steps,
+            "past_units": head.counts,  # after the past values, the size of a unit of each column in every row
+            "linear": head.line is not None,
+            "scaled": head.scaled,
+        }
+    elif isinstance(head, CRF):
+        described |= {"kind": "crf", "outputs": head.classes, "scheme": head.scheme}
+    elif isinstance(head, Ctc):
+        described |= {"kind": "ctc", "outputs": head.classes, "blank": head.blank, "upsample": head.upsample}
     elif isinstance(head, Forecast):
         described |= {
             "kind": "forecast",
@@ -90,6 +119,8 @@ def _network(model: Model) -> dict[str, Any]:
             "linear": head.line is not None,
             "scaled": head.scaled,
         }
+    elif isinstance(head, StepNumbers):
+        described |= {"kind": "linear", "outputs": head.outputs, "tied": False}
     elif isinstance(head, Pooled):
         described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling, "inputs": head.weight.shape[1]}
     return found
@@ -117,7 +148,12 @@ def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _columns(codec: Codec) -> dict[str, tuple[str, ...]]:
+    """The columns that are read at each step as they are: numbers, those of what is missing among them, and codes of categories."""
+    return {"x": codec.columns, "codes": codec.categorical}
+
+
 def _data(spec: Spec) -> dict[str, Any]:
     """What of the spec's data section says how numbers are made; the codec has the rest."""
-    wanted = FORECASTING if spec.task == "forecasting" else ()
+    wanted = FORECASTING if spec.task == "forecasting" else ("each_step", "warmup", "missing") if spec.each_step else ()
     return {name: value for name, value in spec.data.model_dump(mode="json").items() if name in wanted}

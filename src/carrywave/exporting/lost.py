@@ -13,6 +13,7 @@ from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import file_of, read_python
 from carrywave.errors import DataError, option
 from carrywave.exporting.portable import Portable, Runner
+from carrywave.model.sample_weights import for_each_target
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.task import Part
@@ -55,7 +56,9 @@ def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part, *, most
         state = list(after) if portable.stateful else None
         targets = batch.targets
         assert targets is not None
-        scored = head.score(out if portable.model.pooled else out.transpose(0, 1), targets)  # type: ignore[operator]
+        weights = None if batch.weights is None else for_each_target(batch.weights, targets, pooled=portable.model.pooled)
+        by_lane = portable.model.pooled and not portable.model.whole_head
+        scored = head.score(out if by_lane else out.transpose(0, 1), targets, weights=weights)  # type: ignore[operator]
         total, count = total + float(scored[0]), count + float(scored[1])
         if count >= most:
             break

@@ -1,7 +1,7 @@
 """A whole model as an ONNX graph: what `Portable` computes, node by node.
 
 Shapes: T time, B lane, F codes of a step, N of them from one table, W width of the last layer or of a table, V classes, K steps ahead,
-C columns, Q quantiles.
+C columns, Q quantiles, L characters of a word.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
+from carrywave.data.text.spelling import EDGE
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_layers, onnx_pooling
+from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_paths, onnx_pooling
+from carrywave.exporting.onnx_forecasts import dtype_of
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import NEXT, Portable
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.heads.forecast import Forecast, Line
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
+from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.over_time.front import Front
-from carrywave.spec.step_inputs import LEAST_DEVIATION
+from carrywave.model.vocabulary.spelled_words import REACH, SpelledWords
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
@@ -57,6 +63,9 @@ class _Graph:
         y_TBO, encoder = x_TB, portable.encoder
         if isinstance(encoder, Embedding):
             y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", encoder.weight), x_TB)
+        elif isinstance(encoder, SpelledWords):
+            words_TBE = nodes.add("Gather", nodes.weight("embedding.weight", encoder.words.weight), x_TB)
+            y_TBO = nodes.add("Concat", words_TBE, self._characters(encoder), axis=-1)
         elif isinstance(encoder, Features):
             y_TBO = nodes.add("Concat", x_TB, *self._categories(encoder), axis=-1)
         if isinstance(self.model.encoder, Front):
@@ -79,6 +88,23 @@ class _Graph:
             found_TBNW = nodes.add("Gather", table, nodes.slice(codes_TBF, 2, first, first + count))
             yield nodes.reshape(found_TBNW, 0, 0, count * encoder.inputs.tables[place][1])
             first += count
+
+    def _characters(self, encoder: SpelledWords) -> str:
+        """What a convolution reads of the characters of each word."""
+        nodes, filters, length = self.nodes, encoder.reader, encoder.length
+        if not isinstance(filters, nn.Linear):
+            raise UserError("model.characters=lstm has no ONNX form; use --to safetensors, or train with model.characters=cnn")
+        codes_TBL = nodes.add("Transpose", "characters", perm=[1, 0, 2])
+        edge = REACH // 2
+        padded = nodes.add("Pad", codes_TBL, nodes.constant([0, 0, edge, 0, 0, edge]), nodes.constant(EDGE))
+        vectors = nodes.add("Gather", nodes.weight("characters.weight", encoder.characters), padded)
+        windows = nodes.add("Concat", *(nodes.slice(vectors, 2, at, at + length) for at in range(REACH)), axis=-1)
+        y_TBLW = nodes.linear(windows, "character_filters.weight", filters.weight, ("character_filters.bias", filters.bias))
+        there_TBL = nodes.add("Not", nodes.add("Equal", codes_TBL, nodes.constant(EDGE)))
+        dtype = np.dtype(str(filters.weight.dtype).removeprefix("torch."))
+        there = nodes.add("Unsqueeze", there_TBL, nodes.constant([3]))
+        most_TBW = nodes.add("ReduceMax", nodes.add("Where", there, y_TBLW, nodes.constant(-np.inf, dtype)), axes=[2], keepdims=0)
+        return nodes.add("Where", nodes.slice(there_TBL, 2, 0, 1), most_TBW, nodes.constant(0.0, dtype))
 
     def _lanes(self, x_TB: str) -> Lanes:
         nodes = self.nodes
@@ -112,6 +138,15 @@ class _Graph:
             out = nodes.linear(y_TBW, "embedding.weight" if tied else "head.weight", head.weight, bias, shared=tied)
         elif isinstance(head, AdaptiveSoftmax):
             out = self._adaptive(head, y_TBW)
+        elif isinstance(head, StepNumbers):
+            out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+        elif isinstance(head, DistributionForecast):
+            raw = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+            out = onnx_forecasts.parameters(nodes, head, nodes.reshape(raw, 0, 0, head.horizon, head.outputs, -1))
+        elif isinstance(head, CRF):
+            out = onnx_paths.best_paths(nodes, head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)), lanes)
+        elif isinstance(head, Ctc):
+            out = self._transcription(head, y_TBW, lanes)
         elif isinstance(head, Forecast):
             out = self._forecast(head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)))
         else:
@@ -122,7 +157,7 @@ class _Graph:
         """What a pooled head reads; the accumulator comes in and goes on if there is a state."""
         nodes, seen = self.nodes, None
         if self.portable.stateful:
-            zero = nodes.constant(0.0, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+            zero = nodes.constant(0.0, dtype_of(head))
             count_B1 = nodes.add("Where", "fresh", nodes.constant(0), "count")
             seen = onnx_pooling.Seen(nodes.add("Where", "fresh", zero, "pooled"), count_B1)
         pooled_BW, after = onnx_pooling.pooled(nodes, head, y_TBW, lanes, seen)
@@ -137,34 +172,34 @@ class _Graph:
         out = out if head.quantiles is None else self._quantiles(head, out)
         if head.past_steps:
             past_TBCN = nodes.add("Transpose", "past", perm=[1, 0, 2, 3])
-            out = self._scaled(head, out, past_TBCN) if head.scaled else out
-            out = out if head.line is None else nodes.add("Add", out, self._line(head.line, past_TBCN))
+            out = nodes.add("Mul", out, onnx_forecasts.deviation(nodes, past_TBCN, dtype_of(head))) if head.scaled else out
+            out = out if head.line is None else nodes.add("Add", out, onnx_forecasts.line(nodes, head.line, past_TBCN))
         return out if head.quantiles is not None else nodes.add("Squeeze", out, nodes.constant([4]))
-
-    def _scaled(self, head: Forecast, out: str, past_TBCN: str) -> str:
-        """Forecasts in units of the deviation of the last values."""
-        nodes, dtype = self.nodes, np.dtype(str(head.weight.dtype).removeprefix("torch."))
-        gaps = nodes.add("Sub", past_TBCN, nodes.add("ReduceMean", past_TBCN, axes=[3], keepdims=1))
-        variance = nodes.add("ReduceMean", nodes.add("Mul", gaps, gaps), axes=[3], keepdims=0)
-        unit_TBC = nodes.add("Sqrt", nodes.add("Max", variance, nodes.constant(LEAST_DEVIATION**2, dtype)))
-        return nodes.add("Mul", out, nodes.add("Unsqueeze", unit_TBC, nodes.constant([2, 4])))
-
-    def _line(self, line: Line, past_TBCN: str) -> str:
-        """What a linear function of the last values adds, [T, B, K, C, 1]."""
-        nodes = self.nodes
-        gaps = nodes.add("Sub", past_TBCN, nodes.slice(past_TBCN, 3, line.weight.shape[1] - 1, line.weight.shape[1]))
-        gaps_TBC1N = nodes.add("Unsqueeze", gaps, nodes.constant([3]))
-        ahead_TBC1K = nodes.add("MatMul", gaps_TBC1N, nodes.weight("head.line.weight", line.weight))
-        ahead_TBC1K = nodes.add("Add", ahead_TBC1K, nodes.weight("head.line.bias", line.bias[:, None]))
-        return nodes.add("Transpose", ahead_TBC1K, perm=[0, 1, 4, 2, 3])
 
     def _quantiles(self, head: Forecast, out: str) -> str:
         nodes = self.nodes
         assert head.quantiles is not None
         first = nodes.slice(out, 4, 0, 1)
-        shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), dtype_of(head))
         rises = nodes.add("Softplus", nodes.add("Sub", nodes.slice(out, 4, 1), shift))
         return nodes.add("Concat", first, nodes.add("Add", first, nodes.add("CumSum", rises, nodes.constant(4))), axis=-1)
+
+    def _transcription(self, head: Ctc, y_TBW: str, lanes: Lanes) -> str:
+        """Log-probabilities of all answers; after the end of a lane, the blank is certain."""
+        nodes = self.nodes
+        assert lanes.lengths is not None
+        out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+        if head.upsample > 1:
+            out = nodes.reshape(out, 0, 0, head.upsample, head.classes)
+            out = nodes.add("Transpose", out, perm=[0, 2, 1, 3])
+            sizes = nodes.add("Shape", out)
+            answers = nodes.add("Mul", nodes.slice(sizes, 0, 0, 1), nodes.constant([head.upsample]))
+            out = nodes.add("Reshape", out, nodes.add("Concat", answers, nodes.slice(sizes, 0, 2, 4), axis=0))
+        logs_TBV = nodes.add("LogSoftmax", out, axis=-1)
+        certain_V = np.full(head.classes, -np.inf, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        certain_V[head.blank] = 0.0
+        real_TB1 = nodes.real_steps(nodes.add("Mul", lanes.lengths, nodes.constant(head.upsample)), logs_TBV)
+        return nodes.add("Where", real_TB1, logs_TBV, nodes.constant(certain_V, certain_V.dtype))
 
     def _adaptive(self, head: AdaptiveSoftmax, y_TBW: str) -> str:
         nodes, first = self.nodes, head.cutoffs[0]

@@ -15,17 +15,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from carrywave.data.text.spelling import EDGE, FIRST
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled, PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.model.state import State
+from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embedding
+from carrywave.spec.data_spec import PARAMETERS
 
-BATCH, TIME = "batch", "time"  # the sizes that are free
+BATCH, TIME, ANSWERS = "batch", "time", "answers"  # the sizes that are free; answers: of a transcription, for all steps together
 NEXT = "_next"  # what the name of a state has at its end when it comes out
 OUTPUTS = {
     Softmax: "logits",
@@ -33,8 +40,12 @@ OUTPUTS = {
     PooledSoftmax: "logits",
     PooledSigmoid: "logits",
     AdaptiveSoftmax: "log_probabilities",
+    CRF: "tags",
     Forecast: "forecast",
+    DistributionForecast: "parameters",
     PooledNumbers: "values",
+    StepNumbers: "values",
+    Ctc: "log_probabilities",
 }
 
 Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the inputs in order to the outputs in order
@@ -75,16 +86,16 @@ def step_encoder(model: Model) -> nn.Module | None:
 
 
 class Portable(nn.Module):
-    """A model behind ports: x [B, T, …], codes [B, T, K] of categories if it reads any, past values [B, T, C, N] if its head does and,
-    where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
+    """A model behind ports: x [B, T, …], characters [B, T, L] of words or codes [B, T, K] of categories if it reads any, past values
+    [B, T, C, N] if its head does and, where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
     """
 
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
         super().__init__()
         if stateful and model.reads_whole:
-            reader = "a front reads" if model.has_front else "bidirectional layers read"
+            reader = "a front reads" if model.has_front else "the head reads" if model.whole_head else "bidirectional layers read"
             raise UserError(f"{reader} whole sequences, so there is no carry to pass on; export without --stateful")
-        if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | Numbers | Features | None):
+        if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | SpelledWords | Numbers | Features | None):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
             raise UserError(f"{parts} are not carrywave's own encoder and head, which alone can be exported; export your module yourself")
         self.model = model
@@ -97,9 +108,10 @@ class Portable(nn.Module):
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
         self.state: tuple[Port, ...] = self._state(dtype) if stateful else ()
         head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
-        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.outputs, head.past_steps)),)
+        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.past_columns, head.past_steps)),)
         self.inputs: tuple[Port, ...] = (*step, *self.past, *lengths, *flags, *self.state)
-        result = Port(OUTPUTS[type(model.head)], dtype, self._result())
+        kind = torch.int64 if isinstance(model.head, CRF) else dtype
+        result = Port(OUTPUTS[type(model.head)], kind, self._result())
         self.outputs: tuple[Port, ...] = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
     @property
@@ -111,6 +123,8 @@ class Portable(nn.Module):
         encoder = self.encoder
         if isinstance(encoder, Embedding):
             return (Port("x", torch.int64, (BATCH, TIME)),)
+        if isinstance(encoder, SpelledWords):
+            return Port("x", torch.int64, (BATCH, TIME)), Port("characters", torch.int64, (BATCH, TIME, encoder.length))
         if isinstance(encoder, Features):
             codes = Port("codes", torch.int64, (BATCH, TIME, len(encoder.inputs.places)))
             return Port("x", dtype, (BATCH, TIME, encoder.inputs.numbers)), codes
@@ -127,11 +141,19 @@ class Portable(nn.Module):
 
     def _result(self) -> tuple[int | str, ...]:
         head = self.model.head
+        if isinstance(head, DistributionForecast):
+            return BATCH, TIME, head.horizon, head.outputs, len(PARAMETERS[head.distribution])
         if isinstance(head, Forecast):
             last = () if head.quantiles is None else (len(head.quantiles),)
             return BATCH, TIME, head.horizon, head.outputs, *last
+        if isinstance(head, Ctc):
+            return BATCH, ANSWERS, head.classes
         if isinstance(head, PooledNumbers):
             return BATCH, head.outputs
+        if isinstance(head, StepNumbers):
+            return BATCH, TIME, head.outputs
+        if isinstance(head, CRF):
+            return BATCH, TIME
         classes = int(head.classes)  # type: ignore[arg-type]
         return (BATCH, classes) if self.model.pooled else (BATCH, TIME, classes)
 
@@ -141,6 +163,8 @@ class Portable(nn.Module):
         x = named["x"]
         if "codes" in named:
             x = torch.cat([x, named["codes"].to(x.dtype)], dim=-1)  # as data is stored: float32 holds every code below 2**24
+        if "characters" in named:
+            x = torch.cat([x[..., None], named["characters"]], dim=-1)
         x = x.transpose(0, 1)
         if self.model.stride > 1:
             # Two steps are left of any sequence then: torch.export takes a size that may be 1 for another case. Padding changes nothing.
@@ -154,8 +178,9 @@ class Portable(nn.Module):
             carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
             state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         y, state = self.model(x, state, lengths_B, fresh=fresh_B)
-        out = self.model.output(y, state, past=named["past"].transpose(0, 1) if self.past else None)
-        out = out if self.model.pooled else out.transpose(0, 1)
+        lengths = lengths_B if self.model.whole_head else None
+        out = self.model.output(y, state, lengths, past=named["past"].transpose(0, 1) if self.past else None)
+        out = out if self.model.pooled and not self.model.whole_head else out.transpose(0, 1)
         if not self.stateful:
             return (out,)
         carried = [part[0] for carry in state.carries for part in carry]
@@ -165,6 +190,8 @@ class Portable(nn.Module):
         """The inputs of a batch, [T, B, …], and its past values under the names of their ports."""
         inputs = inputs_TB.transpose(0, 1)
         past = {} if history is None else {"past": history.unfold(0, history.shape[0] - len(inputs_TB) + 1, 1).transpose(0, 1)}
+        if isinstance(self.encoder, SpelledWords):
+            return {"x": inputs[..., 0], "characters": inputs[..., 1:]}
         if not isinstance(self.encoder, Features):
             return {"x": inputs} | past
         numbers = self.encoder.inputs.numbers
@@ -181,8 +208,11 @@ class Portable(nn.Module):
         found = []
         for port in self.inputs:
             shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
-            if port.name == "x" and isinstance(self.encoder, Embedding):
-                found.append(torch.randint(self.encoder.vocabulary, shape, generator=draw))
+            if port.name == "x" and (words := token_embedding(self.encoder)) is not None:
+                found.append(torch.randint(words.vocabulary, shape, generator=draw))
+            elif port.name == "characters" and isinstance(self.encoder, SpelledWords):
+                found.append(torch.randint(FIRST, self.encoder.codes, shape, generator=draw))
+                found[-1][..., 1 + seed % shape[-1] :] = EDGE
             elif port.name == "codes" and isinstance(self.encoder, Features):
                 tables, places = self.encoder.inputs.tables, self.encoder.inputs.places
                 found.append(torch.stack([torch.randint(tables[place][0], shape[:-1], generator=draw) for place in places], dim=-1))

@@ -23,6 +23,7 @@ from carrywave.exporting.single_step.c_file import c_file
 from carrywave.exporting.single_step.formula import Formula
 from carrywave.exporting.single_step.network import check_steps, network
 from carrywave.exporting.single_step.step_module import StepModule
+from carrywave.model.heads.crf import CRF
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
@@ -88,6 +89,8 @@ def export_run(
     saved = open_run(path, "cpu")
     if not isinstance(saved.model, Model):
         raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
+    if int8 and isinstance(saved.model.head, CRF):
+        raise UserError(f"{option('int8')} is judged by the loss of scores, but a CRF gives labels; remove it")
     folder = _free(Path("exports", f"{_name(saved)}-{to}") if named is None else named)
     if to == "safetensors":
         return _safetensors(saved, folder)

@@ -19,6 +19,7 @@ from carrywave.spec.step_inputs import StepInputs
 class Embedding(nn.Module):
     """Embeds tokens [T, B] as vectors [T, B, E]. `dropout_words` drops a word at all of its occurrences in a batch.
 
+    `rare`: (first, unknown, share): in training, this share of the tokens from the first on, which occur once, is read as the unknown one.
     `rows`: this worker holds only these rows of the matrix, and others hold the rest.
     """
 
@@ -40,21 +41,28 @@ class Embedding(nn.Module):
         self.vocabulary = vocabulary
         self.width = width
         self.dropout_words = dropout_words
-        self.path = "encoder"  # prefix of the name of its random site
+        self.rare: tuple[int, int, float] | None = None
+        self.path = "encoder"  # prefix of the names of its random sites
         self.rows = rows
         held = vocabulary if rows is None else rows.count
         self.weight = nn.Parameter(torch.empty(held, width, device=device, dtype=dtype).uniform_(-(3**0.5), 3**0.5))
 
     def forward(self, tokens_TB: Tensor) -> Tensor:
         rows, weight = self.rows, self.weight
+        if self.training and self.rare is not None:
+            first, unknown, share = self.rare
+            hidden_TB = (tokens_TB >= first) & (self._kept("rare", share, tokens_TB, weight.dtype) == 0)
+            tokens_TB = tokens_TB.masked_fill(hidden_TB, unknown)
         x_TBE = embedding(tokens_TB, weight) if rows is None else vocabulary_rows.embedded(tokens_TB, weight, rows)
         if not self.training or not self.dropout_words:
             return x_TBE
+        return x_TBE * self._kept("words", self.dropout_words, tokens_TB, x_TBE.dtype)[..., None]
+
+    def _kept(self, site: str, share: float, tokens_TB: Tensor, dtype: torch.dtype) -> Tensor:
+        """0 where a token is dropped. Keyed by row number, so a mask for the whole matrix is never needed."""
         scope = random.current_scope()
         key = random.draw().to(tokens_TB.device) if scope is None or scope.key is None else scope.key
-        # Keyed by row number, so a mask for the whole matrix is never needed.
-        kept_TB = random.keep(random.fold(key, random.site(f"{self.path}.words")), self.dropout_words, tokens_TB, dtype=x_TBE.dtype)
-        return x_TBE * kept_TB[..., None]
+        return random.keep(random.fold(key, random.site(f"{self.path}.{site}")), share, tokens_TB, dtype=dtype)
 
     def extra_repr(self) -> str:
         return f"{self.vocabulary}, {self.width}" + (f", dropout_words={self.dropout_words}" if self.dropout_words else "")

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 
+_DERIVATIVE = ", or, if it was made to differentiate by it, use torch.func.grad, which needs no such tensor"
+
 
 def leaves(root: Tensor) -> Iterator[Tensor]:
     """Yield every leaf that backward from `root` would reach."""
@@ -62,7 +64,7 @@ class Audit:
                 raise UserError(
                     f"the loss depends on {name or 'a tensor'} of shape {list(leaf.shape)}, which is not a parameter of the model: "
                     "its gradient would be neither summed nor divided; make it a parameter of the head or the encoder "
-                    f"(self.{name or 'name'} = nn.Parameter(...))"
+                    f"(self.{name or 'name'} = nn.Parameter(...)){'' if isinstance(leaf, nn.Parameter) else _DERIVATIVE}"
                 )
 
 

@@ -14,13 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from carrywave.data.text.spelling import OTHER
 from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.recurrent import Recurrent
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 
 INITS = ("torch", "orthogonal", "xavier")
 UNIT_VARIANCE = math.sqrt(3.0)  # the bound of uniform numbers with this variance
@@ -105,6 +110,10 @@ def _value(
         value = _uniform(key, shape, SHARED_SCALE if scales.asked is None else scales.asked)
         value[0] = 0.0  # of values that train does not contain
         return value
+    if isinstance(module, SpelledWords):
+        value = _uniform(key, shape, UNIT_VARIANCE)
+        value[OTHER] = 0.0  # no training text has such a character
+        return value
     if isinstance(module, nn.Embedding):
         value = _grid(random.normal, key, shape)
         if module.padding_idx is not None:
@@ -116,8 +125,9 @@ def _value(
             steps = len(module.quantiles) - 1  # above the first quantile, each a rise of softplus(-log(steps))
             value.view(-1, steps + 1)[:, 0] = -0.5 * steps * math.log1p(1.0 / max(1, steps))
         return value
-    if isinstance(module, (Softmax, Forecast, Pooled)):
-        return torch.zeros(shape) if name in ("bias", "query") else Uniform(1.0 / math.sqrt(shape[-1]))
+    if isinstance(module, (Softmax, Ctc, CRF, Forecast, Pooled, StepNumbers)):
+        zeros = ("bias", "query", "start", "transitions", "end")
+        return torch.zeros(shape) if name in zeros else Uniform(1.0 / math.sqrt(shape[-1]))
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
         return torch.ones(shape) if name == "weight" else torch.zeros(shape)
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):

@@ -12,6 +12,7 @@ from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
 from carrywave.model.arguments import checked_lengths, checked_resets
 from carrywave.model.dropout import Dropout, check_unwrapped, keyed
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.over_time.front import Front, shorter
@@ -70,7 +71,7 @@ class Model(nn.Module):
             if dropout is not None and type(dropout) not in (Dropout, nn.Dropout, nn.Identity):
                 where = "encoder" if part == "dropout_in" else "head"
                 raise UserError(f"{part} is a {type(dropout).__name__}, but only dropout belongs there; make it a part of the {where}")
-        if isinstance(head, Forecast) and head.past_steps and type(head) is not Forecast:
+        if isinstance(head, Forecast) and head.past_steps and not type(head).__module__.startswith("carrywave."):
             raise UserError(
                 f"{type(head).__name__} is a subclass of a head that reads past values; use one of your own, without past_steps"
             )
@@ -109,6 +110,10 @@ class Model(nn.Module):
     def reads_whole(self) -> bool:
         """True if a front, bidirectional layers or the head need the whole sequence at once."""
         return self.has_front or self.lstm.bidirectional or self.whole_head
+
+    def output_steps(self, steps: int) -> int:
+        """At how many steps the head answers, for so many steps of a sequence."""
+        return shorter(steps, self.stride) * (self.head.upsample if isinstance(self.head, Ctc) else 1)
 
     @property
     def has_front(self) -> bool:

@@ -14,16 +14,19 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.model.dropout import check_unwrapped, keyed
 from carrywave.model.foreign_parameters import Audit
+from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
+# (module output, targets) -> loss summed over targets, number of targets; with a keyword `weights` if batches have some
+Loss = Callable[..., tuple[Tensor, Tensor]]
 
 
 class OpaqueModel(nn.Module):
     """A module that maps inputs [T, B, …] to whatever its loss reads; it also receives `lengths` [B] if its forward takes them.
 
-    The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module. `pooled`, passed in or an attribute of the
+    The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module; if batches have weights, it takes them as a
+    keyword `weights`. `pooled`, passed in or an attribute of the
     module, means one target per lane; if neither says so, the batches do. Every nn.Dropout becomes a keyed one. Parameters keep
     their names in the module.
     """
@@ -50,7 +53,7 @@ class OpaqueModel(nn.Module):
         self._said_pooled = getattr(module, "pooled", None) if pooled is None else pooled
         self.pooled = bool(self._said_pooled)
         self.module = keyed(module, "module")
-        self._loss: Any = loss or own
+        self.given_loss: Any = loss or own
         self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
         self.takes_lengths = "lengths" in inspect.signature(module.forward).parameters
 
@@ -67,7 +70,7 @@ class OpaqueModel(nn.Module):
     @property
     def own_loss(self) -> dict[str, object]:
         """The loss, by its name in messages, if it is not the module's own."""
-        return {} if getattr(self._loss, "__self__", None) is self.module else {"loss": self._loss}
+        return {} if getattr(self.given_loss, "__self__", None) is self.module else {"loss": self.given_loss}
 
     @property
     def head(self) -> nn.Module:
@@ -99,11 +102,18 @@ class OpaqueModel(nn.Module):
     def loss(self, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
         with random.scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled, whole=chunk.whole, part="loss"):
-            score = self._loss(y, target.to(self.dtype) if target.is_floating_point() else target)
+            score = self.given_loss(y, target.to(self.dtype) if target.is_floating_point() else target, **self._weights(target, chunk))
         scored = checked_score(score, f"loss of the module {type(self.module).__name__}")
         if self.audit is not None:
             self.audit(scored[0])
         return scored
+
+    def _weights(self, target: Tensor, chunk: Chunk) -> dict[str, Tensor]:
+        """The weights of the targets, by the name of the argument of a loss; none if all are 1."""
+        if chunk.weights is None:
+            return {}
+        check_weights(chunk.weights, self.given_loss, f"the module {type(self.module).__name__}", by_lane=self.pooled)
+        return {"weights": for_each_target(chunk.weights.to(self.dtype), target, pooled=self.pooled)}
 
     def output(self, y: Any, state: State, chunk: Chunk) -> Any:
         """The output that metrics read."""

@@ -91,7 +91,8 @@ def allocate(model: Model, holding: Holding) -> None:
 def hold(model: Model, holding: Holding, dtype: torch.dtype) -> dict[str, Tensor]:
     """Move the tensors that a worker holds to its device, floats in this dtype, and release all others; return those held, by name.
 
-    Released tensors stay in the model as empty tensors on torch's meta device.
+    Released tensors stay in the model as empty tensors on torch's meta device. Buffers that are not saved are never released: nothing
+    could bring them back.
     """
     where, wanted = homes(model), holding.units(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]  # kept alive to the end: the id of a freed tensor may be reused
@@ -117,7 +118,7 @@ def hold(model: Model, holding: Holding, dtype: torch.dtype) -> dict[str, Tensor
                         else:
                             store[key] = tensor = moved  # type: ignore[assignment]
                         held[name] = tensor
-                    else:
+                    elif key not in module._non_persistent_buffers_set:
                         empty = emptied.get(id(tensor))
                         if empty is None:
                             bare = torch.empty_like(tensor, device="meta", dtype=kind)
@@ -145,8 +146,8 @@ def _refuse_a_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 
 
 def fill(model: Model, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Restore all tensors of a model that was split, by name."""
-    named = dict([*model.named_parameters(), *model.named_buffers()])
+    """Restore all tensors of a model that was split, by name; what is not saved was never released."""
+    named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in tensors}
     replaced: dict[int, Tensor] = {}
     for name, tensor in named.items():
         if tensor.is_meta:

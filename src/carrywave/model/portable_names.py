@@ -2,8 +2,9 @@
 
 One nn.LSTM holds all layers if they are equally wide and nothing stands between them; otherwise each layer is an nn.LSTM of its own,
 `lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Of another cell, it is torch's module of that cell, under the same names. Each
-categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, …. The convolutions of a front are `nn.Conv1d`s, `front.0`,
-`front.1`, …, and the `nn.LayerNorm` after each is `front_norms.0`, `front_norms.1`, ….
+categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, …, and so have the characters of words, `characters`; what reads
+them is an `nn.Linear` over 3 of them side by side, `character_filters`, or an `nn.LSTM`, `character_lstm`. The convolutions of a front are
+`nn.Conv1d`s, `front.0`, `front.1`, …, and the `nn.LayerNorm` after each is `front_norms.0`, `front_norms.1`, ….
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from carrywave.model.recurrent import Recurrent
 _NORM = re.compile(r"lstm\.norm_l(?P<layer>\d+)\.(?P<part>weight|bias)")
 _TABLE = re.compile(r"encoder\.tables\.(?P<table>\d+)")
 _FRONT = re.compile(r"encoder\.(?P<kind>convolutions|norms)\.(?P<layer>\d+)\.(?P<part>weight|bias)")
+_SPELLED = re.compile(r"encoder\.(step_encoder\.)?(?P<part>words\.weight|characters|reader\.\w+)")
 _CARRY = re.compile(r"lstm\.carry_(?P<part>\w+)_l(?P<layer>\d+)")
 _LAYER = re.compile(r"lstm\.(?P<part>\w+)_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 CLASS_WEIGHTS = "head.weights"  # of the loss, which is not exported
@@ -44,6 +46,11 @@ def outside(names: Iterable[str], layers: Recurrent) -> dict[str, str]:
 def _outside(name: str, one: bool) -> str:
     if name in ("encoder.weight", "encoder.step_encoder.weight"):
         return "embedding.weight"
+    if (found := _SPELLED.fullmatch(name)) is not None:
+        kind, _, part = found["part"].partition(".")
+        reader = "character_lstm" if "_l0" in part else "character_filters"
+        theirs = {"words": "embedding", "reader": reader}.get(kind, kind)
+        return f"{theirs}.{part or 'weight'}"
     if (found := _FRONT.fullmatch(name)) is not None:
         return f"{'front' if found['kind'] == 'convolutions' else 'front_norms'}.{found['layer']}.{found['part']}"
     if (found := _TABLE.fullmatch(name)) is not None:

@@ -35,6 +35,8 @@ from carrywave.model.arguments import GivenCarry
 
 # Options that nn.LSTM does not have.
 _MORE = ("locked", "weight_drop", "recurrent_dropout", "zoneout", "layer_norm", "cell_norm", "learned_carry", "num_heads", "kernel")
+# Hooks through which torch recomputes pruned and weight-normalised parameters: trainers, which bypass a module's hooks, call these.
+CALLED_HOOKS = (BasePruningMethod, WeightNorm)
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the order of `LayerWeights`
 
 
@@ -257,9 +259,8 @@ class Recurrent(nn.Module):
     ) -> tuple[Tensor, AnyCarries]:
         """Run some layers (all by default), time first, from one carry per layer. See `kernels.layers.run_layers`."""
         layers = range(self.num_layers) if layers is None else layers
-        # Trainers bypass the module's hooks, through which torch recomputes pruned and weight-normalised parameters.
         for hook in self._forward_pre_hooks.values():
-            if isinstance(hook, (BasePruningMethod, WeightNorm)):
+            if isinstance(hook, CALLED_HOOKS):
                 hook(self, ())
         if fresh is not None:
             carries = self.reset(carries, fresh, layers)

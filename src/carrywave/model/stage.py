@@ -26,6 +26,7 @@ from carrywave.model.heads.scoring import IGNORED
 from carrywave.model.over_time import segments
 from carrywave.model.over_time.front import shorter
 from carrywave.model.recurrent import Recurrent
+from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.state import Chunk, State
 from carrywave.model.vocabulary.rows import sharing
 
@@ -164,8 +165,8 @@ class Stage(nn.Module):
         with self.scope(chunk), sharing(chunk.most):
             given = state.acc if self.accumulates else y
             if state.ended is not None:
-                given, target = state.ended, self._by_sequence(target, chunk)
-            score = self.head.loss(given, self._in_own_dtype(target), *self._beside(y, chunk))
+                given, target = state.ended, self._by_sequence(target, chunk, torch.nan if target.is_floating_point() else IGNORED)
+            score = self.head.loss(given, self._in_own_dtype(target), *self._beside(y, chunk), **self._weights(target, state, chunk))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if self.audit is not None:
             self.audit.enter(y)
@@ -180,12 +181,12 @@ class Stage(nn.Module):
             return self.head(state.acc if self.accumulates else y, *self._beside(y, chunk))
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
-        """Loss sum and count, from the head's output if the head is ours. What a user's head calls `score` may be anything, such as an
-        accuracy, so its loss is computed again from y.
+        """Loss sum and count, from the head's output if the head is ours and its output has them: a path of labels has not. What a user's
+        head calls `score` may be anything, such as an accuracy, so its loss is computed again from y.
         """
         if not _scores_as_it_learns(self.head):
             return self.loss(y, state, target, chunk)
-        scored: Score = self.head.score(out, target)
+        scored: Score = self.head.score(out, target, **self._weights(target, state, chunk))
         return scored
 
     def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
@@ -206,9 +207,20 @@ class Stage(nn.Module):
         lengths = chunk.resets.new_full((lanes,), steps, dtype=torch.int64) if chunk.lengths is None else chunk.lengths
         return segments.places_of(chunk.resets, lengths, count)
 
-    def _by_sequence(self, target: Tensor, chunk: Chunk) -> Tensor:
+    def _by_sequence(self, target: Tensor, chunk: Chunk, missing: float) -> Tensor:
         """The targets of all sequences of a chunk, as `State.ended` has their accumulators: each is at the end of its sequence."""
-        return segments.at_ends(target, self._places(chunk), torch.nan if target.is_floating_point() else IGNORED).flatten(0, 1)
+        return segments.at_ends(target, self._places(chunk), missing).flatten(0, 1)
+
+    def _weights(self, target: Tensor, state: State, chunk: Chunk) -> dict[str, Tensor]:
+        """The weights of the targets, by the name of the argument of a loss; none if all are 1."""
+        if chunk.weights is None:
+            return {}
+        by_lane = self.whole_head or (self.pooled and state.ended is None)
+        check_weights(chunk.weights, self.head.loss, f"the head {type(self.head).__name__}", by_lane=by_lane)
+        weights = self._in_own_dtype(chunk.weights)
+        if state.ended is not None:
+            return {"weights": self._by_sequence(weights, chunk, 0.0)}
+        return {"weights": for_each_target(weights, target, pooled=by_lane)}
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], or nothing."""
@@ -273,8 +285,9 @@ def _is_ours(head: nn.Module) -> bool:
 
 
 def _scores_as_it_learns(head: nn.Module) -> bool:
-    """True for a head of ours, of which no method was replaced; a subclass may have another loss."""
-    return type(head).__module__.startswith("carrywave.") and not vars(head).keys() & {"loss", "score", "forward"}
+    """True for a head of ours that scores its output, and of which no method was replaced; a subclass may have another loss."""
+    own = type(head).__module__.startswith("carrywave.") and hasattr(head, "score")
+    return own and not vars(head).keys() & {"loss", "score", "forward"}
 
 
 def _width(model: ModelParts, unit: int) -> int:

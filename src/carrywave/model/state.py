@@ -55,4 +55,5 @@ class Chunk:
     whole: bool = False  # True if this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values for a head that reads N up to each step
     resets: Tensor | None = None  # [T, B] bool, steps with which a lane starts a new sequence; None: none of this chunk's
+    weights: Tensor | None = None  # of the targets of this chunk: [B], or [T, B, …]; None: all are 1
     sequences: int | None = None  # the most sequences of a lane in the window, known on the host; None: unknown

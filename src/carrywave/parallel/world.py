@@ -281,8 +281,10 @@ def _attempt() -> str:
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def check_agreement(world: World, what: Mapping[str, str]) -> None:
-    """Refuse workers that were started with a different spec, data or version than rank 0."""
+def check_agreement(
+    world: World, what: Mapping[str, str], remedy: str = "start every worker with the same command, files and versions"
+) -> None:
+    """Refuse workers that were started with a different spec, data, version or model than rank 0."""
     if world.size == 1:
         return
     said = all_gather_json(world, dict(what))
@@ -290,10 +292,7 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
         for name in dict.fromkeys([*said[0], *theirs]):
             if theirs.get(name) != said[0].get(name):
                 raise on_every_rank(
-                    WorkerError(
-                        f"rank {rank} has {name} {short(theirs.get(name))}, but rank 0 has {short(said[0].get(name))}; "
-                        "start every worker with the same command, files and versions"
-                    )
+                    WorkerError(f"rank {rank} has {name} {short(theirs.get(name))}, but rank 0 has {short(said[0].get(name))}; {remedy}")
                 )
 
 

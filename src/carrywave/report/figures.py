@@ -11,8 +11,26 @@ from carrywave.plan.show.text import seconds_text
 from carrywave.report.chart import number
 from carrywave.report.record import RunRecord, is_number
 
-SHARES = ("accuracy", "micro_f1", "macro_f1", "exact_match", "coverage", "top")  # metrics that are parts of one
-NAMES = {"micro_f1": "micro F1", "macro_f1": "macro F1", "mae": "MAE", "rmse": "RMSE", "mase": "MASE", "bits": "bits per token"}
+SHARES = (
+    "accuracy",
+    "micro_f1",
+    "macro_f1",
+    "exact_match",
+    "span_",
+    "coverage",
+    "top",
+    "label_error",
+    "sequence_error",
+)  # metrics that are parts of one
+NAMES = {
+    "micro_f1": "micro F1",
+    "macro_f1": "macro F1",
+    "span_f1": "span F1",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "mase": "MASE",
+    "bits": "bits per token",
+}
 PARTS = ("compute", "messages", "wait", "rest")  # of a worker's step
 
 
@@ -100,6 +118,8 @@ def loss_name(record: RunRecord) -> str:
     """The loss, with what it is measured in as far as the spec tells."""
     if _section(record, "data").get("multi_label"):
         return "loss (nats, summed over labels)"
+    if record.task == "transcription":
+        return "loss (nats per label)"
     if record.task in ("language", "classification", "tagging"):
         return "loss (nats per target)"
     return f"loss{_scaled(record)}" if record.task in ("forecasting", "regression") else "loss"

@@ -17,7 +17,18 @@ from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.report import chart, figures, pictures
 from carrywave.report.chart import Band, Line, Mark
 from carrywave.report.record import RunRecord, is_number
-from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Samples
+from carrywave.report.sample_kinds import (
+    Confused,
+    Continued,
+    Decided,
+    Distributed,
+    Followed,
+    Forecasted,
+    Paired,
+    Ranked,
+    Samples,
+    Transcribed,
+)
 from carrywave.report.train_points import train_points
 from carrywave.tasks.baselines import BASELINES
 
@@ -217,10 +228,13 @@ def _samples(samples: Samples) -> dict[str, Any]:
     texts = [each for each in samples.shown if isinstance(each, Continued)]
     drawn = [_forecast(each) for each in samples.shown if isinstance(each, Forecasted)]
     drawn += [_distributed(each) for each in samples.shown if isinstance(each, Distributed)]
+    drawn += [_followed(each) for each in samples.shown if isinstance(each, Followed)]
     drawn += [_paired(each) for each in samples.shown if isinstance(each, Paired)]
     matrices = [_matrix(each) for each in samples.shown if isinstance(each, Confused)]
     tables = [_labels(each) for each in samples.shown if isinstance(each, Decided)]
-    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices, "tables": tables}
+    tables += [_ranked(each) for each in samples.shown if isinstance(each, Ranked)]
+    transcripts = [each for each in samples.shown if isinstance(each, Transcribed)]
+    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices, "tables": tables, "transcripts": transcripts}
 
 
 def _forecast(sample: Forecasted) -> Figure:
@@ -282,8 +296,29 @@ def _labels(sample: Decided) -> dict[str, Any]:
     for row in sample.folded():
         scores = [float(row[name]) for name in ("precision", "recall", "f1")]
         shown = ["–" if math.isnan(score) else f"{100 * score:.1f}%" for score in scores]
-        rows.append((str(row["label"]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
-    return {"rows": rows, "more": len(sample.rows) - len(rows)}
+        rows.append((str(row[sample.name]), [*shown, f"{row['targets']:,}", f"{row['predicted']:,}"]))
+    more = len(sample.rows) - len(rows)
+    names = ("precision", "recall", "F1", "holds", "predicted")
+    more_of = f"{more} more {sample.name}s, which hold less often" if more else ""
+    return {"by": sample.name, "names": names, "rows": rows, "more": more_of}
+
+
+def _ranked(sample: Ranked) -> dict[str, Any]:
+    """The table by series and target, of those that are estimated worst."""
+    several = len({row["column"] for row in sample.rows}) > 1
+    rows = []
+    for row in sample.folded():
+        scores = [float(row[name]) for name in ("nse", "kge", "rmse")]
+        shown = ["–" if math.isnan(score) else f"{score:.3g}" for score in scores]
+        rows.append((f"{row['series']} {row['column']}" if several else str(row["series"]), [*shown, f"{row['targets']:,}"]))
+    more = len(sample.rows) - len(rows)
+    names = ("NSE", "KGE", "RMSE", "targets")
+    return {"by": "series", "names": names, "rows": rows, "more": f"{more} more, which are estimated better" if more else ""}
+
+
+def _followed(sample: Followed) -> Figure:
+    lines = [Line("truth", sample.truth, "base"), Line("estimate", sample.estimate, "c0")]
+    return Figure(sample.title, Markup(chart.draw(sample.title, lines, width=chart.WIDE)), Markup(chart.legend(lines)))
 
 
 def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -72,13 +72,23 @@ class Confused:
 
 @dataclass(frozen=True)
 class Decided:
-    """How well each of several labels is predicted: its name, precision, recall, F1, how often it holds and how often it is predicted."""
+    """How well each of several labels, or each type of spans, is predicted: its name, precision, recall, F1, how often it holds and how
+    often it is predicted.
+    """
 
-    rows: Sequence[Mapping[str, str | int | float]]  # as `tasks.label_metrics` has them
+    rows: Sequence[Mapping[str, str | int | float]]  # as `tasks.label_metrics` and `tasks.span_metrics` have them
+    name: str = "label"  # of what the rows are for
 
     def folded(self, most: int = MOST_LABELS) -> Sequence[Mapping[str, str | int | float]]:
         """The rows of the labels that hold most often, those first."""
         return sorted(self.rows, key=lambda row: -int(row["targets"]))[:most]
+
+
+@dataclass(frozen=True)
+class Transcribed:
+    """Sequences, as far as they can be written, with the labels that they have and those that the model finds in them."""
+
+    rows: Sequence[tuple[str, str, str]]  # input, truth, prediction
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,27 @@ class Paired:
     points: Sequence[tuple[float, float]]  # truth, prediction
 
 
-Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed
+@dataclass(frozen=True)
+class Followed:
+    """What was measured at the last steps of a series, and what was estimated."""
+
+    title: str
+    truth: Sequence[tuple[float, float]]  # step, value, where there is one
+    estimate: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """How well each series is estimated: its NSE, KGE, RMSE and number of targets."""
+
+    rows: Sequence[Mapping[str, str | int | float]]  # as `tasks.step_metrics` has them
+
+    def folded(self, most: int = MOST_LABELS) -> Sequence[Mapping[str, str | int | float]]:
+        """The rows of the series with the lowest NSE, those first; series without one come last."""
+        return sorted(self.rows, key=lambda row: float(row["nse"]) if row["nse"] == row["nse"] else float("inf"))[:most]
+
+
+Sample = Continued | Forecasted | Confused | Decided | Paired | Distributed | Followed | Ranked | Transcribed
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.codec import Codec
+from carrywave.data.holdout import pick
 from carrywave.data.python_inputs import series_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
-from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples
-from carrywave.runs.evaluation import Details, evaluate, passes
+from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples, Transcribed
+from carrywave.report.step_samples import step_samples
+from carrywave.runs.evaluation import Details, evaluate, is_ctc, passes
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.data_spec import BatchSpec
@@ -32,13 +34,16 @@ from carrywave.tasks.baselines import BASELINES
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.label_metrics import LabelDecisions
 from carrywave.tasks.metrics import Confusion, Errors, Metric
+from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.task import Part
+from carrywave.tasks.transcription.decoding import greedy
 
 SECONDS = 20.0  # within which a pass over the validation data ends
 TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS, TEMPERATURE = 2, {"word": 20}, {"word": 40}, 0.8
 CHARACTERS_BEFORE, CHARACTERS_WRITTEN = 80, 200  # for every other kind of token
 MOST_SERIES, MOST_PANELS, MOST_ROWS = 2, 4, 20_000
 MOST_PAIRS = 400
+TRANSCRIPTS = 20
 MOST_WORST = 10  # series that are named
 
 
@@ -73,6 +78,12 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
                 f"The last forecast within {where}, with the best weights{_some_of(saved, data)}.",
                 [*_forecasts(saved, name, data), *_errors(saved, name, data)],
             )
+        case "regression" if saved.spec.each_step:
+            steps = step_samples(saved, name, data, SECONDS)
+            return Samples(f"The last steps of {where}, with the best weights, and how well each series of it is estimated.", steps)
+        case "transcription":
+            shown = f"Of {where}, evenly spaced; the prediction is the likeliest label of each step, with the best weights."
+            return Samples(shown, [_transcribed(saved, name, data)])
         case "regression":
             pairs, whole = _pairs(saved, name, data)
             return Samples(f"Targets of {where} and their predictions with the best weights{_part_of(whole)}.", pairs)
@@ -80,9 +91,9 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
             decided, whole = _decided(saved, name, data)
             return Samples(f"Labels of {where}, with the best weights{_part_of(whole)}.", [decided])
         case _:
-            confused, whole = _confused(saved, name, data)
+            confused, spans, whole = _confused(saved, name, data)
             total = sum(map(sum, confused.counts))
-            return Samples(f"{total:,} targets of {where}, with the best weights{_part_of(whole)}.", [confused])
+            return Samples(f"{total:,} targets of {where}, with the best weights{_part_of(whole)}.", [confused, *spans])
 
 
 def _some_of(saved: Saved, data: Sequences) -> str:
@@ -151,28 +162,53 @@ def _seen(saved: Saved, part: Part) -> Iterator[tuple[Tensor, Tensor | None, Ten
                 return
 
 
-def _confused(saved: Saved, name: str, data: Sequences) -> tuple[Confused, bool]:
-    labels = saved.task.codec.labels
-    counts = Confusion(len(labels))
-    whole = _counted(saved, name, data, counts)
-    return Confused(labels, counts.counts_KK.tolist()), whole
+def _confused(saved: Saved, name: str, data: Sequences) -> tuple[Confused, list[Decided], bool]:
+    """The confusion of labels and, if they write spans, how well each type of them is found."""
+    part = saved.task.part(name, data)
+    counts = saved.task.meter(torch.device("cpu"), part)
+    assert isinstance(counts, Confusion)
+    whole = _counted(saved, part, counts)
+    spans = [Decided(counts.rows("type"), "type")] if isinstance(counts, TagConfusion) else []
+    return Confused(counts.labels, counts.counts_KK.tolist()), spans, whole
 
 
 def _decided(saved: Saved, name: str, data: Sequences) -> tuple[Decided, bool]:
     labels = saved.task.codec.labels
     counts = LabelDecisions(len(labels), labels=labels, threshold=saved.spec.train.threshold)
-    whole = _counted(saved, name, data, counts)
+    whole = _counted(saved, saved.task.part(name, data), counts)
     return Decided(counts.rows("label")), whole
 
 
-def _counted(saved: Saved, name: str, data: Sequences, counts: Metric) -> bool:
+def _counted(saved: Saved, part: Part, counts: Metric) -> bool:
     """Add what is predicted for a part to a metric; True if there was time for all of it."""
     lanes = 0
-    for out, target, sequence, _, _ in _seen(saved, saved.task.part(name, data)):
+    for out, target, sequence, offset, _ in _seen(saved, part):
         if target is not None and counts.fits(out, target):
-            counts.update(out, target)
+            counts.update(out, target, sequence, offset)
         lanes += int((sequence >= 0).sum())
-    return lanes >= len(data)
+    return lanes >= len(part.data)
+
+
+def _transcribed(saved: Saved, name: str, data: Sequences) -> Transcribed:
+    codec, places = saved.task.codec, np.unique(np.linspace(0, len(data) - 1, min(len(data), TRANSCRIPTS)).astype(np.int64))
+    few = pick(data, np.isin(np.arange(len(data)), places))
+    rows: dict[int, tuple[str, str, str]] = {}
+    for out, target, sequence, _, _ in _seen(saved, saved.task.part(name, few)):
+        if target is None or not is_ctc(saved.model):
+            continue
+        for lane, number in enumerate(sequence.tolist()):
+            labels = [label for label in target[lane].tolist() if label >= 0]
+            found = greedy(out[:, lane].numpy(), len(codec.labels))
+            start, length = int(few.starts[number]), int(few.lengths[number])
+            given = "" if codec.kind in (None, "int") else codec.decode(np.asarray(few.inputs[start : start + length]))
+            if number >= 0:
+                rows[number] = (given, _written(codec, labels), _written(codec, found))
+    return Transcribed([rows[number] for number in sorted(rows)])
+
+
+def _written(codec: Codec, labels: Sequence[int]) -> str:
+    written = codec.transcript(labels)
+    return written if isinstance(written, str) else " ".join(map(str, written))
 
 
 def _pairs(saved: Saved, name: str, data: Sequences) -> tuple[list[Sample], bool]:
@@ -263,7 +299,7 @@ def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
 
 def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, made_HQ: NDArray[np.float64]) -> Forecasted:
     """What came before and after a row of a series, and the forecast after it."""
-    spec, shares = saved.spec.data, saved.spec.data.quantiles
+    spec, shares = saved.spec.data, saved.spec.data.levels
     start = max(0, row + 1 - 2 * spec.horizon)
     past, came = values_R[start : row + 1], values_R[row + 1 : row + 1 + spec.horizon]
     history = [(float(start - row + at), float(value)) for at, value in enumerate(past)]

@@ -17,6 +17,7 @@ from carrywave.data.sequences import View
 from carrywave.data.windows import WindowOrder
 from carrywave.errors import DataError
 from carrywave.kernels import random
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.model import Model
 from carrywave.model.modes import mode
 from carrywave.model.opaque_model import OpaqueModel
@@ -55,7 +56,7 @@ def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATE
         # A small part may have fewer steps than there are lanes, and evaluation need not use as many lanes as training.
         lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
     # A series is evaluated with its whole past, so it is not cut into lanes.
-    cut = training or spec.task != "forecasting"
+    cut = training or not spec.reads_series
     if cut and not training:
         dealing = 1  # a cut costs context, so metrics depend on where it is: they stay comparable with those of earlier versions
     vary = spec.batch.vary and training
@@ -96,7 +97,8 @@ def evaluate(
         settle(device)
     by_series = details is not None and "series" in details.by
     places, own = (1, range(1)) if shards is None else (SHARDS, shards)
-    judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if model.has_output else None) for shard in own}
+    understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
+    judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if understood else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers: dict[int, Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
@@ -118,6 +120,11 @@ def evaluate(
             look(metric)
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
+
+
+def is_ctc(model: Model | OpaqueModel) -> bool:
+    """True if the outputs of a model are those that transcriptions are read from: a user's own head may mark ends otherwise."""
+    return isinstance(model, Model) and isinstance(model.head, Ctc)
 
 
 def joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:

@@ -1,4 +1,5 @@
-"""Predicts with a trained run: a label, tags, numbers or a forecast for each sequence; a continuation for each prompt.
+"""Predicts with a trained run: a label, tags, a transcription, numbers or a forecast for each sequence, numbers for each step; a
+continuation for each prompt.
 
 Rows are read, predicted and written block by block, so memory does not grow with the input; only series are read as a whole, since they
 must be sorted by time. Rank 0 reads and writes, all workers compute.
@@ -11,25 +12,28 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row, Rows, open_rows
-from carrywave.data.python_inputs import read_python, rows_for, series_of
+from carrywave.data.python_inputs import read_python, rows_for, series_of, step_series_of
+from carrywave.data.steps.step_series import tables_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
 from carrywave.runs.ensemble.members import Paths, open_members, paths_of
-from carrywave.runs.rows import row_writer
+from carrywave.runs.evaluation import is_ctc
+from carrywave.runs.rows import row_writer, sample_paths
 from carrywave.runs.rows.blocks import Block, read_blocks, shared
 from carrywave.runs.rows.generation import Sampling
 from carrywave.runs.rows.kept_columns import KeptColumns
 from carrywave.runs.rows.outputs import Outputs
-from carrywave.runs.rows.predicted import BY_PLACE, forecasts, rows_of
+from carrywave.runs.rows.predicted import BY_PLACE, estimates, forecasts, rows_of
 from carrywave.runs.rows.prompts import continued, prompts_of
 from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
@@ -51,7 +55,11 @@ class _Asked:
     how: Sampling
     keep: Sequence[str]
     format: str
+    beam: int | None
     note: Callable[[str], None]
+    samples: int | None = None
+    steps: int | None = None
+    tell: Callable[[str], None] | None = None  # of what is no oddity; None: nobody asked
 
 
 def predict(
@@ -64,8 +72,11 @@ def predict(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
+    samples: int | None = None,
+    steps: int | None = None,
     keep: Sequence[str] = (),
     format: str = "auto",
+    beam: int | None = None,
     device: str = "auto",
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
@@ -76,9 +87,12 @@ def predict(
     Of a list of runs, the predictions are averaged: probabilities, numbers, forecasts, and quantiles level by level.
 
     Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
-    restrict which tokens are drawn. `format` is that of a file, where its name does not say it. `model` is the model of a run that was
-    trained with the user's own modules; the best weights are loaded into it. Under a launcher, each worker predicts its part, and rank 0
-    returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for `note`.
+    restrict which tokens are drawn. `beam`: a transcription is searched for, with so many beginnings kept at each step; without it, the
+    most likely label of each step is taken. Of a run with data.distribution, `samples` asks for so many sample paths, with a row for each
+    series, path and step, instead of quantiles; `steps` is how far they go: up to the horizon, or, if that is 1, any number. `format` is
+    that of a file, where its name does not say it. `model` is the model of a run that was trained with the user's own modules; the best
+    weights are loaded into it. Under a launcher, each worker predicts its part, and rank 0 returns all of it. Oddities in the data, such as
+    gaps in the times, are warnings, or lines for `note`.
 
     >>> import carrywave as cw
     >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
@@ -94,7 +108,8 @@ def predict(
         return True
 
     how = Sampling(temperature, top_k, top_p, seed)
-    asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
+    asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, beam, note or warn)
+    asked = replace(asked, samples=samples, steps=steps, tell=note)
     _predict(asked, device, model, lambda world: nullcontext(keep_all))
     return rows
 
@@ -110,8 +125,11 @@ def predict_run(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
+    samples: int | None = None,
+    steps: int | None = None,
     keep: Sequence[str] = (),
     format: str = "auto",
+    beam: int | None = None,
     as_csv: bool = False,
     device: str = "auto",
 ) -> int:
@@ -143,7 +161,8 @@ def predict_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
-    asked = _Asked(paths_of(path), input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)
+    how = Sampling(temperature, top_k, top_p, seed)
+    asked = _Asked(paths_of(path), input, prompt, tokens, how, keep, format, beam, note, samples, steps, note)
     row_writer.check(output)
     _predict(asked, device, None, to_output)
     return written
@@ -157,10 +176,13 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
         if len(asked.paths) > 1:
             members = open_members(asked.paths, device, world)
         else:
-            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", loss=_no_loss)]
+            whole = asked.samples is not None  # draws may be fed back
+            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", whole=whole, loss=_no_loss)]
         saved = members[0]
         _check(saved, asked)
-        carried = KeptColumns.of(asked.keep, saved.spec.task, multi_label=saved.spec.data.multi_label)
+        carried = KeptColumns.of(
+            asked.keep, "forecasting" if saved.spec.reads_series else saved.spec.task, multi_label=saved.spec.data.multi_label
+        )
     spec = _in_format(saved.spec, asked.format)
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):
@@ -172,10 +194,12 @@ def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Call
                     break
         elif spec.task == "forecasting":
             _forecast(members, spec, asked, sink)
+        elif spec.each_step:
+            _estimate(members, spec, asked, sink)
         else:
             outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
             for block in shared(world, lambda: _blocks(stack, members, spec, asked.data, carried)):
-                if not _written(world, sink, rows_of(outputs, block)):
+                if not _written(world, sink, rows_of(outputs, block, beam=asked.beam or 1)):
                     break
         leave(world)
 
@@ -223,7 +247,37 @@ def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iter
         short = short_of_season(spec.data, sequences.lengths)
         for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
             asked.note(line)
-    return forecasts(Outputs(saved), sequences, table)
+    if asked.samples is None:
+        return forecasts(Outputs(saved), sequences, table)
+    steps = sample_paths.check(saved, asked.samples, asked.steps)
+    if world.rank == 0 and asked.tell is not None:
+        fed = spec.data.horizon == 1 and steps > 1
+        ancestral = "sample paths are ancestral: each value is drawn given those drawn before it"
+        asked.tell(ancestral if fed else "sample paths are direct: each step is drawn by itself, given the past alone")
+    return sample_paths.sample_paths(saved, sequences, table, asked.samples, steps, asked.how.seed)
+
+
+def _estimate(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -> None:
+    """The numbers of every step, a block of series at a time."""
+    world, codec = members[0].mesh.world, members[0].task.codec
+    places = ("step", *(name for name in (codec.series, codec.time) if name is not None))
+    with ExitStack() as stack:
+        data = kept_on_all(world, stack, lambda: spec) if is_standard(asked.data) else asked.data
+        outputs = [Outputs(member) for member in members]
+        source = step_series_of(data, spec)
+        walks = [tables_of(source, member.task.codec, spec, MemoryAppender) for member in members]
+        while True:
+            with raise_on_all(world, no_timeout=True):
+                blocks = [next(walk, None) for walk in walks]
+            if None in blocks:
+                break
+            given = [block for block in blocks if block is not None]
+            if world.rank == 0:
+                for line in given[0][0].notes[1:]:
+                    asked.note(line)
+            made = [estimates(out, sequences, table) for out, (table, sequences) in zip(outputs, given, strict=True)]
+            if not _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places)):
+                break
 
 
 def _in_format(spec: Spec, format: str) -> Spec:
@@ -233,6 +287,14 @@ def _in_format(spec: Spec, format: str) -> Spec:
 
 def _check(saved: Saved, asked: _Asked) -> None:
     task, prompt, data = saved.spec.task, asked.prompt, asked.data
+    if (asked.samples is not None or asked.steps is not None) and task != "forecasting":
+        raise UserError(f"{option('samples')} and {option('steps')} are for forecasts, but {asked.paths[0]} is a {task} model; remove them")
+    if asked.steps is not None and asked.samples is None:
+        raise UserError(f"{option('steps')} is how far sample paths go; pass {option('samples')} too, or remove it")
+    if asked.samples is not None:
+        sample_paths.check(saved, asked.samples, asked.steps)
+        if len(asked.paths) > 1:
+            raise UserError(f"{option('samples')} draws from one distribution, and the average of several runs is none; pass one run")
     if saved.mesh.plan.splits_vocabulary and task == "language":
         raise PlanError(
             "a prompt is continued by workers that each hold the whole vocabulary, but this run splits it over them; "
@@ -240,6 +302,13 @@ def _check(saved: Saved, asked: _Asked) -> None:
         )
     if not saved.model.has_output:
         raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
+    if task == "transcription" and not is_ctc(saved.model):
+        raise RunError(
+            f"head {type(saved.model.head).__name__} is your own, and which labels its outputs stand for is not known; call it yourself"
+        )
+    if asked.beam is not None and (task != "transcription" or isinstance(asked.beam, bool) or asked.beam < 1):
+        is_for = "is at least 1; change it" if task == "transcription" else f"is for transcription, not for {task}; remove it"
+        raise UserError(f"{option('beam')} {is_for}")
     if prompt is not None and task != "language":
         raise UserError(f"{option('prompt')} needs a language model, but {asked.paths[0]} is a {task} model; pass an INPUT file instead")
     if prompt is not None and not isinstance(prompt, str):

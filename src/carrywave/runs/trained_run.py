@@ -17,6 +17,7 @@ from torch import nn
 from carrywave.data.codec import Codec
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import file_of, read_python
+from carrywave.data.text.tag_scheme import tags_of
 from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
@@ -42,7 +43,7 @@ from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.metrics import BY, Confusion, Metric
-from carrywave.tasks.task import POOLED, Part, Task
+from carrywave.tasks.task import Part, Task
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def open_run(
             f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
-    task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
+    task, asked = Task(spec, codec, facts, scale, own_model=own_model), _asked_of(run, spec)
     if whole or spec.task == whole_for:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))
@@ -93,7 +94,7 @@ def open_run(
         plan = _plan_for(asked, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
     else:
-        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.task in POOLED)
+        model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.pooled)
         plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
@@ -178,6 +179,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
         facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         said |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
+        said |= {"characters": codec.character_codes, "word_length": codec.word_length}
         said["categories"] = tuple(len(values) + 1 for values in codec.categories)
         for name, value in said.items():
             if getattr(facts, name) != value:
@@ -228,7 +230,7 @@ def evaluate_run(
             raise UserError("several runs are evaluated as one only if their models are in their folders; pass one run with model=...")
         members = [open_run(paths[0], device, model, world=world, loss=loss)] if len(paths) == 1 else open_members(paths, device, world)
         saved = members[0]
-        details = Details(_checked_by(by, saved.spec.task))
+        details = Details(_checked_by(by, saved))
         tops = _tops(saved, top_k, confusion)
         parts = [_part(member, data) for member in members]
         part = parts[0]
@@ -253,8 +255,13 @@ def evaluate_run(
     return {"split": part.name, **values, **matrix, **{f"by_{name}": rows for name, rows in details.rows.items()}}
 
 
-def _checked_by(by: Sequence[str], task: str) -> tuple[str, ...]:
-    known = BY[task]
+def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
+    task = "regression at every step" if saved.spec.each_step else saved.spec.task
+    labels = saved.task.codec.labels
+    spans = not saved.spec.data.multi_label and tags_of(labels) is not None
+    known = [name for name in BY[task] if name != "type" or spans]
+    if "type" in by and task == "tagging" and not spans:
+        raise UserError(f"metrics by type are of spans, but labels such as {labels[0]!r} write none, as B-X, I-X and O do; use label")
     for name in by:
         if name not in known:
             remedy = f"use {', '.join(known)}" if known else "remove it"
@@ -267,6 +274,8 @@ def _tops(saved: Saved, top_k: Sequence[int], confusion: bool) -> tuple[int, ...
     for wanted, name in ((bool(top_k), "top-k"), (confusion, "confusion")):
         if wanted and saved.spec.data.multi_label:
             raise UserError(f"{option(name)} is for one label each, but {saved.run.path} has several (data.multi_label); remove it")
+        if wanted and name == "top-k" and saved.spec.model.crf:
+            raise UserError(f"{option(name)} needs likely labels, but {saved.run.path} chooses whole sequences (model.crf); remove it")
         if wanted and not classes:
             raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
     for top in top_k:

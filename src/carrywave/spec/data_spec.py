@@ -12,6 +12,17 @@ from carrywave.spec.signal_spec import AugmentSpec
 
 CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
 Transform = Literal["none", "log", "log1p", "diff"]
+Distribution = Literal["none", "normal", "student_t", "negative_binomial", "poisson"]
+
+# What a model says of each value that it forecasts. The variance of a negative binomial is mean + dispersion · mean².
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "normal": ("location", "scale"),
+    "student_t": ("location", "scale", "df"),
+    "negative_binomial": ("mean", "dispersion"),
+    "poisson": ("mean",),
+}
+COUNTS = ("negative_binomial", "poisson")
+REPORTED = (0.1, 0.5, 0.9)  # quantiles of a distribution, if no others are asked for
 
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -42,18 +53,37 @@ class DataSpec(Section):
     text: str | None = Field(None, description="the column or field with the text, or its list of tokens; by default text, tokens or steps")
     label: str | None = Field(
         None,
-        description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
+        description="classification, regression, tagging, transcription: the column or field with the target; by default label, for "
+        "tagging and transcription labels",
+    )
+    weight: str | None = Field(
+        None,
+        description="the column or field with the weight of each target in the loss: a number from 0 on for a row, or a list of one for "
+        "each step; by default weight, but none in tables of series, where that of a row is of its own values as targets; none: not read",
     )
     multi_label: bool = Field(
         False,
         description="classification, tagging: any number of labels may hold for a sequence, or for each step of it: a target is a list of "
         "labels, or a vector of 0 and 1",
     )
+    each_step: bool = Field(
+        False,
+        description="regression: every step has a target, and may lack it; tables with data.targets, or JSON rows with steps and labels",
+    )
+    scheme: Literal["auto", "none", "bio", "bioes"] = Field(
+        "auto",
+        description="model.crf: which labels may follow which: bio (I-X only after B-X or I-X), bioes (also with E-X and S-X, or L and U), "
+        "or none: any; auto goes by the names of the labels",
+    )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
     min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    lowercase: bool = Field(False, description="words are read in lower case; their characters (model.characters) as they are spelled")
+    word_length: Positive = Field(
+        32, description="model.characters: how many characters of a word are read; a longer word is read without its middle"
+    )
     reset: str | None = Field(
         None,
         description="language: what ends a document in a stream: a token, 'blank line', or 'row' (each row of a JSON, CSV or Parquet "
@@ -65,10 +95,14 @@ class DataSpec(Section):
         "training file, means and standard deviations only from the rows that are trained on",
     )
     split: tuple[float, ...] | None = Field(
-        None, description="forecasting: rows (or fractions) for train, valid and test in one file, in this order"
+        None, description="forecasting, each_step: rows (or fractions) for train, valid and test in one file, in this order"
     )
     columns: tuple[str, ...] | None = Field(None, description="columns the model reads; by default all numeric ones")
-    targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; by default all that the model reads")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        description="forecasting: columns to forecast; by default all that the model reads. each_step: columns to estimate, which it does "
+        "not read",
+    )
     channels: Literal["joint", "independent"] = Field(
         "joint",
         description="forecasting: the model reads and forecasts all targets of a row together, or each target column is a series of its "
@@ -89,21 +123,30 @@ class DataSpec(Section):
         "ahead, and a file to predict from has a row with them for each step ahead",
     )
     calendar: tuple[CalendarName, ...] | None = Field(
-        None, description="forecasting: positions in the calendar that the model reads, from the column of times; weekend is 0 or 1"
+        None,
+        description="forecasting, each_step: positions in the calendar that the model reads, from the column of times; weekend is 0 or 1",
     )
     categorical: tuple[str, ...] | None = Field(
-        None, description="forecasting: columns of categories, each with an embedding; a value that is not in train counts as unknown"
+        None,
+        description="forecasting, each_step: columns of categories, each with an embedding; a value that is not in train counts as unknown",
     )
-    static: tuple[str, ...] | None = Field(None, description="forecasting: columns with one value for each series, numbers or categories")
-    missing: Literal["error", "forward", "interpolate", "zero"] = Field(
+    static: tuple[str, ...] | None = Field(
+        None, description="forecasting, each_step: columns with one value for each series, numbers or categories"
+    )
+    missing: Literal["error", "forward", "interpolate", "zero", "mask"] = Field(
         "error",
-        description="forecasting: how empty cells and missing rows are filled: with the value before, on a line between the values around, "
-        "or with 0; error: empty cells are refused, and rows on either side of a gap count as neighbours",
+        description="forecasting, each_step: how empty cells and missing rows are filled: with the value before, on a line between the "
+        "values around, or with 0; error: empty cells are refused, and rows on either side of a gap count as neighbours. mask (each_step): "
+        "with the value before, and the model also reads whether each was there and for how long it has not been. Targets of each_step are "
+        "never filled: those that are missing have no loss",
+    )
+    warmup: Annotated[int, Field(ge=0)] = Field(
+        0, description="each_step: steps at the beginning of each series that have no loss and are not scored"
     )
     frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="forecasting: the interval between times, as 15min, h, D, B (business days), W, MS or a number; by default inferred "
-        "from all times; none: rows are counted, and forecasts have no times",
+        description="forecasting, each_step: the interval between times, as 15min, h, D, B (business days), W, MS or a number; by default "
+        "inferred from all times; none: rows are counted, and forecasts have no times",
     )
     horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
@@ -113,9 +156,16 @@ class DataSpec(Section):
         "model.linear, season if data.season is set without it, or else last",
     )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
-        None, description="forecasting: quantiles to forecast, in increasing order"
+        None,
+        description="forecasting: quantiles to forecast, in increasing order; with data.distribution, those that are reported of it, by "
+        "default 0.1, 0.5 and 0.9",
     )
-    context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
+    distribution: Distribution = Field(
+        "none",
+        description="forecasting: the model forecasts a distribution of each value, trained by its likelihood: normal; student_t, with "
+        "heavier tails; for counts, negative_binomial or poisson. Predictions are quantiles of it, or sample paths",
+    )
+    context: Positive | None = Field(None, description="forecasting, each_step: rows before a valid or test part that warm up the carry")
     scale: Literal["auto", "deviation", "change"] = Field(
         "deviation",
         description="several series: the unit of each: its standard deviation, or its mean absolute seasonal change, in which an "
@@ -123,11 +173,13 @@ class DataSpec(Section):
     )
     standardize: bool | Literal["sequence", "window"] = Field(
         True,
-        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series; "
+        description="standardise numeric features with the mean and deviation of train, which several series to forecast have each for "
+        "itself, and those of each_step all together; sequence: with those of each sequence or series; "
         "window (forecasting): what the model reads, then also with those of the last values up to each step (model.linear of them, or 96)",
     )
     augment: AugmentSpec | None = Field(
-        None, description="classification, regression, tagging: random changes to sequences of numbers in training; see docs/data.md"
+        None,
+        description="separate sequences of numbers: random changes to them in training; see docs/data.md",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
@@ -141,8 +193,20 @@ class DataSpec(Section):
         """The frequency as text."""
         return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
 
+    @property
+    def counts(self) -> bool:
+        """True if values are forecast as counts."""
+        return self.distribution in COUNTS
+
+    @property
+    def levels(self) -> tuple[float, ...] | None:
+        """The quantiles that are forecast, or reported of a distribution; None: forecasts are single values."""
+        return REPORTED if self.quantiles is None and self.distribution != "none" else self.quantiles
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.distribution != "none":
+            self._check_distribution()
         if self.quantiles is not None and (
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
@@ -179,6 +243,22 @@ class DataSpec(Section):
                 raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
         return self
 
+    def _check_distribution(self) -> None:
+        kind = self.distribution
+        if self.transform == "diff":
+            raise ValueError(f"distribution={kind} of changes does not add up to one of values; use transform=none or log, or remove it")
+        if not self.counts:
+            return
+        if self.transform != "none":
+            raise ValueError(f"distribution={kind} is of counts, but transform={self.transform} makes other numbers of them; remove it")
+        if self.residual not in ("auto", "none"):
+            raise ValueError(
+                f"distribution={kind} is of counts, but residual={self.residual} takes a naive forecast off them; remove it, or use "
+                "distribution=student_t"
+            )
+        if self.scale == "change":
+            raise ValueError(f"distribution={kind} scales counts by their mean, not by their changes; remove scale=change")
+
 
 PACKED_WINDOWS = 4
 
@@ -199,10 +279,12 @@ class BatchSpec(Section):
     )
     windows: Literal["contiguous", "random"] = Field(
         "contiguous",
-        description="forecasting: windows follow each other in every lane, which keeps its carry, or come in random order, each after "
-        "batch.warmup steps that warm up its carry and are not scored",
+        description="forecasting, each_step: windows follow each other in every lane, which keeps its carry, or come in random order, each "
+        "after batch.warmup steps that warm up its carry and are not scored",
     )
-    warmup: Annotated[int, Field(ge=0)] | None = Field(None, description="random windows: steps of warm-up; by default batch.steps")
+    warmup: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="random windows: steps of warm-up; by default data.warmup or batch.steps"
+    )
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(
         None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"

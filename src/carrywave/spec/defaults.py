@@ -24,7 +24,7 @@ LEAST_BATCHES = 16  # per epoch, if the data has enough sequences or steps
 LEAST_WINDOWS = 200  # per epoch of a stream of tokens
 LEAST_SEQUENCES = 16  # of a batch, even if an epoch then has few of them
 LONG = 64  # steps of a sequence on average, from which a front of convolutions is put before the layers
-WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "regression": 2000, "forecasting": 3000}
+WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "transcription": 3000, "regression": 2000, "forecasting": 3000}
 LEAST_EPOCHS, MOST_EPOCHS = 5, 150
 LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
 ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the best weights can be told from lucky ones
@@ -39,7 +39,7 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
     batch, sequences = spec.batch, max(facts.sequences, 1)
     if spec.streams:
         steps = batch.steps or STEPS
-        least = LEAST_BATCHES if spec.task == "forecasting" else LEAST_WINDOWS
+        least = LEAST_BATCHES if spec.reads_series else LEAST_WINDOWS
         lanes = batch.lanes or min(max(facts.steps // (steps * least), 1), MOST_LANES)
         spec = _with(spec, batch.model_copy(update={"lanes": lanes, "steps": steps}))
         return _with_epochs(spec, -(-facts.steps // (lanes * steps)))
@@ -82,7 +82,7 @@ def _with_epochs(spec: Spec, batches: int) -> Spec:
 
 def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
     """With `best` or `last` in place of `auto` in train.weights; `valid`: sequences to validate on, None if there is nothing."""
-    few = spec.task in ("classification", "regression") and valid is not None and valid < ENOUGH_TO_CHOOSE
+    few = spec.pooled and valid is not None and valid < ENOUGH_TO_CHOOSE
     update: dict[str, object] = {"weights": "last" if few else "best"} if spec.train.weights == AUTO else {}
     if (few or valid is None) and spec.train.early_stop is None:
         update["early_stop"] = 0  # what is too small to choose by is too small to stop by
@@ -100,7 +100,10 @@ def with_residual(spec: Spec) -> Spec:
     """
     if spec.data.residual != AUTO or spec.task != "forecasting":
         return spec
-    found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
+    if spec.data.counts:
+        found = "none"  # a difference is no count; what a linear part starts from, the head adds
+    else:
+        found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
     return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 

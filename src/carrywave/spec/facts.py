@@ -26,10 +26,13 @@ class DataFacts:
     steps: int = 0  # real steps in the training data
     longest: int = 0  # steps of the longest sequence
     histogram: tuple[tuple[int, int], ...] = ()  # (maximum length of the bin, sequences in it), at most 64 bins
+    most_labels: int = 0  # transcription: labels of the longest target
     known: int = 0  # forecasting: features that are read for the whole horizon, too
     fixed: int = 0  # forecasting: features whose change since the last season is not read: the calendar, static ones
     categories: tuple[int, ...] = ()  # forecasting: values of each categorical column, with the unknown one; known ones first
     known_categories: int = 0  # how many of these columns are read for the whole horizon, too
+    characters: int = 0  # different codes of characters that are read beside words; 0: none are read
+    word_length: int = 0  # how many of them belong to each word
 
     @staticmethod
     def of(known: Mapping[str, Any]) -> DataFacts:

@@ -12,7 +12,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 Rule = Callable[[Spec], str | None]  # why the key acts on nothing, and what to do instead; None if it acts
-LABELS, POOLED = ("classification", "tagging"), ("classification", "regression")
+LABELS = ("classification", "tagging")
 
 
 def _and(names: Sequence[str], word: str = "and") -> str:
@@ -23,8 +23,23 @@ def _tasks(*names: str) -> Rule:
     return lambda spec: None if spec.task in names else f"is for {_and(names)}, not for {spec.task}; remove it"
 
 
+def _series(spec: Spec) -> str | None:
+    """For tables of series."""
+    if spec.task == "regression" and not spec.each_step:
+        return "is for forecasting, and for targets at every step; set data.each_step=true, or remove it"
+    return None if spec.reads_series else _tasks("forecasting")(spec)
+
+
+def _each_step(spec: Spec) -> str | None:
+    return None if spec.each_step else "is for regression with data.each_step; remove it"
+
+
 def _not_forecasting(instead: str = "remove it") -> Rule:
-    return lambda spec: f"is for text and tokens, not for forecasting; {instead}" if spec.task == "forecasting" else None
+    return lambda spec: (
+        f"is for text and tokens, not for {'forecasting' if spec.task == 'forecasting' else 'data.each_step'}; {instead}"
+        if spec.reads_series
+        else None
+    )
 
 
 def _optimizers(*names: str) -> Rule:
@@ -52,9 +67,11 @@ def _min_lr(spec: Spec) -> str | None:
 
 
 def _loss(spec: Spec) -> str | None:
+    if spec.task == "forecasting" and spec.data.distribution != "none":
+        return "has no effect beside data.distribution, whose loss is its negative log-likelihood; remove it"
     if spec.task == "forecasting" and spec.data.quantiles is not None:
         return "has no effect beside data.quantiles, whose loss is the pinball loss; remove it"
-    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy"}
+    kinds = {"language": "cross entropy", "classification": "cross entropy", "tagging": "cross entropy", "transcription": "that of CTC"}
     return f"is for forecasting and regression; the loss of {spec.task} is {kinds[spec.task]}; remove it" if spec.task in kinds else None
 
 
@@ -66,7 +83,7 @@ def _share(spec: Spec) -> str | None:
 
 
 def _context(spec: Spec) -> str | None:
-    if (why := _tasks("forecasting")(spec)) is not None:
+    if (why := _series(spec)) is not None:
         return why
     data = spec.data
     cut = data.split is not None or (data.valid is None and data.share > 0)
@@ -74,7 +91,7 @@ def _context(spec: Spec) -> str | None:
 
 
 def _augment(spec: Spec) -> str | None:
-    if (why := _tasks("classification", "regression", "tagging")(spec)) is not None:
+    if (why := _tasks("classification", "regression", "tagging", "transcription")(spec)) is not None:
         return why
     return "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None
 
@@ -99,34 +116,50 @@ def _front_dropout(spec: Spec) -> str | None:
     return "is for model.front, which is none; remove it, or set a front" if spec.model.front == "none" else None
 
 
+_pool = _tasks("classification", "regression")
+
+
+def _characters(spec: Spec) -> str | None:
+    return "is for model.characters, which is none; remove it, or set model.characters=cnn" if spec.model.characters == "none" else None
+
+
 ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.tokens", "data.vocabulary", "data.min_count"), _not_forecasting()),
     "data.text": _not_forecasting("set data.columns to the columns to read"),
-    "data.label": _tasks("classification", "regression", "tagging"),
+    "data.label": _tasks("classification", "regression", "tagging", "transcription"),
     "data.multi_label": _tasks(*LABELS),
+    "data.each_step": _tasks("regression"),
+    "data.warmup": _each_step,
+    "data.scheme": lambda spec: None if spec.model.crf else "is for model.crf, which is off; remove it, or set model.crf=true",
     "data.reset": _reset,
     "data.share": _share,
     "data.split": lambda spec: (
-        None
-        if spec.task == "forecasting"
-        else f"is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share"
+        None if spec.reads_series else f"is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share"
     ),
-    **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _tasks("forecasting")),
+    **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _series),
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
-    **dict.fromkeys(("data.known", "data.calendar", "data.categorical", "data.static", "data.missing"), _tasks("forecasting")),
-    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.quantiles", "data.scale"), _tasks("forecasting")),
+    **dict.fromkeys(("data.calendar", "data.categorical", "data.static", "data.missing"), _series),
+    **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.scale", "data.known"), _tasks("forecasting")),
+    **dict.fromkeys(("data.quantiles", "data.distribution"), _tasks("forecasting")),
+    "data.lowercase": _not_forecasting(),
+    "data.word_length": _characters,
     "data.context": _context,
     "data.augment": _augment,
-    "data.standardize": _tasks("classification", "tagging", "forecasting", "regression"),
+    "data.standardize": _tasks("classification", "tagging", "transcription", "forecasting", "regression"),
     "model.embedding": _not_forecasting(),
     "model.dropout_words": _not_forecasting(),
+    "model.dropout_rare": _not_forecasting(),
+    "model.freeze_embedding": _not_forecasting(),
+    "model.characters": _tasks("classification", "regression", "tagging"),
+    **dict.fromkeys(("model.character_embedding", "model.character_width"), _characters),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
     "model.front_dropout": _front_dropout,
     "model.softmax": _tasks("language"),
-    "model.pool": _tasks(*POOLED),
+    "model.pool": lambda spec: "is for one target per sequence, not for data.each_step; remove it" if spec.each_step else _pool(spec),
+    "model.upsample": _tasks("transcription"),
     "model.linear": _tasks("forecasting"),
-    "batch.windows": _tasks("forecasting"),
+    "batch.windows": _series,
     "batch.pack": lambda spec: "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None,
     "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),
@@ -143,9 +176,10 @@ ACTS: Mapping[str, Rule] = {
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
 ALWAYS: Mapping[str, tuple[str, ...]] = {
-    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "cache"),
+    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
+        "crf",
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "init_bias", "forget_bias", "pretrained"),
     ),
@@ -172,10 +206,11 @@ def idle(spec: Spec, given: Collection[str]) -> list[str]:
 
 def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Iterator[str]:
     """Lines for keys that act on nothing with the data at hand. `text`: it has to be cut into tokens; `valid`: there is validation data."""
-    if spec.task != "forecasting":
+    if not spec.reads_series:
         kind = "numbers" if not facts.vocabulary else "tokens already"
         of_text = () if text else ("data.tokens",)
-        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", "model.embedding", "model.dropout_words")
+        names = ("embedding", "dropout_words", "dropout_rare", "freeze_embedding")
+        of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", *(f"model.{name}" for name in names))
         for key in (*of_text, *of_tokens):
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
@@ -198,6 +233,6 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
 def idle_beside_own(spec: Spec) -> Iterator[str]:
     """Lines for keys that describe the built-in model, if the user passes one of their own."""
     keys = (*(f"model.{name}" for name in type(spec.model).model_fields), "train.loss", "train.class_weights", "train.label_smoothing")
-    for key in keys:
+    for key in (*keys, "data.distribution"):
         if is_set(spec, key):
             yield f"{key} is for the model that a spec describes, but you pass a model of your own; remove it"

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from carrywave.cells.cell import by_name, names
 from carrywave.errors import SpecError
 from carrywave.spec.section import Positive, Section, Share
-from carrywave.spec.signal_spec import FrontLayer, front_layers
+from carrywave.spec.signal_spec import LONGEST, FrontLayer, front_layers, total_stride
 
 WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
 
@@ -21,14 +21,23 @@ class ModelSpec(Section):
     hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
     layers: Positive = Field(2, description="number of recurrent layers")
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
+    characters: Literal["none", "cnn", "lstm"] = Field(
+        "none",
+        description="words: what reads the characters of each word, beside its embedding: a convolution over 3 characters, of which the "
+        "maximum over the word is taken (cnn), or an LSTM in both directions, of which the last outputs are taken (lstm)",
+    )
+    character_embedding: Positive = Field(30, description="width of the embedding of a character")
+    character_width: Positive = Field(
+        50, description="how much wider the characters make what is read of a word: filters, or units of both directions together"
+    )
     heads: Positive = Field(1, description="equal groups of each layer's units; between steps, units read only those of their own group")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
     front: Literal["auto", "none", "small", "deep"] | tuple[FrontLayer, ...] = Field(
         "none",
         description="convolutions over time before the layers, which shorten long sequences: small (64 channels, kernel 9, stride 4; then "
-        "128, 9, 4), deep (64, 9, 2; 128, 7, 2; 128, 5, 2), or a list such as [{channels: 64, kernel: 9, stride: 2}]; classification and "
-        "regression, and tagging if every stride is 1",
+        "128, 9, 4), deep (64, 9, 2; 128, 7, 2; 128, 5, 2), or a list such as [{channels: 64, kernel: 9, stride: 2}]; classification, "
+        "transcription and regression, and tagging if every stride is 1",
     )
     front_dropout: Share = Field(0.0, description="dropout after each convolution of the front")
     dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
@@ -38,6 +47,9 @@ class ModelSpec(Section):
     dropout_hidden: Share | None = Field(None, description="dropout between layers; by default model.dropout")
     dropout_output: Share | None = Field(None, description="dropout before the head; by default model.dropout")
     dropout_words: Share = Field(0.0, description="dropout of whole rows of the embedding")
+    dropout_rare: Share = Field(
+        0.0, description="words: the share of those that occur once in train that are read as <unk>, which is learned from them"
+    )
     weight_drop: Share = Field(0.0, description="dropout of recurrent weights, the same for all steps of a batch")
     locked: bool = Field(False, description="use the same dropout mask at every step of a batch (variational dropout)")
     tie: bool = Field(False, description="language: softmax and embedding share one matrix")
@@ -45,6 +57,11 @@ class ModelSpec(Section):
         "full",
         description="language: score all tokens at every step, or rare ones only in clusters, which is another model and cheaper if the "
         "vocabulary is large",
+    )
+    crf: bool = Field(
+        False,
+        description="tagging: labels of a sequence are chosen together, by a score for each pair of neighbours (a conditional random "
+        "field), and what data.scheme forbids is never predicted",
     )
     cutoffs: tuple[Positive, ...] | None = Field(
         None,
@@ -78,11 +95,17 @@ class ModelSpec(Section):
         description="classification, regression: what the head reads of the real steps: the last, their mean, the maximum of each unit, "
         "a mean with learned weights (attention), or mean and maximum side by side",
     )
+    upsample: Positive = Field(
+        1,
+        description="transcription: answers for each step, so that there may be more labels than steps, as there are more sounds than "
+        "letters in some words",
+    )
     linear: Annotated[int, Field(ge=0)] = Field(
         0,
         description="forecasting: a linear function of the last so many values is added to what the layers forecast; it starts as a ridge "
         "regression on the training data; 0 for none",
     )
+    freeze_embedding: bool = Field(False, description="the token embedding stays as it begins: with model.pretrained, as it is in the file")
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "
@@ -103,13 +126,24 @@ class ModelSpec(Section):
             raise ValueError(f"projection {self.projection} would mix what {self.heads} heads keep apart; remove one of them")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
             raise ValueError(f"forget_bias is {self.forget_bias:g}, but cell={self.cell} has no forget gate; remove it")
+        if self.characters == "lstm" and self.character_width % 2:
+            raise ValueError(
+                f"character_width is {self.character_width}, but characters=lstm has half of it for each direction; make it even"
+            )
         if self.front == ():
             raise ValueError("front lists no layer; list some, or use none")
         if self.layers > DEEPEST:
             raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
             raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; list one width for each layer")
-        for name, given in (("hidden", max(self.widths)), ("embedding", self.embedding or 0)):
+        if self.upsample > LONGEST:
+            raise ValueError(f"upsample is {self.upsample}; use at most {LONGEST}")
+        for name, given in (
+            ("hidden", max(self.widths)),
+            ("embedding", self.embedding or 0),
+            ("character_embedding", self.character_embedding),
+            ("character_width", self.character_width),
+        ):
             if given > WIDEST:
                 raise ValueError(f"{name} is {given}; use at most {WIDEST}")
         widths = self.widths
@@ -129,6 +163,10 @@ class ModelSpec(Section):
     def front_layers(self) -> tuple[FrontLayer, ...]:
         """The convolutions before the recurrent layers; none if there is no front."""
         return front_layers(self.front)
+
+    def output_steps(self, steps: int) -> int:
+        """At how many steps the head answers, for so many steps of a sequence."""
+        return -(-steps // total_stride(self.front_layers)) * self.upsample
 
     @property
     def widths(self) -> tuple[int, ...]:

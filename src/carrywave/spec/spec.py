@@ -19,7 +19,7 @@ from carrywave.spec.train_spec import TrainSpec, check_best
 
 PAST_STEPS = 96  # last values that a straight line reads, and that give a moving scale, where a spec does not say how many
 
-TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
+TaskName = Literal["language", "classification", "tagging", "transcription", "forecasting", "regression"]
 
 
 class Spec(Section):
@@ -32,7 +32,8 @@ class Spec(Section):
 
     task: TaskName = Field(
         "language",
-        description="what to predict: the next token, a label per sequence, a label per step, the next values, numbers per sequence",
+        description="what to predict: the next token, a label per sequence, a label per step, labels in a row that are in no fixed place "
+        "(transcription), the next values, numbers per sequence or, with data.each_step, per step",
     )
     data: DataSpec = DataSpec()
     model: ModelSpec = ModelSpec()
@@ -55,13 +56,23 @@ class Spec(Section):
         if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
             raise ValueError(
                 "model.bidirectional cannot read a stream backwards; "
-                "use separate sequences (classification, tagging or regression with batch.tokens)"
+                "use separate sequences (classification, tagging, transcription or regression with batch.tokens)"
             )
         if self.model.front_layers:
             self._check_front()
+        if self.model.crf:
+            self._check_crf()
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
-        if self.task in ("classification", "regression") and streams:
+        if self.task == "transcription":
+            self._check_transcription()
+        if self.each_step:
+            self._check_each_step()
+        elif self.data.missing == "mask":
+            raise ValueError("data.missing=mask is for regression with data.each_step; use forward, interpolate or zero")
+        elif self.train.loss == "nse":
+            raise ValueError("train.loss=nse is for regression with data.each_step; use mse or mae")
+        if self.pooled and streams:
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
@@ -71,27 +82,81 @@ class Spec(Section):
             raise ValueError("data.augment changes the lengths that batch.pack has laid out; remove one of them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
-        if self.model.linear and self.task == "forecasting" and self.data.residual not in ("auto", "last"):
+        if self.model.linear and self.task == "forecasting" and not self.data.counts and self.data.residual not in ("auto", "last"):
             raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
         if self.batch.windows == "random" and self.batch.vary:
             raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
-        weighted, several = self.train.class_weights is not None, self.data.multi_label
-        check_best(self.train.best, self.task, self.data.quantiles, weighted=weighted, multi_label=several)
+        weighted, several = self.train.class_weights is not None or self.data.weight not in (None, "none"), self.data.multi_label
+        distribution = self.data.distribution != "none"
+        if self.train.best == "weighted_quantile_loss" and self.data.transform != "none":
+            raise ValueError("train.best=weighted_quantile_loss is in the units of the file, which data.transform is not; use crps")
+        kinds = {"weighted": weighted, "multi_label": several, "distribution": distribution, "each_step": self.each_step}
+        check_best(self.train.best, self.task, self.data.levels, **kinds)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
+
+    def _check_transcription(self) -> None:
+        augment = self.data.augment
+        if augment is not None and (augment.crop < 1.0 or augment.shift):
+            raise ValueError(
+                "data.augment with crop or shift leaves out steps or moves them, but transcription has labels for all of them, in their "
+                "order; use noise and scale"
+            )
+        if self.batch.pack:
+            raise ValueError("transcription reads the whole of a lane as one sequence; remove batch.pack")
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but a transcription is scored over all ways to lay it along the "
+                "whole sequence; use plan.micro_batches, which divides lanes instead, or remove it"
+            )
+
+    def _check_each_step(self) -> None:
+        if self.data.standardize in ("sequence", "window"):
+            raise ValueError(
+                f"data.standardize={self.data.standardize} needs targets that a new series does not have; use true, which is one scale for "
+                "all series, or false"
+            )
+        if not self.streams and self.batch.windows == "random":
+            raise ValueError("batch.windows=random is for streams; remove it, or batch.tokens")
+        if self.batch.pack or self.data.augment is not None:
+            key = "batch.pack" if self.batch.pack else "data.augment"
+            raise ValueError(f"{key} is not for targets at each step (data.each_step); remove it")
+
+    def _check_crf(self) -> None:
+        if self.task != "tagging":
+            raise ValueError(f"model.crf chooses the labels of a sequence together, for tagging, not for {self.task}; remove it")
+        if self.data.multi_label:
+            raise ValueError("model.crf chooses one label for each step, but data.multi_label allows any number; remove one of them")
+        for key, given in (("class_weights", self.train.class_weights is not None), ("label_smoothing", self.train.label_smoothing > 0)):
+            if given:
+                raise ValueError(
+                    f"train.{key} is for losses of single labels, but that of model.crf is of whole sequences; remove one of them"
+                )
+        if self.train.best == "top_5_accuracy":
+            raise ValueError("train.best=top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences; use accuracy")
+        if self.streams:
+            raise ValueError("model.crf reads whole sequences, but a stream is read in windows; set batch.tokens, or remove it")
+        if self.batch.pack:
+            raise ValueError("model.crf reads over the edges of packed sequences; remove it, or batch.pack")
+        if self.plan_spec.share_head:
+            raise ValueError("plan.share_head shares the work of single steps, but model.crf reads whole sequences; remove one of them")
+        if self.plan_spec.chunk_steps is not None:
+            raise ValueError(
+                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.crf reads whole sequences; use plan.micro_batches, "
+                "which divides lanes instead, or remove it"
+            )
 
     def _check_front(self) -> None:
         stride = total_stride(self.model.front_layers)
         if self.streams or self.task in ("language", "forecasting"):
             raise ValueError(
-                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression or "
-                "tagging with batch.tokens), or remove it"
+                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression, "
+                "transcription or tagging with batch.tokens), or remove it"
             )
-        if self.task == "tagging" and stride > 1:
-            raise ValueError(
-                f"model.front makes one step of {stride}, but tagging labels every step; list layers with a stride of 1, or remove it"
-            )
+        if (self.task == "tagging" or self.each_step) and stride > 1:
+            what = "tagging labels every step" if self.task == "tagging" else "every step has a target (data.each_step)"
+            raise ValueError(f"model.front makes one step of {stride}, but {what}; list layers with a stride of 1, or remove it")
         if self.plan_spec.chunk_steps is not None:
             raise ValueError(
                 f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.front reads whole sequences; use plan.micro_batches, "
@@ -109,7 +174,27 @@ class Spec(Section):
             return False
         if self.batch.lanes is not None or self.batch.steps is not None:
             return True
-        return self.task in ("language", "forecasting")
+        return self.task in ("language", "forecasting") or self.each_step
+
+    @property
+    def each_step(self) -> bool:
+        """True for a regression with targets at every step."""
+        return self.task == "regression" and self.data.each_step
+
+    @property
+    def reads_series(self) -> bool:
+        """True if the data is a table of series, read along their times."""
+        return self.task == "forecasting" or self.each_step
+
+    @property
+    def pooled(self) -> bool:
+        """True if there is one target, or one row of them, per sequence."""
+        return self.task in ("classification", "regression", "transcription") and not self.each_step
+
+    @property
+    def reads_whole(self) -> bool:
+        """True if a front or the head needs whole sequences at once, so that time cannot be cut."""
+        return self.task == "transcription" or self.model.crf or bool(self.model.front_layers)
 
     @property
     def lanes(self) -> int:
@@ -139,7 +224,7 @@ class Spec(Section):
     @property
     def warmup_steps(self) -> int:
         """Random windows: steps before each that are not scored."""
-        return self.steps if self.batch.warmup is None else self.batch.warmup
+        return (self.data.warmup or self.steps) if self.batch.warmup is None else self.batch.warmup
 
     @property
     def reads_changes(self) -> bool:
@@ -148,8 +233,11 @@ class Spec(Section):
 
     @property
     def past_steps(self) -> int:
-        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none."""
-        return self.model.linear or self.scale_steps
+        """Forecasting: how many of the last values of each column the head reads at every step; 0 for none.
+
+        That of counts reads at least one, beside which it finds the scale of the series.
+        """
+        return self.model.linear or self.scale_steps or int(self.data.counts)
 
     @property
     def plans_itself(self) -> bool:

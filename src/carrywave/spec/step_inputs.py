@@ -35,11 +35,11 @@ class StepInputs:
 
 def step_inputs(spec: Spec, facts: DataFacts) -> StepInputs:
     """Return what a step holds: the features, their changes since the last season, and what is known for the horizon."""
+    tables = tuple((values, width_of(values)) for values in facts.categories)
     if spec.task != "forecasting":
-        return StepInputs(facts.features)
+        return StepInputs(facts.features, tables, tuple(range(len(tables))))
     changes = facts.features - facts.fixed if spec.reads_changes else 0
     ahead = spec.data.horizon
-    tables = tuple((values, width_of(values)) for values in facts.categories)
     places = (*range(len(tables)), *(tuple(range(facts.known_categories)) * ahead))
     return StepInputs(facts.features + changes + ahead * facts.known, tables, places)
 

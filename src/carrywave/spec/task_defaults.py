@@ -21,7 +21,8 @@ Sections = dict[str, dict[str, Any]]
 
 def with_task_defaults(spec: Spec) -> Spec:
     """The spec with the defaults of its task for keys that are not set."""
-    wanted = {"language": _language, "tagging": _tagging, "forecasting": _forecasting}.get(spec.task, _pooled)(spec)
+    by_task = {"language": _language, "tagging": _tagging, "transcription": _transcription, "forecasting": _forecasting}
+    wanted = (_each_step if spec.each_step else by_task.get(spec.task, _pooled))(spec)
     if spec.train.optimizer in ADAM:
         wanted.setdefault("train", {}).update({"clip": 1.0, "schedule": "cosine"})
     else:
@@ -47,6 +48,10 @@ def _tagging(spec: Spec) -> Sections:
     return {"model": {**both_ways, "dropout": 0.3}, "train": {"lr": 5e-3}}
 
 
+def _transcription(spec: Spec) -> Sections:
+    return {"model": {"bidirectional": True, "dropout": 0.2}, "train": {"lr": 3e-3, "warmup": 100}}
+
+
 def _pooled(spec: Spec) -> Sections:
     model: dict[str, Any] = {"bidirectional": True, "layers": 1, "pool": "mean_max", "dropout": 0.4, "locked": True, "front": "auto"}
     if isinstance(spec.model.hidden, tuple):
@@ -59,6 +64,15 @@ def _pooled(spec: Spec) -> Sections:
     return {"model": model, "train": train}
 
 
+def _each_step(spec: Spec) -> Sections:
+    model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
+    if spec.model.cell == lstm.CELL.name:
+        model["forget_bias"] = 3.0  # stores such as snow and soil keep their content for months
+    # A window after a warm-up, wherever it begins, is scored under the same conditions as the rest of a series.
+    batch = {"windows": "random"} if spec.data.warmup and spec.streams else {}
+    return {"model": model, "batch": batch, "train": {"lr": 2e-3}}
+
+
 def _decay(spec: Spec, decay: float) -> dict[str, Any]:
     """AdamW with a decay; for another optimizer that is asked for, none."""
     other = "optimizer" in spec.train.model_fields_set and spec.train.optimizer != "adamw"
@@ -67,7 +81,7 @@ def _decay(spec: Spec, decay: float) -> dict[str, Any]:
 
 def _forecasting(spec: Spec) -> Sections:
     data = spec.data
-    train: dict[str, Any] = {"lr": 2e-3} if data.quantiles is not None else {"lr": 2e-3, "loss": "mae"}
+    train: dict[str, Any] = {"lr": 2e-3} if data.levels is not None else {"lr": 2e-3, "loss": "mae"}
     train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
     if data.residual in ("auto", "last") and data.transform != "diff":

@@ -21,34 +21,56 @@ BestMetric = Literal[
     "micro_f1",
     "macro_f1",
     "exact_match",
+    "span_f1",
     "top_5_accuracy",
+    "label_error",
+    "sequence_error",
     "mae",
     "rmse",
     "mase",
     "pinball",
+    "crps",
+    "weighted_quantile_loss",
+    "nse_median",
+    "kge_median",
 ]
 
 OF_TASK: Mapping[str, tuple[str, ...]] = {
     "language": ("loss", "perplexity", "bits"),
     "classification": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
-    "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "top_5_accuracy"),
-    "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
+    "tagging": ("loss", "unweighted_loss", "accuracy", "macro_f1", "span_f1", "top_5_accuracy"),
+    "transcription": ("loss", "label_error", "sequence_error"),
+    "forecasting": ("loss", "mae", "rmse", "mase", "pinball", "crps", "weighted_quantile_loss"),
     "regression": ("loss", "mae", "rmse"),
 }
+EACH_STEP = ("loss", "mae", "rmse", "nse_median", "kge_median")  # of regression with data.each_step
 MULTI_LABEL = ("loss", "unweighted_loss", "micro_f1", "macro_f1", "exact_match")  # of any task with data.multi_label
-HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "top_5_accuracy")  # better if higher; every other metric is better if lower
+# Better if higher; every other metric is better if lower.
+HIGHER = ("accuracy", "micro_f1", "macro_f1", "exact_match", "span_f1", "top_5_accuracy", "nse_median", "kge_median")
 OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
+OF_DISTRIBUTIONS = ("crps", "weighted_quantile_loss")
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median
 
 
-def check_best(metric: str, task: str, quantiles: Sequence[float] | None, *, weighted: bool, multi_label: bool = False) -> None:
+def check_best(
+    metric: str,
+    task: str,
+    quantiles: Sequence[float] | None,
+    *,
+    weighted: bool,
+    multi_label: bool = False,
+    distribution: bool = False,
+    each_step: bool = False,
+) -> None:
     """Refuse a metric that evaluations of this task do not have."""
-    known = MULTI_LABEL if multi_label else OF_TASK[task]
+    known = MULTI_LABEL if multi_label else EACH_STEP if each_step else OF_TASK[task]
     if metric not in known:
-        with_several = " with several labels (data.multi_label)" * multi_label
-        raise ValueError(f"train.best={metric} is not a metric of {task}{with_several}; use {', '.join(known)}")
+        of = f"{task} with several labels (data.multi_label)" if multi_label else f"{task} at every step" if each_step else task
+        raise ValueError(f"train.best={metric} is not a metric of {of}; use {', '.join(known)}")
     if metric == "unweighted_loss" and not weighted:
-        raise ValueError("train.best=unweighted_loss is for train.class_weights, without which it is the loss; use loss")
+        raise ValueError("train.best=unweighted_loss is for train.class_weights and data.weight, without which it is the loss; use loss")
+    if metric in OF_DISTRIBUTIONS and not distribution:
+        raise ValueError(f"train.best={metric} needs data.distribution; set it, or use loss, mae, rmse or mase")
     if metric == "pinball" and quantiles is None:
         raise ValueError("train.best=pinball needs data.quantiles; set them, or use loss, mae, rmse or mase")
     if metric in OF_POINTS and quantiles is not None and 0.5 not in quantiles:
@@ -114,9 +136,9 @@ class TrainSpec(Section):
     evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
     best: BestMetric = Field(
         "loss",
-        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies, F1 and "
-        "exact_match better if higher, the others if lower; with class_weights, loss is the weighted one, and unweighted_loss the one "
-        "without them",
+        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies, F1, "
+        "exact_match, nse_median and kge_median better if higher, the others if lower; with class_weights, loss is the weighted one, and "
+        "unweighted_loss the one without them",
     )
     weights: Literal["auto", "best", "last"] = Field(
         "auto",
@@ -141,7 +163,11 @@ class TrainSpec(Section):
         description="classification, tagging: the share of each target in training that is spread evenly over all labels, as torch's cross "
         "entropy has it; losses of evaluations are without it. With data.multi_label, half of it is taken from ones and given to zeros",
     )
-    loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
+    loss: Literal["mse", "mae", "nse"] = Field(
+        "mse",
+        description="regression, forecasting without quantiles: the loss; nse (data.each_step): the squared error in units of the "
+        "deviation of each series",
+    )
     on_nan: Literal["stop", "skip", "back"] = Field(
         "stop",
         description="what to do when a loss or gradient is not finite: stop the run, skip the step, or go back to the last snapshot with "

@@ -111,8 +111,7 @@ class Trainer:
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, user_optimizer=optimizer is not None)
             self.spec = in_model_dtype(self.spec, self.model)
-        if optimizer is not None:
-            check_optimizer(optimizer, self.model)
+        check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
         if mesh is None:

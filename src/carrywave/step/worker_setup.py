@@ -30,7 +30,8 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.own_modules.shared_objects import hidden_reference
+from carrywave.step.checks.own_modules.shared_objects import hidden_reference, shared_memory
+from carrywave.step.checks.own_modules.unregistered_values import unregistered_values
 from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
@@ -118,6 +119,9 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
         # Rows that a worker has initialized for itself are no others'.
         own = {name: tensor for name, tensor in tensors_of(model).items() if name not in split_rows(model)}
         check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in own.items()})
+        order = {f"as parameter or buffer {number} of the model": name for number, name in enumerate(own, start=1)}
+        check_agreement(mesh.world, order, "build its modules in the same order everywhere, from a list and not from a set")
+        _check_values(model, mesh.world)
         if not drawn:
             for name, tensor in broadcast(mesh.world, own).items():
                 own[name].copy_(tensor)
@@ -302,7 +306,8 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
             raise PlanError(
                 f"{scripted} is TorchScript, whose weights cannot be left to other stages; use plain modules, or remove plan.stages"
             )
-        hidden = hidden_reference({"encoder": model.encoder, "lstm": model.lstm, "head": model.head})
+        parts = {"encoder": model.encoder, "lstm": model.lstm, "head": model.head}
+        hidden = hidden_reference(parts) or shared_memory(parts)
         if hidden is not None:
             raise PlanError(hidden)
     if plan.kernel != "auto":
@@ -323,6 +328,16 @@ def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.o
             if isinstance(value, Tensor) and isinstance(parameter, Tensor) and value.dim() and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
     return optimizer
+
+
+def _check_values(model: Model | OpaqueModel, world: World) -> None:
+    """Refuse modules that hold other numbers than those of rank 0 beside their parameters and saved buffers."""
+    roots = {"module": model.module, **model.own_loss} if isinstance(model, OpaqueModel) else {"encoder": model.encoder, "head": model.head}
+    check_agreement(
+        world,
+        {f"other numbers in the {name}:": checksum for name, checksum in unregistered_values(roots).items()},
+        "seed what draws them alike on all workers, or make them a saved buffer (register_buffer), which all get from rank 0",
+    )
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

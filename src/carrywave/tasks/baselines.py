@@ -35,6 +35,7 @@ class Errors:
 
     absolute_HC: Reals
     square_HC: Reals
+    targets_H: Reals  # how many there are of each column
     scaled: float | None  # MASE, over all series and columns with a known change
     pinball: float | None  # averaged over quantiles, with the forecast used for each of them
 
@@ -42,34 +43,40 @@ class Errors:
         """Return the metrics under the model's names after the baseline's; `point`: the model has a point forecast."""
         found: dict[str, float] = {}
         if point:
-            found = {f"{name}_mae": float(self.absolute_HC.mean()), f"{name}_rmse": float(np.sqrt(self.square_HC.mean()))}
+            mean, square = (float(np.average(each.mean(1), weights=self.targets_H)) for each in (self.absolute_HC, self.square_HC))
+            found = {f"{name}_mae": mean, f"{name}_rmse": float(np.sqrt(square))}
             found |= {} if self.scaled is None else {f"{name}_mase": self.scaled}
         return found if self.pinball is None else found | {f"{name}_pinball": self.pinball}
 
 
 def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> Errors:
-    """Compute the errors of a forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it."""
+    """Compute the errors of a forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it. As in the metrics of
+    a model, targets of weight 0 are left out, and all others count as one.
+    """
     ahead = np.arange(1, spec.horizon + 1)
     absolute_HC, square_HC = (np.zeros((spec.horizon, len(columns))) for _ in range(2))
-    share_Q = np.array(spec.quantiles or ())
-    origins = scaled_count = 0
+    share_Q = np.array(spec.levels or ())
+    targets_H, scaled_count = np.zeros(spec.horizon), 0
     scaled = pinball = 0.0
     for number, rows in origins_of(data, spec.horizon, block):
         gap_RHC = np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - forecast(rows)
+        real_RH = np.ones(gap_RHC.shape[:2], np.bool_) if data.step_weights is None else data.step_weights[rows[:, None] + ahead] > 0
+        gap_RHC = gap_RHC if data.step_weights is None else np.where(real_RH[..., None], gap_RHC, 0.0)
         absolute_HC += (sums_HC := np.abs(gap_RHC).sum(axis=0))
         square_HC += (gap_RHC**2).sum(axis=0)
         known = change_SC[number] > 0
         scaled += float((sums_HC[:, known] / change_SC[number][known]).sum())
-        scaled_count += len(rows) * spec.horizon * int(known.sum())
+        scaled_count += int(real_RH.sum()) * int(known.sum())
         for share in share_Q:
             pinball += float(np.maximum(share * gap_RHC, (share - 1.0) * gap_RHC).sum()) / len(share_Q)
-        origins += len(rows)
-    each = max(origins, 1)
+        targets_H += real_RH.sum(0)
+    each_H1 = np.maximum(targets_H, 1)[:, None]
     return Errors(
-        absolute_HC / each,
-        square_HC / each,
+        absolute_HC / each_H1,
+        square_HC / each_H1,
+        each_H1[:, 0],
         scaled / scaled_count if scaled_count else None,
-        pinball / (each * absolute_HC.size) if len(share_Q) else None,
+        pinball / (float(each_H1.sum()) * len(columns)) if len(share_Q) else None,
     )
 
 

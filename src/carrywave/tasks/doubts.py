@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,12 @@ MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # fraction of valid worth a warning: <
 
 def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
     """Return all warnings that apply."""
+    if codec.word_length:
+        train = replace(train, inputs=train.tokens)
+        valid = None if valid is None else replace(valid, inputs=valid.tokens)
     found = [one_step(spec, order), too_few_epochs(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
-    found += [unknown_tokens(codec, train, valid), untrained_tokens(codec, train, valid)]
+    found += [] if spec.model.dropout_rare else [unknown_tokens(codec, train, valid)]  # <unk> is learned from rare words
+    found += [untrained_tokens(codec, train, valid)]
     return [line for line in found if line is not None]
 
 
@@ -63,7 +68,7 @@ def one_label(codec: Codec) -> str | None:
 
 def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
     """Warn if many sequences are nearly constant once scaled by statistics over all sequences."""
-    if spec.task == "forecasting" or codec.size or codec.own_scale or not codec.columns:
+    if spec.reads_series or codec.size or codec.own_scale or not codec.columns:
         return None
     spread = [float(rows.std(axis=0).max()) for rows in _some(train) if len(rows) > 1]
     flat = sum(value < FLAT for value in spread)
@@ -83,8 +88,8 @@ def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> s
     if there < (MANY_UNKNOWN if learned else MANY_UNTRAINED):
         return None
     why = f"against {learned:.1%} in train" if learned else "but train has none, so nothing is learned about it"
-    remedy = "set a larger data.vocabulary, or data.tokens=bpe" if learned else "set data.min_count=2, or data.tokens=bpe"
-    return f"{there:.1%} of the tokens in valid are {UNKNOWN}, {why}; {remedy}"
+    remedy = "set a larger data.vocabulary" if learned else "set model.dropout_rare=0.5 or data.min_count=2"
+    return f"{there:.1%} of the tokens in valid are {UNKNOWN}, {why}; {remedy}, or data.tokens=bpe"
 
 
 def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:

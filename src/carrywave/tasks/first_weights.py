@@ -16,12 +16,17 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
+from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
+from carrywave.model.vocabulary.spelled_words import token_embedding
 from carrywave.spec.spec import Spec
 from carrywave.tasks.ridge import Line, fit_line
+
+BLOCK_ROWS = 1 << 22  # counted at once
 
 
 def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences | None, line: Line | None) -> frozenset[str]:
@@ -32,12 +37,13 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     head = model.head
     if train is None:
         return frozenset()
-    if isinstance(head, Softmax | PooledSoftmax) and head.bias is not None and spec.model.init_bias == "frequency":
+    _forget_unknown(model, spec, codec, train)
+    if isinstance(head, Softmax | PooledSoftmax | CRF) and head.bias is not None and spec.model.init_bias == "frequency":
         rows = head.rows if isinstance(head, Softmax) else None
         if not head.bias.is_meta:
             several = isinstance(head, Sigmoid | PooledSigmoid)
             logs = torch.from_numpy(_log_odds(train) if several else _log_frequencies(spec, train, head.classes))
-            if head.weights is not None and not head.weights.is_meta:
+            if not isinstance(head, CRF) and head.weights is not None and not head.weights.is_meta:
                 logs = _weighted(logs, head.weights.double().cpu(), several=several)
             with torch.no_grad():
                 head.bias.copy_(logs if rows is None else logs[rows.low : rows.high])
@@ -53,6 +59,31 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
     return frozenset()
 
 
+def _forget_unknown(model: Model, spec: Spec, codec: Codec, train: Sequences) -> None:
+    """Set the vector of unknown words to zero if nothing will train it: a random one would mean something."""
+    words, head = token_embedding(model.encoder), model.head
+    if words is None or UNKNOWN not in codec.vocabulary or spec.model.dropout_rare or words.weight is getattr(head, "weight", None):
+        return
+    low, high = (0, words.vocabulary) if words.rows is None else (words.rows.low, words.rows.high)
+    unknown = codec.vocabulary.index(UNKNOWN)
+    if low <= unknown < high and not words.weight.is_meta and not _token_counts(train, words.vocabulary)[unknown]:
+        with torch.no_grad():
+            words.weight[unknown - low] = 0.0
+
+
+def first_rare(train: Sequences, vocabulary: int) -> int:
+    """The first of the tokens that occur no more than once in the training file: a vocabulary begins with the most frequent ones."""
+    return int(np.flatnonzero(_token_counts(train, vocabulary) > 1).max(initial=-1)) + 1
+
+
+def _token_counts(train: Sequences, vocabulary: int) -> NDArray[np.int64]:
+    """How often each token occurs in the training file, held-out rows included."""
+    counts, tokens = np.zeros(vocabulary, np.int64), train.tokens
+    for first in range(0, len(tokens), BLOCK_ROWS):
+        counts += np.bincount(np.asarray(tokens[first : first + BLOCK_ROWS], np.int64), minlength=vocabulary)
+    return counts
+
+
 def _log_frequencies(spec: Spec, train: Sequences, classes: int) -> NDArray[np.float64]:
     """The logarithm of each class's share of the training targets, as if each had occurred once more."""
     counts = class_counts(spec.task, train, classes) + 1.0
@@ -65,29 +96,34 @@ def _log_odds(train: Sequences) -> NDArray[np.float64]:
     return np.asarray(np.log((ones + 1.0) / (zeros + 1.0)), np.float64)
 
 
-def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.int64]:
-    """How often each class or token is a training target."""
-    counts = np.zeros(classes, np.int64)
-    for part in _targets(train, train.inputs if task == "language" else train.tags):
-        counts += np.bincount(part[part >= 0].astype(np.int64), minlength=classes)
-    return counts
+def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.float64]:
+    """How often each class or token is a training target; one with a weight counts as so many, in units of the mean weight."""
+    counts, real = np.zeros(classes), 0
+    for part, weights in _targets(train, train.inputs if task == "language" else train.tags):
+        there = part >= 0
+        counts += np.bincount(part[there].astype(np.int64), weights[there], minlength=classes)
+        real += int(there.sum())
+    return np.asarray(counts * (real / max(counts.sum(), np.finfo(np.float64).tiny)), np.float64)
 
 
-def label_counts(train: Sequences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How often each of several labels is 0 and 1 among the training targets."""
+def label_counts(train: Sequences) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How often each of several labels is 0 and 1 among the training targets, counted as `class_counts` does."""
     parts = list(_targets(train, train.tags))
-    zeros, ones = (sum((part == value).sum(axis=0) for part in parts) for value in (0, 1))
-    return np.asarray(zeros, np.int64), np.asarray(ones, np.int64)
+    mean = sum(weights.sum() for _, weights in parts) / max(1, sum(len(weights) for _, weights in parts))
+    zeros, ones = (sum(((part == value) * weights[:, None]).sum(axis=0) for part, weights in parts) / (mean or 1.0) for value in (0, 1))
+    return np.asarray(zeros), np.asarray(ones)
 
 
-def _targets(train: Sequences, by_row: NDArray[Any] | None) -> Iterator[NDArray[Any]]:
-    """The targets of all sequences, or those of one after the other where each row has one: valid may share the array."""
+def _targets(train: Sequences, by_row: NDArray[Any] | None) -> Iterator[tuple[NDArray[Any], NDArray[np.float64]]]:
+    """The targets of all sequences and their weights, or those of one after the other where each row has one: valid may share the array."""
+    of_sequences = np.ones(len(train)) if train.weights is None else np.asarray(train.weights, np.float64)
     if train.labels is not None:
-        yield np.asarray(train.labels)
+        yield np.asarray(train.labels), of_sequences
         return
     assert by_row is not None
-    for start, length in zip(train.starts, train.lengths, strict=True):
-        yield np.asarray(by_row[start : start + length])
+    for start, length, weight in zip(train.starts, train.lengths, of_sequences, strict=True):
+        rows = slice(start, start + length)
+        yield np.asarray(by_row[rows]), np.full(length, weight) if train.step_weights is None else np.asarray(train.step_weights[rows])
 
 
 def _weighted(logs: torch.Tensor, weights: torch.Tensor, *, several: bool) -> torch.Tensor:

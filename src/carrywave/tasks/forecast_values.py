@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
@@ -17,6 +18,7 @@ from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.transform import backward
 from carrywave.spec.data_spec import DataSpec
+from carrywave.tasks.quantile_functions import Quantiles
 from carrywave.tasks.views import Naive
 
 Reals = NDArray[np.float64]
@@ -31,6 +33,8 @@ class ForecastValues:
         self._scales = scales(table, codec)
         self._targets = np.array(codec.targets)
         self._naive = Naive(data, self._targets, spec.horizon, spec.season, spec.residual)
+        self._counts = spec.counts
+        self._quantiles = Quantiles(spec.distribution, spec.levels or ()) if spec.distribution != "none" else None
         self.places = [table.columns.index(column) for column in codec.forecast_columns]  # in the table
 
     def unit(self, series: int) -> Reals:
@@ -46,12 +50,20 @@ class ForecastValues:
     def __call__(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
         """Return the forecasts [O, H, C, Q] of a series made after so many of its rows; a single Q if there are no quantiles.
 
-        `outs` are the outputs for each sequence of the series, [O, H, …] each.
+        `outs` are the outputs for each sequence of the series, [O, H, …] each. Of a distribution, its quantiles are returned.
         """
+        if self._quantiles is not None:
+            outs = [self._quantiles(torch.from_numpy(out)).numpy() for out in outs]
+        return self.in_units(series, known_O, outs)
+
+    def in_units(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
+        """Return numbers [O, H, C, Q] in the units of a model, quantiles or draws, in those of the file; counts are in them already."""
         parts = []
         for place, out in enumerate(outs):
             number = series * self.many + place
             mean, std = (np.array(values)[self._targets] for values in self._scales[number])
+            if self._counts:
+                mean, std = np.zeros_like(mean), np.ones_like(std)
             relative_OHCQ = out.reshape(*out.shape[:3], -1) + self._naive(self.data.starts[number] + known_O - 1)[..., None]
             parts.append(relative_OHCQ.astype(np.float64) * std[:, None] + mean[:, None])
         made_HOCQ = np.moveaxis(np.concatenate(parts, axis=2), 1, 0)

@@ -11,18 +11,23 @@ from carrywave.errors import SpecError
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.first_weights import class_counts, label_counts
 
-Encoder = Embedding | Numbers | Features
+Encoder = Embedding | SpelledWords | Numbers | Features
 
 
 def head_of(
     spec: Spec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
-) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
+) -> Softmax | AdaptiveSoftmax | CRF | PooledSoftmax | PooledNumbers | Ctc | StepNumbers | Forecast:
     """The head of a task. Balanced class weights need the training data; `device`: as in torch."""
     match spec.task:
         case "language":
@@ -32,6 +37,8 @@ def head_of(
             rows = encoder.rows if isinstance(encoder, Embedding) else None
             return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
         case "tagging":
+            if spec.model.crf:
+                return CRF(width, facts.labels, spec.data.scheme)
             kind = Sigmoid if spec.data.multi_label else Softmax
             return kind(width, len(facts.labels), weights=_class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)
         case "classification":
@@ -44,8 +51,22 @@ def head_of(
                 bidirectional=spec.model.bidirectional,
                 label_smoothing=spec.train.label_smoothing,
             )
+        case "transcription":
+            return Ctc(width, len(facts.labels), upsample=spec.model.upsample)
+        case "regression" if spec.each_step:
+            return StepNumbers(width, facts.outputs, spec.train.loss)
         case "regression":
             return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
+        case "forecasting" if spec.data.distribution != "none":
+            return DistributionForecast(
+                width,
+                spec.data.horizon,
+                facts.outputs,
+                spec.data.distribution,
+                linear=spec.model.linear > 0,
+                scaled=spec.data.standardize == "window",
+                past_steps=spec.past_steps,
+            )
         case "forecasting":
             return Forecast(
                 width,

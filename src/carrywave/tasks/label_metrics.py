@@ -25,7 +25,7 @@ def log_odds(probability: float) -> float:
 class LabelDecisions:
     """How often each label was wanted, predicted, and both; how often all labels of a step or sequence were right.
 
-    If the loss is `weighted` by label, the loss without weights is a metric beside it.
+    If the loss is `weighted`, by label or by target, the loss without weights is a metric beside it.
     """
 
     def __init__(

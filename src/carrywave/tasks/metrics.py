@@ -20,12 +20,15 @@ from carrywave.data.tables.transform import LARGEST
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.label_metrics import LabelDecisions, Row
+from carrywave.tasks.transcription.label_errors import LabelErrors
 
 BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "classification": ("label",),
-    "tagging": ("label",),
+    "tagging": ("label", "type"),
+    "transcription": (),
     "forecasting": ("column", "series", "step"),
     "regression": ("column",),
+    "regression at every step": ("column", "series"),
     "language": (),
 }
 MOST_COLUMNS = 16  # told with every evaluation in the units of the data
@@ -75,21 +78,26 @@ def for_task(
     unit_C: Tensor | None = None,
     columns: Columns | None = None,
     tops: Sequence[int] = (),
+    *,
+    weighted: bool = False,
 ) -> Metric | None:
     """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
     Forecasts and several numbers are scored in standardised units, as they are trained, so that columns with different units weigh the
     same; a single number in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, they are scored in
     the units of the data as well, column by column. With classes, `tops` are further numbers of likeliest ones of which one must be right.
+    `weighted`: targets have weights, by which only the loss goes.
     """
     match spec.task:
         case "language":
             return None
         case "classification" | "tagging":
-            weighted = spec.train.class_weights is not None
+            weighted = weighted or spec.train.class_weights is not None
             if spec.data.multi_label:
                 return LabelDecisions(len(facts.labels), device, facts.labels, threshold=spec.train.threshold, weighted=weighted)
-            return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted)
+            return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted, chosen=spec.model.crf)
+        case "transcription":
+            return LabelErrors(len(facts.labels), device)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":
@@ -105,7 +113,8 @@ def language(loss: float) -> dict[str, float]:
 class Confusion:
     """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`.
 
-    If the loss is `weighted` by class, the loss without weights is a metric beside it.
+    If the loss is `weighted`, by class or by target, the loss without weights is a metric beside it. `chosen`: outputs are not logits but
+    the classes themselves, of which none is likelier than another, and which have no loss.
     """
 
     def __init__(
@@ -116,23 +125,25 @@ class Confusion:
         tops: Sequence[int] = (),
         *,
         weighted: bool = False,
+        chosen: bool = False,
     ) -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
         self.labels = tuple(labels) or tuple(map(str, range(classes)))
         # With few labels, the right one is always among the `TOP` likeliest.
-        self.tops = tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
+        self.tops = () if chosen else tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
+        self.chosen = chosen
         self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
-        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted else None
+        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted and not chosen else None
 
     def fits(self, out: object, target: Tensor) -> bool:
-        """True if there is one logit per class."""
-        return isinstance(out, Tensor) and out.shape == (*target.shape, self.counts_KK.shape[0])
+        """True if there is one logit per class, or the class itself."""
+        return isinstance(out, Tensor) and out.shape == (target.shape if self.chosen else (*target.shape, self.counts_KK.shape[0]))
 
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:
         """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
         real = (target != IGNORED).reshape(-1)
-        place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
+        place = (target * self.counts_KK.shape[0] + self.decided(out)).reshape(-1)
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
         if self.tops:
@@ -143,13 +154,17 @@ class Confusion:
             logits_NK = out.reshape(-1, out.shape[-1]).to(torch.float64)
             self.plain_loss += cross_entropy(logits_NK, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
+    def decided(self, out: Tensor) -> Tensor:
+        """Return the classes that outputs stand for."""
+        return out.to(torch.int64) if self.chosen else out.argmax(-1)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
         found = {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
         return found if self.plain_loss is None else found | {"plain_loss": self.plain_loss}
 
     def values(self) -> dict[str, float]:
-        """Return the loss without class weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
+        """Return the loss without weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
         prediction, and the accuracies of `tops`.
         """
         counts_KK = self.counts_KK.cpu().to(torch.float64)

@@ -15,9 +15,11 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import series_names
 from carrywave.data.tables.series import unseen_series
-from carrywave.data.tables.transform import LARGEST
+from carrywave.data.tables.transform import LARGEST, LEAST
 from carrywave.data.text.documents import DocumentEnds
-from carrywave.errors import DataError, SpecError
+from carrywave.data.text.tag_scheme import check_sequences, tags_of
+from carrywave.data.text.tokenizers import UNKNOWN
+from carrywave.errors import DataError, PlanError, SpecError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.initialization import initialize, rounded_by_host
@@ -28,16 +30,19 @@ from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained.embeddings import load_pretrained
 from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
 from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.first_weights import set_first_weights
+from carrywave.tasks.distribution_metrics import DistributionErrors
+from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
-
-POOLED = ("classification", "regression")  # tasks with one target per sequence
+from carrywave.tasks.span_metrics import TagConfusion
+from carrywave.tasks.step_metrics import StepErrors
+from carrywave.tasks.transcription import targets as transcripts
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Task:
     codec: Codec
     facts: DataFacts
     scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
+    own_model: bool = False  # the network is the user's: the spec does not say how often it answers
     line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
 
     @staticmethod
@@ -85,15 +91,21 @@ class Task:
                     raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
                 view = views.tagging(data)
+                if self.spec.model.crf:
+                    check_sequences(name, data, self.facts.labels, self.spec.data.scheme)
             case "forecasting":
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
                 scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
                 view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
+            case "transcription":
+                view = transcripts.view(name, data, self.codec, None if self.own_model else self.spec.model)
+            case "regression" if self.spec.each_step:
+                view = views.each_step(data, self.spec.train.loss)
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
             return Part(name, data, view)
-        view = self._with_history(view)
+        view = self._with_history(view, data)
         change_SC = self.scale.of_series(data, self.codec.channels)
         if name == "train":
             return Part(name, data, view, change_SC=change_SC)
@@ -110,7 +122,7 @@ class Task:
 
     def _baseline(self, simple: Mapping[str, Errors]) -> dict[str, float]:
         """Return the metrics of simple forecasts, under the model's metric names prefixed with theirs."""
-        quantiles = self.spec.data.quantiles
+        quantiles = self.spec.data.levels
         point = quantiles is None or 0.5 in quantiles
         found = {metric: value for name, errors in simple.items() for metric, value in errors.metrics(name, point=point).items()}
         return found if self.line is None or "ridge" not in simple else found | {LAGS: float(self.line.weights_CNK.shape[1])}
@@ -129,7 +141,7 @@ class Task:
         """Return a line about series that train does not contain: their seasonal change is unknown."""
         many, channels = len(self.codec.channels) or 1, self.codec.channels
         total, new = len(data) // many, len(self.scale.unknown((data.names or ())[::many], channels))
-        quantiles = self.spec.data.quantiles
+        quantiles = self.spec.data.levels
         if not new or (quantiles is not None and 0.5 not in quantiles):
             return ()
         which = f"{new:,} of {total:,} series" if new < total else "all series"
@@ -149,7 +161,7 @@ class Task:
         width = (spec.embedding or spec.widths[0]) if tokens else inputs.width
         encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
         if tokens:
-            encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty)
+            encoder = self._words(Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty), train)
         front = self._front(encoder)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = class_of(spec.cell)(
@@ -200,22 +212,41 @@ class Task:
         spec = self.spec.model
         if not spec.front_layers:
             return encoder
-        return Front(encoder if isinstance(encoder, Embedding) else encoder.width, spec.front_layers, spec.front_dropout)
+        words = isinstance(encoder, Embedding | SpelledWords)
+        return Front(encoder if words else encoder.width, spec.front_layers, spec.front_dropout)
+
+    def _words(self, words: Embedding, train: Sequences | None) -> Embedding | SpelledWords:
+        """The embedding of tokens, with what reads their characters beside it."""
+        spec = self.spec.model
+        if spec.dropout_rare and train is not None:
+            if UNKNOWN not in self.codec.vocabulary:
+                raise SpecError(
+                    "model.dropout_rare makes words <unk>, which the vocabulary does not have; set data.tokens=word, or remove it"
+                )
+            words.rare = (first_rare(train, words.vocabulary), self.codec.vocabulary.index(UNKNOWN), spec.dropout_rare)
+        words.weight.requires_grad_(not spec.freeze_embedding)
+        if not self.facts.characters:
+            return words
+        if words.rows is not None:
+            raise PlanError("plan.split_vocabulary=true splits an embedding that is read beside characters; remove it, or model.characters")
+        facts = self.facts
+        return SpelledWords(words, spec.characters, facts.characters, facts.word_length, spec.character_embedding, spec.character_width)
 
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
             return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends))
         layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
-        return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes))
+        return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes), data)
 
-    def _with_history(self, view: View) -> View:
-        """The view with the past values that the head reads."""
-        past = self.spec.past_steps
-        return replace(view, history=History(past, np.array(self.codec.targets))) if past else view
+    def _with_history(self, view: View, data: Sequences) -> View:
+        """The view with the past values that the head reads and, of counts, their units."""
+        past, targets = self.spec.past_steps, np.array(self.codec.targets)
+        units = data.units[:, targets] if self.spec.data.counts and data.units is not None else None
+        return replace(view, history=History(past, targets, units)) if past else view
 
     def _pretrain(self, encoder: Encoder) -> None:
-        path = self.spec.model.pretrained
+        path, encoder = self.spec.model.pretrained, encoder.words if isinstance(encoder, SpelledWords) else encoder
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
         tokens = list(self.codec.vocabulary)
@@ -228,6 +259,8 @@ class Task:
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit: Tensor | None = None
         columns: metrics.Columns | None = None
+        if self.spec.each_step:
+            return StepErrors(self.codec, part.data.names or (), device)
         if self.spec.task == "regression":
             units = torch.tensor(self.codec.target_std, dtype=torch.float64)
             # Numbers of different units are not averaged in them.
@@ -236,25 +269,37 @@ class Task:
             names, channels = self.codec.forecast_columns, self.codec.channels
             units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
             series = series_names(part.data.names or (), channels) if by_series else ()
-            slope = None if part.data.means is None else self._slope(part.data, device)
+            slope = self._slope(part.data, device) if self.codec.transform in LEAST else None
             columns = metrics.Columns(names, units, series, apart=bool(channels), summed=self.codec.transform == "diff", slope=slope)
-        return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops)
+            if self.spec.data.distribution != "none":
+                sizes = self._future(part.data, device) if self.codec.transform == "none" else None
+                return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
+        weighted = part.view.weights is not None or part.view.weights_at is not None
+        if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
+            weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf
+            return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
+        return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
 
     def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:
         """What errors of logarithms are multiplied by in the data itself: its values, for log1p 1 more."""
+        future = self._future(data, device)
+        return lambda at_B, first_B, steps: future(at_B, first_B, steps).clamp(max=LARGEST).exp()
+
+    def _future(self, data: Sequences, device: torch.device) -> metrics.Slope:
+        """What comes after each row, in the units of the data or of its logarithms."""
         targets = np.array(self.codec.targets)
         assert data.units is not None
         assert data.means is not None
         mean_SC, std_SC = data.means[:, targets], data.units[:, targets]
         ahead = np.arange(1, self.spec.data.horizon + 1)
 
-        def slope(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+        def future(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
             at, first = at_B.cpu().numpy(), first_B.cpu().numpy()
             rows_TBH = (data.starts[at] + first + np.arange(steps)[:, None])[..., None] + ahead
             values_TBHC = np.asarray(data.inputs[np.minimum(rows_TBH, len(data.inputs) - 1)][..., targets], np.float64)
-            return torch.from_numpy(np.exp(np.minimum(values_TBHC * std_SC[at][:, None] + mean_SC[at][:, None], LARGEST))).to(device)
+            return torch.from_numpy(values_TBHC * std_SC[at][:, None] + mean_SC[at][:, None]).to(device)
 
-        return slope
+        return future
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

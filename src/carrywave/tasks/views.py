@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences, View
+from carrywave.data.steps.step_series import LEAST_SPREAD
 from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.spec.data_spec import DataSpec
@@ -36,7 +37,16 @@ def language(data: Sequences, ends: DocumentEnds | None = None) -> View:
     def next_token(rows: Ints) -> NDArray[np.int64]:
         return np.asarray(tokens[rows + 1], dtype=np.int64)
 
-    return View(tokens, data.starts, data.lengths - 1, targets_at=next_token, resets_at=resets(data, ends))
+    read = View(tokens, data.starts, data.lengths - 1, targets_at=next_token, resets_at=resets(data, ends))
+    return weighted(read, data, lambda rows: rows + 1)
+
+
+def weighted(view: View, data: Sequences, target_rows: Callable[[Ints], Ints] = lambda rows: rows) -> View:
+    """The view with the weights of its targets, which are those of the rows that `target_rows` finds for each step."""
+    given = data.step_weights
+    if given is None:
+        return replace(view, weights=data.weights)
+    return replace(view, weights_at=lambda rows: np.asarray(given[target_rows(rows)]))
 
 
 def tagging(data: Sequences) -> View:
@@ -48,12 +58,31 @@ def tagging(data: Sequences) -> View:
     def tag(rows: Ints) -> NDArray[Any]:
         return np.asarray(tags[rows])
 
-    return View(data.inputs, data.starts, data.lengths, targets_at=tag, resets_at=resets(data))
+    return weighted(View(data.inputs, data.starts, data.lengths, targets_at=tag, resets_at=resets(data)), data)
+
+
+def each_step(data: Sequences, loss: str) -> View:
+    """Each step has numbers of its own, NaN where there are none; for the NSE loss, also the weight of each [..., 2]."""
+    tags = data.tags
+    if tags is None:
+        return View(data.inputs, data.starts, data.lengths)
+    order = np.argsort(data.starts, kind="stable")
+    starts = data.starts[order]
+    weights = None
+    if loss == "nse":
+        assert data.spreads is not None
+        weights = (data.spreads[order] + LEAST_SPREAD).astype(np.float32) ** -2
+
+    def numbers(rows: Ints) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = np.asarray(tags[rows])
+        return found if weights is None else np.stack([found, weights[np.searchsorted(starts, rows, side="right") - 1]], axis=-1)
+
+    return weighted(View(data.inputs, data.starts, data.lengths, targets_at=numbers, warm=data.warm), data)
 
 
 def pooled(data: Sequences) -> View:
     """One label per sequence: classification and regression."""
-    return View(data.inputs, data.starts, data.lengths, labels=data.labels)
+    return View(data.inputs, data.starts, data.lengths, labels=data.labels, weights=data.weights)
 
 
 class FirstRow:
@@ -65,6 +94,19 @@ class FirstRow:
     def __call__(self, rows: Ints) -> Ints:
         """Return the first rows."""
         return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+
+
+class Units:
+    """Maps each row to the size of a unit of some columns in the data's own."""
+
+    def __init__(self, data: Sequences, columns: Ints) -> None:
+        assert data.units is not None
+        order = np.argsort(data.starts, kind="stable")
+        self._starts, self._units = data.starts[order], data.units[order][:, columns]
+
+    def __call__(self, rows: Ints) -> NDArray[np.float64]:
+        """Return the sizes [..., columns]."""
+        return self._units[np.searchsorted(self._starts, rows, side="right") - 1]
 
 
 class Naive:
@@ -167,17 +209,23 @@ def forecasting(
     scale_steps: int = 0,
     changes: bool | None = None,
 ) -> View:
-    """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
+    """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast, or counts as they
+    are in the data.
+    """
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
     values = data.inputs
+    units = Units(data, columns) if spec.counts else None
 
     def future(rows: Ints) -> NDArray[Any]:
         # Padding repeats a real row, so only the end of the whole array needs clipping.
         wanted = np.minimum(rows[..., None] + ahead, len(values) - 1)
+        if units is not None:
+            return np.asarray(np.rint(values[wanted][..., columns] * units(rows)[..., None, :]), dtype=np.float32)
         return np.asarray(values[wanted][..., columns] - naive(rows), dtype=np.float32)
 
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
     read = series(data, spec, layout, scale_steps=scale_steps, changes=changes)
-    return replace(read, lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
+    read = replace(read, lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
+    return weighted(read, data, lambda rows: np.minimum(rows[..., None] + ahead, len(values) - 1))

@@ -159,7 +159,7 @@ def spec_of_run(path: Path | str) -> Spec:
 
 
 def _read(saved: Saved) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    return saved.task.codec.forecast_columns, saved.spec.data.quantiles
+    return saved.task.codec.forecast_columns, saved.spec.data.levels
 
 
 def _result(saved: Saved, table: Table, rolling: Rolling, made: list[Rolled]) -> Backtest:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from carrywave.data.text.tag_scheme import tags_of
 from carrywave.errors import SpecError
 from carrywave.launch.signals import Reason, Stop
 from carrywave.model.model import Model
@@ -39,6 +40,9 @@ def check_can_judge(metric: str, model: Model | OpaqueModel, labels: Sequence[st
         raise SpecError(f"train.best={metric} needs predictions, but the head has only a loss; add a forward method, or use loss")
     if metric == "top_5_accuracy" and len(labels) <= TOP:
         raise SpecError(f"train.best={metric}, but there are only {len(labels)} labels; use accuracy")
+    if metric == "span_f1" and tags_of(labels) is None:
+        some = ", ".join(labels[:3])
+        raise SpecError(f"train.best={metric} needs labels that write spans, such as B-X, I-X and O, not {some}; use accuracy or macro_f1")
 
 
 def score_of(metric: str, values: Values) -> float:

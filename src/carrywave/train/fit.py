@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
-from carrywave.tasks.task import POOLED, Task
+from carrywave.tasks.task import Task
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.evaluations import DataParts, check_can_judge
@@ -148,7 +148,7 @@ def fit(
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
-            own = OpaqueModel(own, loss, pooled=asked.task in POOLED)
+            own = OpaqueModel(own, loss, pooled=asked.pooled)
         if record is None and devices > 1 and not launched():
             check_workers(asked.plan_spec, devices)
             record = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
@@ -231,7 +231,7 @@ def _train(
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
         precision, why_precision = settled(unfit, world.size, given) if spec.train.precision == AUTO else (spec.train.precision, None)
         spec = with_precision(spec, precision)
-        task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
+        task = replace(Task.of(spec, prepared.codec, prepared.facts, prepared.train), own_model=own is not None)
         parts = DataParts(
             task.part("train", prepared.train),
             None if prepared.valid is None else task.part("valid", prepared.valid),
@@ -239,8 +239,8 @@ def _train(
         )
     units = Units.of(spec, prepared.facts) if own is None else None
     layers = spec.model.layers if given is None else given.lstm.num_layers if isinstance(given, Model) else 0
-    pooled = spec.task in POOLED if given is None else given.pooled
-    whole = isinstance(given, Model) and given.whole_head
+    pooled = spec.pooled if given is None else given.pooled
+    whole = spec.reads_whole if given is None else isinstance(given, Model) and given.whole_head
     request = PlanRequest(spec, units, layers, pooled, workers, start.before, prepared.facts, not unfit, whole)
     planned = plan_run(world, request, watch.say)
     plan = planned.plan

@@ -178,13 +178,15 @@ class Forecaster:
         self._frames = given
         return self
 
-    def predict(self, frame: Any = None, *, future: Any = None) -> Any:
+    def predict(self, frame: Any = None, *, future: Any = None, samples: int | None = None, steps: int | None = None, seed: int = 1) -> Any:
         """Forecast what follows the last row of each series: a frame of the same kind, with a row for each series and future time.
 
         Without a frame, it is what follows all rows that `fit` was given: train, then valid, then test. Series that the forecaster was not
         trained on are forecast too.
         With known covariates, `future` is a frame of the same kind with their values: a row for each series and time ahead. They may also
         be rows at the end of `frame`, with nothing in the columns to forecast.
+        Of a forecaster with a distribution, `samples` asks for so many sample paths: a row for each series, path and time, with the number
+        of the path in `sample`; `steps` and `seed` as in `cw.predict`.
 
         >>> import pyarrow as pa
         >>> import carrywave as cw
@@ -206,7 +208,7 @@ class Forecaster:
         whole = given
         for name, more in (*list(frames.items())[1:], ("future", future)):
             whole = whole if more is None else appended(whole, more, name)
-        rows = predict(run, whole, device=self.device, note=Logged().say)
+        rows = predict(run, whole, samples=samples, steps=steps, seed=seed, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
 
     def backtest(self, frame: Any, *, origins: int = ORIGINS, stride: int | None = None) -> Any:

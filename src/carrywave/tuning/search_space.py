@@ -21,11 +21,14 @@ LOG_FACTOR = 10  # a range of positive numbers that spans this factor is searche
 MOST_COMBINATIONS = 2000  # that are looked through for one that a spec accepts
 # Keys that change what is measured, so that the values of two trials could not be compared, by task ("" for all) and by metric.
 MEASURE = {
-    "": ("task", "train.best", "data.train", "data.valid", "data.test", "data.share", "data.split", "data.label", "data.text"),
+    "": (
+        *("task", "train.best", "data.train", "data.valid", "data.test", "data.share", "data.split", "data.label", "data.text"),
+        "data.weight",
+    ),
     "language": ("data.tokens", "data.vocabulary", "data.min_count"),
     "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing", "data.transform", "data.scale"),
-    "regression": ("data.standardize",),
-    "loss": ("train.loss", "train.class_weights", "train.label_smoothing"),
+    "regression": ("data.standardize", "data.targets", "data.each_step", "data.warmup"),
+    "loss": ("train.loss", "train.class_weights", "train.label_smoothing", "data.distribution"),
 }
 
 

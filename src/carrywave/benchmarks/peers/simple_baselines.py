@@ -44,6 +44,8 @@ def baselines(task: Task, parts: Mapping[str, Part], scored: str, metric: str, l
             return {"mean": _mean(task, train.data, part)[metric]}
         case "forecasting":
             return forecasts(task, parts, part, metric, lags)
+        case "transcription":
+            return {}  # no simple one is known
 
 
 def _ngrams(train: Sequences, data: Sequences, size: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor
 from carrywave.measure.timing import settle
 from carrywave.runs.evaluation import order_for
-from carrywave.tasks.task import POOLED, Part, Task
+from carrywave.tasks.task import Part, Task
 
 Carry = tuple[Tensor, Tensor]
 
@@ -40,7 +40,7 @@ class PlainNetwork(nn.Module):
         width = (spec.embedding or spec.widths[0]) if tokens else facts.features
         self.embedding = nn.Embedding(facts.vocabulary, width) if tokens else None
         self.lstm = nn.LSTM(width, spec.widths[0], spec.layers)
-        self.pooled = task.spec.task in POOLED
+        self.pooled = task.spec.pooled
         self.tail: tuple[int, ...] = (len(facts.labels),)
         match task.spec.task:
             case "language":

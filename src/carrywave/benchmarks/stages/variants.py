@@ -94,7 +94,7 @@ def bubble_of(variant: Variant, workers: int) -> float | None:
     stages = workers // variant.replicas
     if variant.family not in SCHEDULERS or stages == 1:
         return None
-    options = ({"share_head": True} if variant.share_head else {}) | ({"weights": False} if variant.recompute else {})
+    options = ({"share_head": True} if variant.share_head else {}) | ({"defer_weights": False} if variant.recompute else {})
     return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.micro_batches, **options))
 
 

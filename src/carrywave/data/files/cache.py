@@ -29,11 +29,14 @@ from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, ResourceError, from_system, remedy_for
 
 FORMAT = 6  # part of every key, so that entries of another format, or read in another way, are never used
-CHECKS = 3  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
-ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "resets", "warm", "units", "means")
+CHECKS = 4  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
+ARRAYS = (
+    *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),
+    *("units", "means", "spreads"),
+)
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
-PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")
+PLAIN_NAME = re.compile(r"[a-z0-9_]+\.(npy|json)")
 
 Parts = dict[str, Sequences]
 

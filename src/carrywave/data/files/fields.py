@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.files.frames import is_column, is_frame, plain_column, plain_frame
-from carrywave.data.files.rows import Row
+from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row
 from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
 from carrywave.errors import DataError
 
@@ -120,7 +120,7 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
                 raise DataError(
                     f"{where}: step {step}, column {column} of {field} is a list; write a list of steps, each a list of numbers"
                 )
-            if number is not None and not isinstance(number, (int, float, np.number)):
+            if number is not None and (not isinstance(number, (int, float, np.number)) or isinstance(number, np.complexfloating)):
                 raise DataError(
                     f"{where}: step {step}, column {column} of {field} is {kind_of(number)} ({number!r:.40}), not a number; write a number"
                 )
@@ -177,6 +177,21 @@ def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
 
 
+def transcript_of(row: Row, where: str) -> tuple[list[tuple[str, str]], bool]:
+    """Return the labels of a transcription, any number in a row, and whether they are the characters of a text."""
+    value = as_plain(take(row, "labels", where))
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: labels is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
+        return [("string", letter) for letter in value], True
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, list):
+        raise DataError(f'{where}: labels is {kind_of(value)}, not a list of labels or a text; write ["a", "b"] or "ab"')
+    return [class_of(label, "a label", where) for label in value], False
+
+
 def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
     """Return true or false for each step, True if a new sequence starts with it; None if the row does not say."""
     if row.get("resets") is None:
@@ -186,6 +201,25 @@ def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
     if array.shape != (steps,) or array.dtype != np.bool_:
         raise DataError(f"{where}: resets must be a list of true and false, one for each of the {steps} steps; got {value!r:.60}")
     return array
+
+
+def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
+    """Return the weight of a row, or those of its steps; None if the row does not say."""
+    if WEIGHT not in row:
+        return None
+    value = as_plain(row[WEIGHT])
+    shown = "empty" if value is None else f"{value!r:.40}"
+    found = np.asarray(np.nan if value is None else numbers(value, WEIGHT, where), np.float64)
+    if found.shape not in ((), (steps,)):
+        many = f"one number, or a list of one for each of the {steps} steps"
+        raise DataError(
+            f"{where}: {WEIGHT} has shape {list(found.shape)}; write {many}, or set data.weight={NO_WEIGHT}, and it is not read"
+        )
+    if not (np.isfinite(found) & (found >= 0) & (found <= np.finfo(np.float32).max)).all():
+        raise DataError(
+            f"{where}: {WEIGHT} is {shown}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
+        )
+    return found if found.ndim else float(found)
 
 
 def _ignored(label: Any) -> bool:

@@ -30,6 +30,9 @@ A_WHOLE = r"\s*[-+]?\d{1,40}\s*"  # exact as an int: one beyond 2**53 is refused
 EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
 
 
+WEIGHT, NO_WEIGHT = "weight", "none"  # the field that weights are read from, and what data.weight says if they are not read
+
+
 class Rows(Protocol):
     """Numbered rows that can be iterated several times."""
 
@@ -163,11 +166,12 @@ class ParquetRows(_TableRows):
 
 @dataclass(frozen=True)
 class CsvRows(_TableRows):
-    """Rows of a CSV file, whose columns all stay strings; only a label may be a number."""
+    """Rows of a CSV file, whose columns all stay strings; only a label may be a number, and a weight must be one."""
 
     numeric_label: bool
     text: str = "text"
     label: str = "label"
+    weight: str | None = WEIGHT
     decimal: str = "auto"
     join: bool = True
     as_text: tuple[str, ...] = ()  # columns that stay as they are, even if the label is among them
@@ -184,14 +188,16 @@ class CsvRows(_TableRows):
         with self.source.open() as stream:
             reader = self.source.guard(lambda: pa_csv.open_csv(stream, parse_options=options, convert_options=texts))
             for number, row in _batches(iter(reader), self.source):
+                if self.weight in row and self.weight not in self.as_text:
+                    row[self.weight] = self._number(number, self.weight, row[self.weight])
                 if self.numeric_label and self.label in row:
-                    row[self.label] = self._number(number, row[self.label])
+                    row[self.label] = self._number(number, self.label, row[self.label])
                 elif self.label in row and self.label not in self.as_text and not (row[self.label] or "").strip():
                     row[self.label] = None  # an empty cell means no label, and is not a class
                 yield number, row
 
-    def _number(self, number: int, label: str | None) -> int | float | None:
-        """Parse a regression label; an empty cell is None."""
+    def _number(self, number: int, column: str, label: str | None) -> int | float | None:
+        """Parse a regression label or a weight; an empty cell is None."""
         if label is None or not label.strip():
             return None
         try:
@@ -203,7 +209,7 @@ class CsvRows(_TableRows):
             return int(written) if re.fullmatch(A_WHOLE, written) else float(written)
         except ValueError:
             remedy = "set data.decimal=, if that is its decimal mark" if "," in label and self.decimal == "auto" else "correct it"
-            fact = f"column {self.label} is {label!r:.40}, which is text, not a number"
+            fact = f"column {column} is {label!r:.40}, which is text, not a number"
             raise DataError(f"{self.where(number)}, {fact}; {remedy} or remove the row") from None
 
     def count(self) -> int:
@@ -214,6 +220,9 @@ class CsvRows(_TableRows):
 def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]]:
     number = 0
     while (batch := source.guard(lambda: next(batches, None))) is not None:
+        names = batch.schema.names
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise DataError(f"{source.name}: duplicate column {twice}; give every column a unique name")
         for row in batch.to_pylist():
             number += 1
             yield number, row
@@ -227,13 +236,14 @@ class RenamedRow(Row):
 
 @dataclass(frozen=True)
 class RenamedRows:
-    """Rows whose text and target stand in fields with other names."""
+    """Rows whose text, target and weight stand in fields with other names."""
 
     rows: Rows
     text: str | None
     label: str | None
     target: str  # the field that the task reads: label or labels
     labelled: bool
+    weight: str | None = None
 
     @property
     def name(self) -> str:
@@ -267,6 +277,10 @@ class RenamedRows:
             renamed["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
         if self.label is not None and self.labelled:
             renamed[self.target] = self._take(renamed, self.label, "data.label", number, row)
+        if self.weight == NO_WEIGHT and self.labelled:
+            renamed.pop(WEIGHT, None)
+        elif self.weight is not None and self.labelled:
+            renamed[WEIGHT] = self._take(renamed, self.weight, "data.weight", number, row)
         return renamed
 
     def _take(self, row: Row, name: str, setting: str, number: int, given: Row) -> Any:
@@ -283,7 +297,9 @@ def _is_tokens(content: Any) -> bool:
 
 def renamed(rows: Rows, data: DataSpec, *, target: str, labelled: bool) -> Rows:
     """Return the rows with the fields that tasks read, where the spec says that others hold them; `target` is that of the label."""
-    return rows if data.text is None and data.label is None else RenamedRows(rows, data.text, data.label, target, labelled)
+    if data.text is None and data.label is None and data.weight is None:
+        return rows
+    return RenamedRows(rows, data.text, data.label, target, labelled, data.weight)
 
 
 def open_rows(
@@ -306,7 +322,8 @@ def open_rows(
     elif source.format == "parquet":
         rows = ParquetRows(source)
     elif source.format == "csv":
-        rows = CsvRows(source, numeric_label, data.text or "text", data.label or "label", data.decimal, as_text=as_text)
+        weight = (None if data.weight == NO_WEIGHT else data.weight or WEIGHT) if labelled else None
+        rows = CsvRows(source, numeric_label, data.text or "text", data.label or "label", weight, data.decimal, as_text=as_text)
     else:
         rows = LineRows(source)
     return renamed(rows, data, target=target, labelled=labelled)

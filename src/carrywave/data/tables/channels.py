@@ -17,8 +17,9 @@ from carrywave.data.codec import Codec
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.parts import SeriesPart
 from carrywave.data.tables.table import Table
-from carrywave.data.tables.transform import transformed
+from carrywave.data.tables.transform import check_counts, transformed
 from carrywave.errors import DataError
+from carrywave.spec.data_spec import COUNTS
 from carrywave.spec.spec import Spec
 
 VALUE = "value"  # the column that holds what is forecast
@@ -52,6 +53,7 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
         codes=None if table.codes is None else table.codes[rows],
         ahead_rows=None if table.ahead_rows is None else np.repeat(table.ahead_rows, many),
         unfilled=None,
+        weights=None if table.weights is None else table.weights[rows],
     )
 
 
@@ -83,18 +85,19 @@ class TargetReading:
     targets: tuple[str, ...]  # in the table
     channels: tuple[str, ...]  # the same, if each is a series of its own; else none
     transform: str
+    distribution: str = "none"
 
     @staticmethod
     def asked(table: Table, spec: Spec) -> TargetReading:
         """Return how a spec asks for a training table to be read."""
         targets = targets_of(table, spec)
         apart = spec.data.channels == "independent" and len(targets) > 1
-        return TargetReading(targets, targets if apart else (), spec.data.transform)
+        return TargetReading(targets, targets if apart else (), spec.data.transform, spec.data.distribution)
 
     @staticmethod
     def of(codec: Codec) -> TargetReading:
         """Return how the training data was read."""
-        return TargetReading(codec.forecast_columns, codec.channels, codec.transform)
+        return TargetReading(codec.forecast_columns, codec.channels, codec.transform, codec.distribution)
 
     @property
     def many(self) -> int:
@@ -103,6 +106,8 @@ class TargetReading:
 
     def __call__(self, table: Table) -> Table:
         """Return the series as a model reads them, before they are standardised."""
+        if self.distribution in COUNTS:
+            check_counts(table, self.targets, self.distribution)
         return spread(transformed(table, self.targets, self.transform), self.channels)
 
     def part(self, part: SeriesPart, table: Table) -> SeriesPart:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.rows import A_NUMBER, missing_column, quoted
+from carrywave.data.files.rows import A_NUMBER, NO_WEIGHT, missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
@@ -48,27 +48,45 @@ class ColumnChoice:
     static: tuple[str, ...] = ()
     missing: str = "error"  # how empty cells and missing rows are filled
     targets: tuple[str, ...] = ()  # to forecast; empty: all that are measured
+    weight: str | None = None  # the weight of each row's values as targets
+    each_step: bool = False  # targets are estimated at every step from the other columns, and may be empty
 
     @staticmethod
-    def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
-        """Take the choice from the spec or, given a codec, from the training data."""
+    def of(data: DataSpec, codec: Codec | None, *, labelled: bool = True) -> ColumnChoice:
+        """Take the choice from the spec or, given a codec, from the training data; if not `labelled`, without weights and without targets
+        that are estimated at every step.
+        """
+        weight = data.weight if labelled and data.weight != NO_WEIGHT else None
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
             asked["targets"] = data.targets or ()
-            return ColumnChoice(data.columns, data.time, data.series, data.frequency_text, missing=data.missing, **asked)
+            asked["each_step"] = data.each_step
+            columns = data.columns if data.columns is None or not data.each_step else (*data.columns, *asked["targets"])
+            return ColumnChoice(columns, data.time, data.series, data.frequency_text, missing=data.missing, weight=weight, **asked)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
-        learned["targets"] = codec.forecast_columns
+        learned["targets"] = (codec.step_targets if labelled else ()) if codec.step_targets else codec.forecast_columns
+        learned["each_step"] = bool(codec.step_targets)
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
         learned["month_days"] = codec.month_days
+        learned["weight"] = weight if labelled or not codec.step_targets else None
+        columns = (*codec.read_columns, *learned["targets"]) if codec.step_targets else codec.read_columns
         return ColumnChoice(
-            codec.read_columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
+            columns, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
         )
 
     @property
     def named(self) -> bool:
         """True if it asks for covariates, which only a table with named columns has."""
         return any(getattr(self, name) for name in COVARIATES)
+
+    def check_weight(self, name: str, time: str | None, series: str | None) -> None:
+        """Refuse weights in a column that has another role."""
+        roles = {time: "holds the times", series: "names the series"} | {
+            column: f"is in data.{field} as well" for field in ("columns", "targets", *COVARIATES) for column in getattr(self, field) or ()
+        }
+        if self.weight is not None and self.weight in roles:
+            raise DataError(f"{name}: column {self.weight} (data.weight) {roles[self.weight]}; name another, or remove data.weight")
 
 
 @dataclass(frozen=True)
@@ -110,6 +128,11 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         if misused := [column for column in getattr(choice, field) if column in (time, series)]:
             what = "times" if misused[0] == time else "names of the series"
             raise DataError(f"{name}: column {misused[0]} (data.{field}) holds the {what}; remove it from data.{field}")
+    require(table, [] if choice.weight is None else [choice.weight], name, "data.weight")
+    if not choice.trained:
+        choice.check_weight(name, time, series)
+    if choice.each_step:
+        require(table, choice.targets, name, None if choice.trained else "data.targets")
     categorical = _categorical(table, choice)
     if choice.columns is not None:
         both = (*choice.columns, *choice.known, *choice.static)
@@ -117,7 +140,11 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
     left: dict[str, str] = {}
     read: list[str] = []
     for column in names:
-        if column in categorical or (column in (time, series) and (choice.columns is None or column not in choice.columns)):
+        if (
+            column == choice.weight
+            or column in categorical
+            or (column in (time, series) and (choice.columns is None or column not in choice.columns))
+        ):
             continue
         why = "not in data.columns" if choice.columns is not None else _why_not(table[column], column in (index, counter))
         if why is None:
@@ -136,15 +163,20 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
             field = "known" if column in choice.known else "static"
             fact = f"column {column} (data.{field}) contains {_why_not(table[column], False) or 'no numbers'}, not numbers"
             raise DataError(f"{name}: {fact}; add it to data.categorical, or remove it from data.{field}")
+    for column in choice.targets if choice.each_step else ():
+        if column not in columns:
+            fact = f"column {column} (data.targets) contains {_why_not(table[column], False) or 'no numbers'}, not numbers"
+            raise DataError(f"{name}: {fact}; correct it, or name another column")
     measured = [column for column in columns if column not in (*choice.known, *choice.static)]
     all_of_them = len(measured) > 1 and not choice.targets
     forecast = ("all of them (data.targets chooses)",) if all_of_them else choice.targets if list(choice.targets) != list(columns) else ()
     lists = {
-        "forecast": forecast,
+        "estimated at every step" if choice.each_step else "forecast": forecast,
         "known ahead": choice.known,
         "categorical": categorical,
         "static": choice.static,
         "calendar": choice.calendar,
+        "weights": () if choice.weight is None else (choice.weight,),
     }
     said = tuple(f"{what}: {_listed(given)}" for what, given in lists.items() if given)
     return Roles(columns, time, series, tuple(left.items()), categorical, said)
@@ -260,7 +292,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
         parts = [codes[column] for column in chosen] if given is None else [given, *(codes[column] for column in chosen)]
         joined = _joined(parts)
         numbers = any(pa.types.is_integer(table[column].type) for column in chosen)
-        if _apart(ranks, joined, dense=numbers):
+        if len(chosen) < len(others) and _apart(ranks, joined, dense=numbers):  # something must be left to forecast
             # Prefer text, since integers may tell rows apart by chance; then the fewest series.
             (alone if len(parts) == 1 else pairs).append((numbers, int(joined.max(initial=0)), chosen))
     if alone:

@@ -68,13 +68,23 @@ def completed(given: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...
     if static:
         cells[:, static] = constant(cells[:, static], rows.codes, [rows.columns[place] for place in static], rows.name, rows.names)
     unread = unread_cells(rows.columns, choice, ahead)
+    # Targets at every step are never filled; with a mask, nothing is that changes.
+    left = [
+        at
+        for at, column in enumerate(rows.columns)
+        if choice.each_step and (column in choice.targets or (method == "mask" and at not in static))
+    ]
     empty = np.isnan(cells) & ~unread
+    empty[:, left] = False
     if method != "error" and empty.any():
         rows = replace(rows, unfilled=cells)
+        as_given = cells[:, left]
         cells = filled(cells, rows.codes, unread, numbers, method)
+        cells[:, left] = as_given
         line = told_cells(rows.name, empty, rows.columns, rows.rows, method)
         told += [] if line is None else [line]
         empty = lacking(cells, unread, numbers)
+        empty[:, left] = False
     if empty.any():
         raise _lacking(rows, empty)
     return replace(rows, cells=cells), tuple(told)
@@ -129,4 +139,5 @@ def _lacking(rows: SortedRows, empty: NDArray[np.bool_]) -> DataError:
         fact = f"row {row + 1}, column {label} is empty, but data.known says that it is known ahead"
         return DataError(f"{rows.name}: {fact}; fill it in, or set data.missing")
     fact = f"row {row + 1}, column {label} is empty or NaN, not a {'finite number' if column < len(rows.roles.columns) else 'category'}"
-    return DataError(f"{rows.name}: {fact}; fill the gap, remove the row, or set data.missing=forward, interpolate or zero")
+    ways = "mask, forward, interpolate or zero" if rows.choice.each_step else "forward, interpolate or zero"
+    return DataError(f"{rows.name}: {fact}; fill the gap, remove the row, or set data.missing={ways}")

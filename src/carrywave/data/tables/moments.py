@@ -96,14 +96,28 @@ class Moments:
         return constant
 
 
-def own_scale(rows: NDArray[np.float64], season: int = 0) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std."""
+def own_scale(rows: NDArray[np.float64], season: int = 0, counted: Sequence[int] = ()) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std. Columns that
+    are `counted` are not shifted: their scale is (0, mean absolute value).
+    """
     mean, std = moments_of(rows).scale(wanted=True, columns=rows.shape[1])
+    if counted:
+        return with_counts((mean, std), counted, np.abs(rows).mean(axis=0))
     if not season or len(rows) <= season:
         return mean, std
     change = np.abs(rows[season:] - rows[:-season]).mean(axis=0)
     # A column that repeats every season up to rounding error has no change to speak of.
     return mean, tuple(float(each) if each > LEAST_CHANGE * one else one for each, one in zip(change, std, strict=True))
+
+
+def with_counts(
+    scale: tuple[tuple[float, ...], tuple[float, ...]], counted: Sequence[int], size: NDArray[np.float64]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return a scale in which counts are in units of their mean absolute value, `size` [columns], and 0 stays 0; 1 if all of them are 0."""
+    mean, std = (list(values) for values in scale)
+    for place in counted:
+        mean[place], std[place] = 0.0, float(size[place]) or 1.0
+    return tuple(mean), tuple(std)
 
 
 def moments_of(rows: NDArray[np.float64]) -> Moments:

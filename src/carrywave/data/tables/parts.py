@@ -41,11 +41,12 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
             )
         bounds = np.array([_bounds(int(length), data.split) for length in table.lengths], np.int64)
     elif data.share > 0 and not valid_file:
-        held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), data.horizon)
+        least = 1 if spec.each_step else data.horizon
+        held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), least)
         bounds = np.stack([np.maximum(table.lengths - held, 0), table.lengths], axis=1)
     else:
         bounds = table.lengths[:, None]
-    context = data.context or max(10 * data.season, 4 * spec.steps, spec.past_steps + spec.steps)
+    context = data.context or max(10 * data.season, 4 * spec.steps, spec.past_steps + spec.steps, data.warmup)
     found: dict[str, SeriesPart] = {}
     before = np.zeros_like(table.lengths)
     for place, part in enumerate(PARTS[: bounds.shape[1]]):

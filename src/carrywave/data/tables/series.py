@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import steps_of
-from carrywave.data.files.rows import Rows
+from carrywave.data.files.fields import steps_of, take, weight_of
+from carrywave.data.files.rows import WEIGHT, Rows
 from carrywave.data.overlap import told_of_cut, told_of_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.columns import COVARIATES, ColumnChoice
-from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise
+from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise, with_counts
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.transform import LEAST
@@ -66,6 +66,11 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
             moments_of(rows).check_unscaled(table.columns, table.name if len(names) == 1 else f"{table.name}: series {name}")
     scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
     mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
+    places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
+    counted = places if spec.data.counts else ()
+    if counted and scaled:
+        sums = [np.abs(table.values[start : start + length]).sum(axis=0) for start, length in zip(train.starts, train.lengths, strict=True)]
+        mean, std = with_counts((mean, std), counted, np.sum(sums, axis=0) / max(int(train.lengths.sum()), 1))
     positions = len(calendar_columns(choice.calendar))  # which need no scale, and come last
     if positions:
         mean, std = (*mean[:-positions], *(0.0,) * positions), (*std[:-positions], *(1.0,) * positions)
@@ -73,9 +78,9 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     shared = tuple(place for place, column in enumerate(table.columns) if column in fixed - set(choice.known))
     # A single series shares its scale with any other, so those of its channels are named after these alone.
     names = reading.channels if reading.channels and len(table.names) == reading.many else names
-    season = spec.data.season if scales_by_change(spec, table) else 0
-    own = _own_scales(table, train, names, shared, (mean, std), season) if scaled and (by_series or len(table.names) > 1) else {}
-    places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
+    season = spec.data.season if scales_by_change(spec, table) and not counted else 0
+    several = scaled and (by_series or len(table.names) > 1)
+    own = _own_scales(table, train, names, shared, (mean, std), season, counted) if several else {}
     return Codec(
         spec.task,
         "columns",
@@ -99,6 +104,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         categories=_categories(table, train),
         channels=reading.channels,
         transform=reading.transform,
+        distribution=reading.distribution,
         **own,
     )
 
@@ -121,11 +127,17 @@ def scales_by_change(spec: Spec, table: Table) -> bool:
 
 
 def _own_scales(
-    table: Table, train: SeriesPart, names: tuple[str, ...], shared: tuple[int, ...], all_series: Scale, season: int
+    table: Table,
+    train: SeriesPart,
+    names: tuple[str, ...],
+    shared: tuple[int, ...],
+    all_series: Scale,
+    season: int,
+    counted: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Return the mean and standard deviation of every series: one may count in thousands, another in units."""
     scales = [
-        with_shared(own_scale(table.values[start : start + length], season), shared, all_series)
+        with_shared(own_scale(table.values[start : start + length], season, counted), shared, all_series)
         for start, length in zip(train.starts, train.lengths, strict=True)
     ]
     return {"names": names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
@@ -157,9 +169,10 @@ def _scales(table: Table, codec: Codec) -> list[Scale]:
     found = []
     for number, (name, start, length) in enumerate(zip(table.names, table.starts, table.lengths, strict=True)):
         own = known.get(name) or known.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
-        found.append(
-            own or with_shared(own_scale(table.values[start : start + length], codec.scale_season), shared, (codec.mean, codec.std))
-        )
+        if own is None:
+            own = own_scale(table.values[start : start + length], codec.scale_season, codec.counted)
+            own = with_shared(own, shared, (codec.mean, codec.std))
+        found.append(own)
     return found
 
 
@@ -223,8 +236,9 @@ def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], 
     own, names = span.only(kept), _named(table, kept)
     shape = len(table.names), 2, len(codec.columns)
     means, units = np.moveaxis(np.array(_scales(table, codec), np.float64).reshape(shape)[kept], 1, 0).copy()
-    warm, logs = own.warm if own.warm.any() else None, codec.transform in LEAST
-    return Sequences(inputs, own.starts, own.lengths, warm=warm, units=units, means=means if logs else None, names=names)
+    warm, absolute = own.warm if own.warm.any() else None, codec.transform in LEAST or codec.distribution != "none"
+    means = means if absolute else None
+    return Sequences(inputs, own.starts, own.lengths, step_weights=table.weights, warm=warm, units=units, means=means, names=names)
 
 
 def _named(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
@@ -262,7 +276,17 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             notes += other.notes[1:]  # the first note, about columns, is already given for train
             parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
             notes += found.notes
+    for part, found in parts.items():
+        check_weights(found, part)
     return Entry(parts, codec, tuple(notes))
+
+
+def check_weights(data: Sequences, part: str) -> None:
+    """Refuse a part in which no row has a weight above 0."""
+    weights = data.step_weights
+    bounds = zip(data.starts, data.starts + data.lengths, strict=True)
+    if weights is not None and not any(weights[low:high].any() for low, high in bounds):
+        raise DataError(f"{part}: every weight in it is 0, so nothing could be learned or measured; change them, or remove data.weight")
 
 
 def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
@@ -320,14 +344,20 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
             raise DataError(f"{table.name}: {fact}; give a row for each step ahead, or set data.missing")
 
 
-def from_rows(rows: Rows) -> Table:
-    """Make a table from rows with `steps`, one series each."""
+def from_rows(rows: Rows, weight: str | None = None) -> Table:
+    """Make a table from rows with `steps`, one series each; `weight` is the field with the weight of each, or of each of its steps."""
     matrices: list[NDArray[np.float64]] = []
+    weights: list[NDArray[np.float32]] = []
     for number, row in rows:
-        matrices.append(steps_of(row, rows.where(number), matrices[0].shape[1] if matrices else None))
+        where = rows.where(number)
+        matrices.append(steps_of(row, where, matrices[0].shape[1] if matrices else None))
+        if weight is not None:
+            found = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)
+            weights.append(np.broadcast_to(np.asarray(found, np.float32), len(matrices[-1])))
     if not matrices:
         raise DataError(f"{rows.name} is empty; use data with at least one series")
-    return from_matrices(matrices, rows.name)
+    table = from_matrices(matrices, rows.name)
+    return replace(table, weights=np.concatenate(weights)) if weights else table
 
 
 def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
@@ -348,6 +378,8 @@ def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
 def choose_columns(table: Table, choice: ColumnChoice) -> Table:
     """Return a table of unnamed columns restricted to some of them; it has no covariates."""
     columns = choice.columns
+    if choice.weight is not None and table.weights is None:
+        raise DataError(f"{table.name} is a list of numbers, but data.weight names a column; use a CSV or Parquet file, or a frame")
     if choice.named:
         fact = f"{table.name} is a list of numbers, but data.{next(name for name in COVARIATES if getattr(choice, name))} names columns"
         raise DataError(f"{fact}; use a CSV or Parquet file, or a frame")

@@ -55,6 +55,7 @@ class Table:
     codes: Ints | None = None  # [rows, categorical columns] the places of values among them; -1 for none
     ahead_rows: Ints | None = None  # rows after the end of each series, in which only what is known ahead is filled in
     unfilled: NDArray[np.float64] | None = None  # [rows, measured and categorical columns] with NaN where a cell was filled; None: none was
+    weights: NDArray[np.float32] | None = None  # [rows] of what a row holds as targets; None: all are 1
     value: str = ""  # the column that holds what is forecast, if each series is a column of the file (`channels`)
 
     @property
@@ -185,7 +186,21 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         np.where(np.isnan(rows.cells[:, numbers:]), -1, rows.cells[:, numbers:]).astype(np.int64) if coded else None,
         ahead if ahead.any() else None,
         rows.unfilled,
+        None if choice.weight is None else _weights(rows, table[choice.weight], name, choice.weight),
     )
+
+
+def _weights(rows: SortedRows, column: Any, name: str, label: str) -> NDArray[np.float32]:
+    """The weight of each row; one that was not in the file has that of the row before it."""
+    in_file = _numbers(column, name, label)
+    at = np.maximum.accumulate(np.where(rows.rows >= 0, np.arange(len(rows.rows)), 0))
+    found = in_file[rows.rows[at]]
+    wrong = ~(found >= 0) & ~rows.ahead
+    if wrong.any():
+        row = int(rows.rows[at][wrong].min())
+        shown = "empty" if np.isnan(in_file[row]) else f"{in_file[row]:g}"
+        raise DataError(f"{name}: row {row + 1}, column {label} (data.weight) is {shown}; write a number from 0 on, 0 for no target")
+    return np.where(rows.ahead, 0.0, found).astype(np.float32)
 
 
 def _calendar(rows: SortedRows, table: Any) -> NDArray[np.float64]:

@@ -34,7 +34,27 @@ def transformed(table: Table, columns: tuple[str, ...], kind: str) -> Table:
 
 
 def _check(table: Table, number: int, values_RC: NDArray[np.float64], columns: tuple[str, ...], kind: str) -> None:
+    remedy = "use data.transform=log1p or none" if kind == "log" else "use data.transform=none"
     wrong = ~np.isnan(values_RC) & ~(values_RC > LEAST[kind])
+    _refuse(table, number, values_RC, wrong, columns, f"{kind} needs values above {LEAST[kind]:g}; {remedy}, or correct it")
+
+
+def check_counts(table: Table, columns: tuple[str, ...], kind: str) -> None:
+    """Refuse values that are no counts."""
+    places = [table.columns.index(column) for column in columns]
+    remedy = "use data.distribution=normal or student_t, or round it" + (
+        " (data.missing=forward or zero fills in whole numbers)" if table.unfilled is not None else ""
+    )
+    for number, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
+        own = table.values[start : start + length, places]
+        wrong = ~np.isnan(own) & ((own < 0) | (own != np.floor(own)))
+        _refuse(table, number, own, wrong, columns, f"data.distribution={kind} needs whole numbers of 0 or more; {remedy}")
+
+
+def _refuse(
+    table: Table, number: int, values_RC: NDArray[np.float64], wrong: NDArray[np.bool_], columns: tuple[str, ...], why: str
+) -> None:
+    """Raise if any value of a series is wrong, with the first of them."""
     if not wrong.any():
         return
     row, place = (int(at) for at in np.argwhere(wrong)[0])
@@ -42,9 +62,7 @@ def _check(table: Table, number: int, values_RC: NDArray[np.float64], columns: t
     times = None if table.times is None else table.times.written(slice(first, first + 1))
     at = f"row {row + 1}" if times is None else f"the row of {times[0]}"
     of = f" of series {table.names[number]}" if len(table.names) > 1 else ""
-    remedy = "use data.transform=log1p or none" if kind == "log" else "use data.transform=none"
-    fact = f"{at}{of}, column {columns[place]} is {values_RC[row, place]:g}, and {kind} needs values above {LEAST[kind]:g}"
-    raise DataError(f"{table.name}: {fact}; {remedy}, or correct it")
+    raise DataError(f"{table.name}: {at}{of}, column {columns[place]} is {values_RC[row, place]:g}, and {why}")
 
 
 def forward(values: NDArray[Any], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:

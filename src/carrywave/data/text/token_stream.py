@@ -29,7 +29,7 @@ def learn_stream(source: Source, data: DataSpec, task: str) -> Codec:
     """Learn the codec of a text file."""
     texts = iter(()) if data.tokens == "byte" else pieces(source, data.tokens)
     words, bpe, size = vocabulary.learn(data.tokens, texts, data)
-    return Codec(task, "text", data.tokens, words, bpe, size)
+    return Codec(task, "text", data.tokens, words, bpe, size, lowercase=data.lowercase)
 
 
 def encode_stream(source: Source, codec: Codec, new: NewArray) -> NDArray[Any]:

@@ -73,10 +73,11 @@ class _WordNumbers(dict[str, int]):
 
 
 class Words:
-    """Words separated by white space; each line end is the token <eos>."""
+    """Words separated by white space; each line end is the token <eos>. `lowercase`: the vocabulary has words in lower case only."""
 
-    def __init__(self, vocabulary: Sequence[str]) -> None:
+    def __init__(self, vocabulary: Sequence[str], *, lowercase: bool = False) -> None:
         self.size = len(vocabulary)
+        self._lowercase = lowercase
         self._vocabulary = list(vocabulary)
         self._numbers = _WordNumbers(vocabulary)
 
@@ -86,7 +87,8 @@ class Words:
 
     def word_ids(self, words: Sequence[str]) -> Ids:
         """Return the token ids of words, -1 for unknown words."""
-        return np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
+        looked_up = map(str.lower, words) if self._lowercase else words
+        return np.fromiter(map(self._numbers.__getitem__, looked_up), np.int32, len(words))
 
     def name(self, text: str, index: int) -> str:
         """Return the word at an index."""
@@ -197,12 +199,12 @@ def tokenizers_library() -> Any:
     return tokenizers
 
 
-def make(kind: TokenizerKind, vocabulary: Sequence[str], bpe: str | None, size: int) -> Tokens:
+def make(kind: TokenizerKind, vocabulary: Sequence[str], bpe: str | None, size: int, *, lowercase: bool = False) -> Tokens:
     """Create the tokenizer of a kind."""
     if kind == "char":
         return Chars(vocabulary)
     if kind == "word":
-        return Words(vocabulary)
+        return Words(vocabulary, lowercase=lowercase)
     if kind == "byte":
         return Bytes()
     if kind == "int":

@@ -53,6 +53,11 @@ def choose(counts: Mapping[str, int], data: DataSpec, *, words: bool) -> tuple[s
 
     Words always get <unk>, because no training text contains every word that another text may contain.
     """
+    if words and data.lowercase:
+        lowered: Counter[str] = Counter()
+        for word, count in counts.items():
+            lowered[word.lower()] += count
+        counts = lowered
     kept = sorted((token for token, count in counts.items() if count >= data.min_count), key=lambda token: (-counts[token], token))
     limited = words or data.vocabulary is not None or data.min_count > 1
     kept = kept[: data.vocabulary]

@@ -109,7 +109,8 @@ def _output(task: Task) -> str:
         case "language":
             return "the probability of each token to be the next"
         case "regression":
-            return "the values of the sequence so far, in the units of the data"
+            of = f"at this step: {_listed(codec.step_targets)}" if codec.step_targets else "of the sequence so far"
+            return f"the values {of}, in the units of the data"
         case "forecasting":
             levels = ", each with its quantiles " + ", ".join(f"{level:g}" for level in data.quantiles) if data.quantiles else ""
             columns = "the column" if codec.channels else _listed([codec.columns[place] for place in codec.targets])
@@ -127,6 +128,7 @@ def _input(task: Task, name: str) -> str:
             places = {"char": "its place in model_vocabulary", "int": "as it is in the data"}
             places |= {"word": places["char"], "byte": "the byte"}
             where = places.get(codec.kind or "", "its number; the tokenizer is codec.bpe in model.json")
+            where += ", in lower case" if codec.lowercase else ""
             return f"In: token, from 0 to {codec.size - 1}: {where}."
         case "series":
             return f"In: series, the one that this is, from 0 to {len(codec.names) - 1}: {_listed(codec.names)}."

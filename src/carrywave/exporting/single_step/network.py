@@ -2,7 +2,7 @@
 
 Layers compute the definition of their cell, whichever it is. A pooled head gives its result for the sequence so far.
 
-Shapes: W width of the last layer, K steps ahead, C columns, Q quantiles, N values of the past.
+Shapes: W width of the last layer, K steps ahead, C columns, Q quantiles, P parameters, N values of the past.
 """
 
 from __future__ import annotations
@@ -20,9 +20,20 @@ from carrywave.kernels.weights import LayerWeights
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.distributions import (
+    FIRST_DF,
+    LEAST_DISPERSION,
+    LEAST_MEAN,
+    LEAST_SCALE,
+    ROUNDNESS,
+    DistributionForecast,
+)
+from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
+from carrywave.model.vocabulary.spelled_words import SpelledWords
+from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 NORM_EPSILON = 1e-5  # torch's, of norms inside a cell
@@ -34,6 +45,7 @@ def check_steps(model: Model) -> None:
         (model.has_front, "a front reads over time"),
         (model.lstm.bidirectional, "bidirectional layers read the end of a sequence first"),
         (model.whole_head, f"the head {type(model.head).__name__} reads whole sequences"),
+        (isinstance(model.encoder, SpelledWords), "the characters of words have no plain form"),
     ):
         if whole:
             raise UserError(f"a single step cannot be exported: {what}; use --to onnx or --to torch without --step, for whole sequences")
@@ -132,10 +144,12 @@ def _head(formula: Formula, model: Model, y: Value, past: Value | None) -> Value
     head = model.head
     if isinstance(head, Pooled):
         return _pooled(formula, head, y).linear("head.weight", head.weight, head.bias)
-    if isinstance(head, Softmax):
+    if isinstance(head, Softmax | StepNumbers):
         return y.linear("head.weight", head.weight, head.bias)
     if isinstance(head, AdaptiveSoftmax):
         return _adaptive(formula, head, y)
+    if isinstance(head, DistributionForecast):
+        return _distribution(formula, head, y, past)
     if isinstance(head, Forecast):
         return _forecast(formula, head, y, past)
     raise UserError(f"the head {type(head).__name__} has no form of a single step; export without --step")
@@ -197,13 +211,53 @@ def _forecast(formula: Formula, head: Forecast, y: Value, past: Value | None) ->
         unit = deviation(past, columns)[1].repeated(ahead)
         found = [each * unit for each in found]
     if past is not None and head.line is not None:
-        steps = past.width // columns
-        last = past.turned(columns).part((steps - 1) * columns, steps * columns)
-        gaps = past - last.repeated(steps).turned(steps)
-        weight = head.line.weight.transpose(1, 2).reshape(columns * ahead, steps)
-        line = gaps.linear("head.line", weight, head.line.bias.reshape(-1), blocks=columns).turned(columns)
+        line = _line(head, head.line, past)
         found = [each + line for each in found]
     return formula.joined(found).turned(levels)
+
+
+def _distribution(formula: Formula, head: DistributionForecast, y: Value, past: Value | None) -> Value:
+    """[K · C · P]: parameters, as the head arranges them."""
+    ahead, each = head.horizon, len(PARAMETERS[head.distribution])
+    first, *others = y.linear("head.weight", head.weight, head.bias).turned(ahead * head.outputs).chunk(each)  # [P, K, C]
+    if head.counts:
+        assert past is not None
+        values, sizes = past.chunk(2)
+        base = None if head.line is None else _last(values, head.outputs).repeated(ahead) + _line(head, head.line, values)
+        others = [other.softplus() for other in others]
+        if head.scaled:
+            level = values.abs().mean(head.outputs).maximum(LEAST_DEVIATION)
+            ratio, level = (deviation(values, head.outputs)[1] / level).repeated(ahead), level.repeated(ahead)
+            mean = level * _positive(first * ratio + (1.0 if base is None else base / level))
+            others = [other * ratio.square() for other in others]
+        else:
+            mean = _positive(first + (1.0 if base is None else base))
+        found = [mean * _last(sizes, head.outputs).repeated(ahead), *(other + LEAST_DISPERSION for other in others)]
+    else:
+        scale = others[0].softplus() + LEAST_SCALE
+        if past is not None and head.scaled:
+            unit = deviation(past, head.outputs)[1].repeated(ahead)
+            first, scale = first * unit, scale * unit
+        location = first if past is None or head.line is None else first + _line(head, head.line, past)
+        found = [location, scale, *((other + FIRST_DF).softplus() + 2.0 for other in others[1:])]
+    return formula.joined(found).turned(each)
+
+
+def _positive(x: Value) -> Value:
+    return (x + (x.square() + ROUNDNESS).sqrt()) * 0.5 + LEAST_MEAN
+
+
+def _last(past: Value, columns: int) -> Value:
+    """The last of the values [C · N] of each column."""
+    return past.turned(columns).part(past.width - columns, past.width)
+
+
+def _line(head: Forecast, line: Line, past: Value) -> Value:
+    """What a linear function of the last values adds, [K · C]."""
+    steps = past.width // head.outputs
+    gaps = past - _last(past, head.outputs).repeated(steps).turned(steps)
+    weight = line.weight.transpose(1, 2).reshape(head.outputs * head.horizon, steps)
+    return gaps.linear("head.line", weight, line.bias.reshape(-1), blocks=head.outputs).turned(head.outputs)
 
 
 def deviation(past: Value, columns: int) -> tuple[Value, Value]:

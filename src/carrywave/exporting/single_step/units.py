@@ -22,6 +22,7 @@ from carrywave.exporting.single_step.formula import Formula, Value
 from carrywave.exporting.single_step.network import deviation, through
 from carrywave.model.encoders import Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
@@ -33,15 +34,21 @@ def in_units(task: Task, portable: Portable) -> Formula:
         raise UserError(
             "data.standardize=sequence needs the whole sequence for its scale; train with true or false, or use --to onnx --step"
         )
+    if codec.masked or isinstance(model.head, DistributionForecast):
+        what = "the parameters of a distribution" if codec.task == "forecasting" else "data.missing=mask"
+        raise UserError(f"a C file has no form of {what}; use --to onnx --step, which computes what the model does, in its own units")
     _check(codec)
     if codec.task == "forecasting":
         return _Forecaster(formula, task, portable).build()
+    inputs = {}
     if codec.kind is None:
         raw = formula.input(Port("x", formula.dtype, (BATCH, len(codec.columns))))
-        x = (raw - _weight(formula, "mean", codec.mean)) / _weight(formula, "std", codec.std)
+        inputs["x"] = (raw - _weight(formula, "mean", codec.mean)) / _weight(formula, "std", codec.std)
     else:
-        x = formula.input(Port("token", torch.int64, (BATCH,)))
-    out = through(formula, model, {"x": x})
+        inputs["x"] = formula.input(Port("token", torch.int64, (BATCH,)))
+    if isinstance(encoder := model.encoder, Features):
+        inputs["codes"] = formula.input(Port("codes", torch.int64, (BATCH, len(encoder.inputs.places))))
+    out = through(formula, model, inputs)
     name = "values" if codec.task == "regression" else "probabilities"
     if codec.task == "regression":
         out = out * _weight(formula, "target_std", codec.target_std) + _weight(formula, "target_mean", codec.target_mean)

@@ -86,14 +86,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
     }
 }
 
-// grads = (softmax(logits) - one_hot(target)) * scale, 0 in rows whose target is `ignored`.
+// grads = (softmax(logits) - one_hot(target)) * scale of the row, 0 in rows whose target is `ignored`. Scales are `scale_pitch` numbers apart.
 extern "C" __global__ void __launch_bounds__(THREADS) score_backward(
     const u16* __restrict__ logits, const long long* __restrict__ targets, const float* __restrict__ logarithms, const float* __restrict__ scale, u16* grads,
-    int classes, int pitch, int grads_pitch, int ignored) {
+    int classes, int pitch, int grads_pitch, int scale_pitch, int ignored) {
     u64 row = blockIdx.x;
     long long target = targets[row];
     bool real = target != ignored;
-    float factor = *scale, below = real ? logarithms[row] * LOG2E : 0.0f;
+    float factor = scale[row * scale_pitch], below = real ? logarithms[row] * LOG2E : 0.0f;
     const u16* from = logits + row * pitch;
     u16* to = grads + row * grads_pitch;
     auto slope = [&](u16 logit, int n) { return real ? (exp2f(wide(logit) * LOG2E - below) - (n == target ? 1.0f : 0.0f)) * factor : 0.0f; };

@@ -21,7 +21,7 @@ from torch.nn import functional
 from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads.scoring import IGNORED, at_least_float32, score_classes
+from carrywave.model.heads.scoring import IGNORED, at_least_float32, count_of, score_classes, weighted_targets
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -58,22 +58,24 @@ class AdaptiveSoftmax(nn.Module):
             parts.append(own + found[..., first + number, None])
         return torch.cat(parts, dim=-1)
 
-    def score(self, out_TBV: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, out_TBV: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from log-probabilities: they are logits whose exponentials add up to one."""
-        return score_classes(out_TBV, target_TB, None)
+        return score_classes(out_TBV, target_TB, None, weights=weights)
 
-    def loss(self, y_TBW: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, y_TBW: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        y_NW, target_N = y_TBW.reshape(-1, self.width), target_TB.reshape(-1)
+        y_NW, target_N = y_TBW.reshape(-1, self.width), weighted_targets(target_TB, weights).reshape(-1)
+        weights_N = None if weights is None else weights.reshape(-1)
         first, label_N = self.cutoffs[0], target_N
         for number, low in enumerate(self.cutoffs[:-1]):
             label_N = torch.where(target_N >= low, first + number, label_N)
-        total = cross_entropy.summed(linear(y_NW, self.head.weight), label_N, IGNORED)
+        total = cross_entropy.summed(linear(y_NW, self.head.weight), label_N, IGNORED, weights_N=weights_N)
         for number, (low, high) in enumerate(pairwise(self.cutoffs)):
             # Also for no rows at all: the weights then have a gradient of zero under every plan, not none under some.
             rows_n = ((target_N >= low) & (target_N < high)).nonzero()[:, 0]
-            total = total + cross_entropy.summed(self._cluster(number, y_NW[rows_n]), target_N[rows_n] - low, IGNORED)
-        return total, (target_N != IGNORED).sum().to(total.dtype)
+            weights_n = None if weights_N is None else weights_N[rows_n]
+            total = total + cross_entropy.summed(self._cluster(number, y_NW[rows_n]), target_N[rows_n] - low, IGNORED, weights_N=weights_n)
+        return total, count_of(target_N != IGNORED, weights_N, total.dtype)
 
     def _cluster(self, number: int, y: Tensor) -> Tensor:
         """The logits within a cluster."""

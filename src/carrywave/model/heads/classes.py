@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads.scoring import IGNORED, class_weights, score_classes, score_labels
+from carrywave.model.heads.scoring import IGNORED, class_weights, score_classes, score_labels, weighted_targets
 from carrywave.model.vocabulary import rows as vocabulary_rows
 from carrywave.model.vocabulary.rows import Rows
 
@@ -54,15 +54,16 @@ class Softmax(nn.Module):
             return vocabulary_rows.logits(y_TBW, self.weight, self.bias, self.rows)
         return linear(y_TBW, self.weight, self.bias)
 
-    def score(self, logits_TBV: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, logits_TBV: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
-        return score_classes(logits_TBV, target_TB, self.weights, self.label_smoothing if self.training else 0.0)
+        return score_classes(logits_TBV, target_TB, self.weights, self.label_smoothing if self.training else 0.0, weights)
 
-    def loss(self, y_TBW: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, y_TBW: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
         if self.rows is not None:
-            return vocabulary_rows.summed_cross_entropy(y_TBW, self.weight, self.bias, target_TB, IGNORED, self.rows)
-        return self.score(self(y_TBW), target_TB)
+            target_TB = weighted_targets(target_TB, weights)
+            return vocabulary_rows.summed_cross_entropy(y_TBW, self.weight, self.bias, target_TB, IGNORED, self.rows, weights)
+        return self.score(self(y_TBW), target_TB, weights)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.classes}"
@@ -77,9 +78,9 @@ class Sigmoid(Softmax):
     def __init__(self, width: int, classes: int, weights: Tensor | None = None, *, label_smoothing: float = 0.0) -> None:
         super().__init__(width, classes, weights=weights, label_smoothing=label_smoothing)
 
-    def score(self, logits_TBV: Tensor, target_TBV: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, logits_TBV: Tensor, target_TBV: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and the number of steps with a target."""
-        return score_labels(logits_TBV, target_TBV, self.weights, self.label_smoothing if self.training else 0.0)
+        return score_labels(logits_TBV, target_TBV, self.weights, self.label_smoothing if self.training else 0.0, weights)
 
 
 def tie(head: Softmax, embedding: nn.Module) -> None:

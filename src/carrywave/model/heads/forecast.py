@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
-from carrywave.model.heads.scoring import at_least_float32, check_loss, numbers, score_numbers
+from carrywave.model.heads.scoring import at_least_float32, check_loss, count_of, numbers, score_numbers, weighted, weighted_targets
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 
@@ -23,6 +23,8 @@ class Forecast(nn.Module):
     With `linear`, a linear function of the last N values of each column, less the last one, is added. With `scaled`, what comes from the
     layers is in units of the deviation of the last N values, so that what is learned at one level of volatility holds at others. N is
     `past_steps`; forward and loss then read these values too, [T, B, C, N].
+
+    `each`: of a subclass, how many numbers the layers give for each value.
     """
 
     pooled = False
@@ -38,9 +40,11 @@ class Forecast(nn.Module):
         linear: bool = False,
         scaled: bool = False,
         past_steps: int = 0,
+        each: int | None = None,
     ) -> None:
         super().__init__()
-        if (linear or scaled) != (past_steps > 0):
+        reads = linear or scaled
+        if (reads and not past_steps) or (past_steps and not reads and each is None):
             raise UserError(f"a forecast has linear={linear}, scaled={scaled} and past_steps={past_steps}; set it if one of them is set")
         self.horizon = horizon
         self.outputs = outputs
@@ -50,11 +54,16 @@ class Forecast(nn.Module):
             not self.quantiles or any(not low < high for low, high in zip((0.0, *self.quantiles), (*self.quantiles, 1.0), strict=True))
         ):
             raise UserError(f"quantiles must increase between 0 and 1, got {list(self.quantiles)}; list each once, from low to high")
-        numbers = horizon * outputs * len(self.quantiles or (0.5,))
+        numbers = horizon * outputs * (each or len(self.quantiles or (0.5,)))
         self.weight = nn.Parameter(torch.empty(numbers, width).uniform_(-(width**-0.5), width**-0.5))
         self.bias = nn.Parameter(torch.zeros(numbers))
         self.past_steps, self.scaled = past_steps, scaled
         self.line = Line(horizon, outputs, past_steps) if linear else None
+
+    @property
+    def past_columns(self) -> int:
+        """Numbers of each row of the past."""
+        return self.outputs
 
     def forward(self, y_TBW: Tensor, past_TBCN: Tensor | None = None) -> Tensor:
         """The forecasts made at each step."""
@@ -71,22 +80,25 @@ class Forecast(nn.Module):
             out = out + self.line(past_TBCN)[..., None]
         return out[..., 0] if self.quantiles is None else out
 
-    def score(self, out: Tensor, target_TBKC: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, out: Tensor, target_TBKC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum over the targets that are present, and their number."""
         if self.quantiles is None:
-            errors, real = score_numbers(out, target_TBKC, self.kind)
-            return errors.sum(), real.sum().to(errors.dtype)
+            errors, real = score_numbers(out, target_TBKC, self.kind, weights)
+            return errors.sum(), count_of(real, weights, errors.dtype)
         out = at_least_float32(out)
+        target_TBKC = weighted_targets(target_TBKC, weights)
         real = torch.isfinite(target_TBKC)
         gap = torch.where(real[..., None], target_TBKC.to(out.dtype)[..., None] - out, 0.0)
         # Filled on the device: a copy from the host cannot be part of a CUDA graph.
         share_Q = torch.cat([out.new_full((1,), share) for share in self.quantiles])
         pinball = torch.maximum(share_Q * gap, (share_Q - 1.0) * gap)
-        return pinball.sum() / len(self.quantiles), real.sum().to(out.dtype)
+        return weighted(pinball, weights).sum() / len(self.quantiles), count_of(real, weights, out.dtype)
 
-    def loss(self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        return self.score(self(y_TBW, past_TBCN), target_TBKC)
+        return self.score(self(y_TBW, past_TBCN), target_TBKC, weights)
 
 
 class Line(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads.scoring import check_loss, class_weights, numbers, score_classes, score_labels, score_numbers
+from carrywave.model.heads.scoring import check_loss, class_weights, count_of, numbers, score_classes, score_labels, score_numbers
 from carrywave.model.over_time import pooling, segments
 
 Accumulator = tuple[Tensor, Tensor]  # (what was seen of each lane [B, R], as `pooling` keeps it; steps so far [B] int64)
@@ -95,21 +95,21 @@ class PooledSoftmax(Pooled):
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))
 
-    def score(self, logits_BV: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, logits_BV: Tensor, label_B: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
-        return score_classes(logits_BV, label_B, self.weights, self.label_smoothing if self.training else 0.0)
+        return score_classes(logits_BV, label_B, self.weights, self.label_smoothing if self.training else 0.0, weights)
 
-    def loss(self, acc: Accumulator, label_B: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, acc: Accumulator, label_B: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
-        return self.score(self(acc), label_B)
+        return self.score(self(acc), label_B, weights)
 
 
 class PooledSigmoid(PooledSoftmax):
     """Labels of which any number may hold for a sequence: as `Sigmoid` is to `Softmax`."""
 
-    def score(self, logits_BV: Tensor, target_BV: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, logits_BV: Tensor, target_BV: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and the number of sequences with a target."""
-        return score_labels(logits_BV, target_BV, self.weights, self.label_smoothing if self.training else 0.0)
+        return score_labels(logits_BV, target_BV, self.weights, self.label_smoothing if self.training else 0.0, weights)
 
 
 class PooledNumbers(Pooled):
@@ -124,12 +124,12 @@ class PooledNumbers(Pooled):
         """The numbers of each lane."""
         return numbers(self.over_steps(acc), self.weight, self.bias)
 
-    def score(self, out_BC: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, out_BC: Tensor, target_BC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
         whole_B1 = torch.isfinite(target_BC).all(dim=-1, keepdim=True)
-        errors_BC, _ = score_numbers(out_BC, torch.where(whole_B1, target_BC, torch.nan), self.kind)
-        return errors_BC.sum() / self.outputs, whole_B1.sum().to(errors_BC.dtype)
+        errors_BC, real_BC = score_numbers(out_BC, torch.where(whole_B1, target_BC, torch.nan), self.kind, weights)
+        return errors_BC.sum() / self.outputs, count_of(real_BC[:, 0], weights, errors_BC.dtype)
 
-    def loss(self, acc: Accumulator, target_BC: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, acc: Accumulator, target_BC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
-        return self.score(self(acc), target_BC)
+        return self.score(self(acc), target_BC, weights)

@@ -24,37 +24,65 @@ def numbers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear(x.to(weight.dtype), weight, bias)
 
 
-def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy, and the number of real targets or the sum of their class weights: the quotient equals torch's mean."""
-    target = target.reshape(-1)
-    total = cross_entropy.summed(logits.reshape(-1, logits.shape[-1]), target, IGNORED, weights_V, smoothing)
+def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Values times the weights of their targets; weights lack the last dimensions of values in which they do not differ."""
+    return values if weights is None else values * weights.to(values.dtype).reshape(*weights.shape, *[1] * (values.dim() - weights.dim()))
+
+
+def weighted_targets(target: Tensor, weights: Tensor | None) -> Tensor:
+    """Targets, missing where their weight is 0: whatever is computed there, even what is not finite, must not reach the loss."""
+    if weights is None:
+        return target
+    none = (weights == 0).reshape(*weights.shape, *[1] * (target.dim() - weights.dim()))
+    return torch.where(none, torch.nan if target.is_floating_point() else IGNORED, target)
+
+
+def count_of(real: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The number of targets that are present, as the mask `real` has them, or the sum of their weights."""
+    return real.sum().to(dtype) if weights is None else weighted(real.to(torch.promote_types(dtype, weights.dtype)), weights).sum()
+
+
+def score_classes(
+    logits: Tensor, target: Tensor, weights_V: Tensor | None, smoothing: float = 0.0, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy, and the number of real targets or the sum of their weights: with those of classes, the quotient equals torch's
+    mean. `weights` are those of each target.
+    """
+    target = weighted_targets(target, weights).reshape(-1)
+    weights = None if weights is None else weights.reshape(-1)
+    total = cross_entropy.summed(logits.reshape(-1, logits.shape[-1]), target, IGNORED, weights_V, smoothing, weights)
     real = target != IGNORED
     if weights_V is None:
-        return total, real.sum().to(total.dtype)
-    return total, torch.where(real, weights_V.to(total.dtype)[target.clamp(min=0)], 0.0).sum()
+        return total, count_of(real, weights, total.dtype)
+    return total, weighted(torch.where(real, weights_V.to(total.dtype)[target.clamp(min=0)], 0.0), weights).sum()
 
 
-def score_labels(logits: Tensor, target: Tensor, weights_V: Tensor | None, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Binary cross entropy, summed over all labels whose target is present, and the number of steps or sequences that have any.
+def score_labels(
+    logits: Tensor, target: Tensor, weights_V: Tensor | None, smoothing: float = 0.0, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Binary cross entropy, summed over all labels whose target is present, and the number of steps or sequences that have any, or the sum
+    of their `weights`.
 
     `weights_V` are those of targets that are 1, torch's `pos_weight`. With `smoothing`, half of it is taken from ones and given to zeros.
     """
     logits = at_least_float32(logits)
+    target = weighted_targets(target, weights)
     real = torch.isfinite(target)
     wanted = torch.where(real, target.to(logits.dtype), 0.0)
     wanted = wanted + smoothing * (0.5 - wanted) if smoothing else wanted
     positive = None if weights_V is None else weights_V.to(logits.dtype)
     errors = binary_cross_entropy_with_logits(logits, wanted, pos_weight=positive, reduction="none")
-    return torch.where(real, errors, 0.0).sum(), real.any(dim=-1).sum().to(logits.dtype)
+    return weighted(torch.where(real, errors, 0.0), weights).sum(), count_of(real.any(dim=-1), weights, logits.dtype)
 
 
-def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Element-wise error, 0 where the target is missing, and a mask of the targets that are present."""
+def score_numbers(out: Tensor, target: Tensor, kind: str, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Element-wise error times its weight, 0 where the target is missing, and a mask of the targets that are present."""
     out = at_least_float32(out)
+    target = weighted_targets(target, weights)
     real = torch.isfinite(target)
     # Masked before the square: masked after it, the gradient would be 0 · NaN.
     gap = torch.where(real, out - target.to(out.dtype), 0.0)
-    return (gap.square() if kind == "mse" else gap.abs()), real
+    return weighted(gap.square() if kind == "mse" else gap.abs(), weights), real
 
 
 def check_loss(kind: str) -> str:

@@ -17,14 +17,20 @@ from carrywave.errors import DataError
 def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tensor) -> int:
     """Copy the vectors of the vocabulary's tokens into the rows of the matrix, and return how many were found.
 
-    The matrix is unchanged if the file has any error. If a token occurs twice, its first line counts.
+    A token that the file does not have gets the vector that it has in lower case, if any. The matrix is unchanged if the file has any
+    error. If a token occurs twice, its first line counts.
     """
     if weight_VE.shape[0] < len(vocabulary):
         raise DataError(
             f"the embedding has {weight_VE.shape[0]} rows for a vocabulary of {len(vocabulary)} tokens; make it as large as the vocabulary"
         )
     rows = {token: row for row, token in enumerate(vocabulary)}
+    others: dict[str, list[int]] = {}  # rows by how their tokens are written in lower case, if that is otherwise
+    for token, row in rows.items():
+        if token.lower() != token:
+            others.setdefault(token.lower(), []).append(row)
     found: dict[int, list[float]] = {}
+    lowered: dict[int, list[float]] = {}
     width = weight_VE.shape[1]
     opener = gzip.open if str(path).endswith(".gz") else open
     number = 0
@@ -39,13 +45,18 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
                         )
                     continue
                 token = _token(fields, width, path, number)
-                row = rows.get(token)
-                if row is not None and row not in found:
-                    found[row] = _numbers(fields[-width:], path, number)
+                if token not in rows and token not in others:
+                    continue
+                values = _numbers(fields[-width:], path, number)
+                if token in rows:
+                    found.setdefault(rows[token], values)
+                for other in others.get(token, ()):
+                    lowered.setdefault(other, values)
     except UnicodeDecodeError:
         raise DataError(f"{path}:{number}: not UTF-8 text; use a text file with a token and its numbers on each line") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); pass a text file of embeddings") from None
+    found = lowered | found
     if found:
         with torch.no_grad():
             weight_VE[list(found)] = torch.tensor(list(found.values()), dtype=weight_VE.dtype, device=weight_VE.device)

@@ -1,1 +1,1 @@
-"""A vocabulary whose rows replicas divide among themselves."""
+"""A vocabulary whose rows replicas divide among themselves, and words that are read with their characters."""

@@ -101,14 +101,18 @@ def embedded(tokens_TB: Tensor, weight_VW: Tensor, rows: Rows) -> Tensor:
 
 
 def summed_cross_entropy(
-    y_TBW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, target_TB: Tensor, ignored: int, rows: Rows
+    y_TBW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, target_TB: Tensor, ignored: int, rows: Rows, weights_TB: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum over this worker's targets that are not `ignored`, in float32 or wider, and their number."""
+    """The sum over this worker's targets that are not `ignored`, each times its weight, in float32 or wider, and their number or the sum of
+    their weights.
+    """
     exchange, most = _connected(rows)
     target_N = exchange.gather(_padded(target_TB, most, ignored)).reshape(-1)
+    weights_N = None if weights_TB is None else exchange.gather(_padded(weights_TB, most, 0.0)).reshape(-1)
     apply: Any = _Summed.apply
-    total: Tensor = apply(y_TBW, weight_VW, bias_V, target_N, ignored, rows, most)
-    return total, (target_TB != ignored).sum().to(total.dtype)
+    total: Tensor = apply(y_TBW, weight_VW, bias_V, target_N, weights_N, ignored, rows, most)
+    real_TB = target_TB != ignored
+    return total, real_TB.sum().to(total.dtype) if weights_TB is None else torch.where(real_TB, weights_TB, 0.0).sum()
 
 
 def logits(y_TBW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, rows: Rows) -> Tensor:
@@ -168,7 +172,15 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_TBW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, target_N: Tensor, ignored: int, rows: Rows, most: int
+        ctx: Any,
+        y_TBW: Tensor,
+        weight_VW: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        weights_N: Tensor | None,
+        ignored: int,
+        rows: Rows,
+        most: int,
     ) -> Tensor:
         exchange = rows.exchange
         assert exchange is not None
@@ -182,15 +194,16 @@ class _Summed(torch.autograd.Function):
             exchange.sum_(sums_2N)
             logarithm_N = highest_N + sums_2N[0].log()
         real_N = target_N != ignored
-        losses_RTM = torch.where(real_N, logarithm_N - sums_2N[1], 0.0).view(exchange.of, -1, most)
-        ctx.save_for_backward(y_NW, weight_VW, bias_V, target_N, logarithm_N)
-        ctx.ignored, ctx.rows, ctx.shape_RTM, ctx.lanes, ctx.given = ignored, rows, losses_RTM.shape, y_TBW.shape[1], y_TBW.dtype
+        share_N = real_N.to(logarithm_N.dtype) if weights_N is None else torch.where(real_N, weights_N.to(logarithm_N.dtype), 0.0)
+        losses_RTM = torch.where(real_N, (logarithm_N - sums_2N[1]) * share_N, 0.0).view(exchange.of, -1, most)
+        ctx.save_for_backward(y_NW, weight_VW, bias_V, target_N, share_N, logarithm_N)
+        ctx.rows, ctx.shape_RTM, ctx.lanes, ctx.given = rows, losses_RTM.shape, y_TBW.shape[1], y_TBW.dtype
         return losses_RTM[exchange.index].sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y_NW, weight_VW, bias_V, target_N, logarithm_N = ctx.saved_tensors
+        y_NW, weight_VW, bias_V, target_N, share_N, logarithm_N = ctx.saved_tensors
         rows: Rows = ctx.rows
         exchange = rows.exchange
         assert exchange is not None
@@ -199,7 +212,7 @@ class _Summed(torch.autograd.Function):
         grad_VW = torch.zeros_like(weight_VW) if wants_weight else None
         grad_V = torch.zeros_like(bias_V) if wants_bias else None
         narrow_VW = weight_VW.to(y_NW.dtype)
-        scale_N = torch.where(target_N != ctx.ignored, grad.to(logarithm_N.dtype), 0.0)
+        scale_N = torch.where(share_N > 0.0, grad.to(logarithm_N.dtype) * share_N, 0.0)
         for part, logits_nV in _blocks(y_NW, narrow_VW, bias_V):
             # A padded row's logits are finite but meaningless: its scale is zero.
             error_nV = logits_nV.sub_(logarithm_N[part, None]).exp_()
@@ -216,7 +229,7 @@ class _Summed(torch.autograd.Function):
                 grad_V.add_(error_nV.sum(0, dtype=grad_V.dtype))
         # All workers take part, even one whose own lanes need no gradient.
         own_TMW = exchange.scatter_sum(grad_NW.view(*ctx.shape_RTM, -1))
-        return own_TMW[:, : ctx.lanes].to(ctx.given) if wants_y else None, grad_VW, grad_V, None, None, None, None
+        return own_TMW[:, : ctx.lanes].to(ctx.given) if wants_y else None, grad_VW, grad_V, *[None] * 5
 
 
 def _tops(y_NW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, target_N: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,7 @@ def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
 def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask]:
     for unit in units.units:
         if unit.kind != "numbers":
-            rows = 1 if units.pooled and unit.width_out == 0 else steps * (units.stride if unit.front else 1)
+            rows = units.rows_of(unit, steps)
             yield Ask(unit.kind, unit.inputs, unit.outputs, lanes, rows, unit.projection, units.precision, chunks)
         for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
             if width:

@@ -99,7 +99,7 @@ class Costs:
         found = NOTHING
         if unit.kind != "numbers":
             # A pooled head has one row per lane. It runs only on the last chunk, but is too cheap for that to be worth modelling here.
-            rows = 1 if self.units.pooled and unit.width_out == 0 else steps * (self.units.stride if unit.front else 1)
+            rows = self.units.rows_of(unit, steps)
             fit = self._kind(unit.kind)
             found = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
         if unit.launches:

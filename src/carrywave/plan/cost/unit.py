@@ -16,7 +16,9 @@ from carrywave.spec.step_inputs import step_inputs
 
 @dataclass(frozen=True)
 class Convolution:
-    """A layer of a front: a product of `inputs` (what its kernel covers) by `channels`, with a norm after it."""
+    """A layer of a front: a product of `inputs` (what its kernel covers) by `channels`, with a norm after it. What reads the characters of
+    words is priced as one, too: a product for each character of a step.
+    """
 
     inputs: int
     channels: int
@@ -85,7 +87,7 @@ def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
         work=max(work, plain.work * total_stride(layers)),
         dropout=width if plain.dropout else 0,
         tensors=plain.tensors + 4 * len(layers),
-        front=tuple(front),
+        front=(*plain.front, *front),
     )
 
 
@@ -95,7 +97,7 @@ def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
         width = model.embedding or model.widths[0]
         dropped = width if given_or(model.dropout_input, model.dropout) or model.dropout_words else 0
         size = facts.vocabulary * width
-        return Unit(
+        words = Unit(
             "encoder",
             "embedding",
             facts.vocabulary,
@@ -109,12 +111,35 @@ def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
             dropout=dropped,
             tensors=1,
         )
+        return _spelled(words, spec, facts) if facts.characters else words
     if not facts.features:
         raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
     inputs = step_inputs(spec, facts)
     width, tables = inputs.width, len(inputs.tables)
     dropped = width if model.dropout_input else 0
     return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped, tensors=tables)
+
+
+def _spelled(words: Unit, spec: Spec, facts: DataFacts) -> Unit:
+    """The encoder of words with what reads their characters beside it."""
+    width, added = spec.model.character_embedding, spec.model.character_width
+    cell, convolved = by_name("lstm"), spec.model.characters == "cnn"
+    read = Convolution(3 * width, added, facts.word_length, dropped=False)
+    parameters, kept = (3 * width + 1) * added, 3 * width + 2 * added  # of each character: what the filters read and give
+    if not convolved:
+        hidden = added // 2
+        read = Convolution(width + hidden, 2 * cell.gates * hidden, facts.word_length, dropped=False)
+        parameters, kept = 2 * (cell.multiply_adds(width, hidden) + 2 * cell.gates * hidden), width + 2 * (cell.kept + 1) * hidden
+    return replace(
+        words,
+        width_out=words.width_out + added,
+        parameters=words.parameters + facts.characters * width + parameters,
+        kept=words.kept + kept * facts.word_length + added,
+        work=words.work + kept * facts.word_length,
+        dropout=words.dropout and words.dropout + added,
+        tensors=words.tensors + (3 if convolved else 9),
+        front=(read,),
+    )
 
 
 def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: int) -> Unit:

@@ -15,7 +15,7 @@ from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import CallKind
 from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
-from carrywave.spec.data_spec import packed_windows
+from carrywave.spec.data_spec import PARAMETERS, packed_windows
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.signal_spec import total_stride
@@ -24,6 +24,9 @@ from carrywave.spec.train_spec import TrainSpec
 
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
+# Of a transcription, elements for each place of a label: alpha, beta and what is emitted there, with what becomes of them; operations that
+# one step of the recursion takes; copies of the logits: their logarithms, and the gradient of these.
+ALIGNED, ALIGNING, KEPT_LOGS = 8, 4, 3
 _SHAPES = 3  # representative batch shapes when sequences differ in length
 
 
@@ -48,11 +51,12 @@ class Units:
     tied: int = 0  # parameters shared by the encoder and the head
     accumulate: int = 1
     pooled: bool = False  # the head scores whole sequences
-    whole: bool = False  # layers are bidirectional, or there is a front, so time cannot be cut into chunks
+    whole: bool = False  # layers are bidirectional, or a front or the head read whole sequences, so time cannot be cut into chunks
     streams: bool = True
     reproducible: bool = False
     shard_optimizer: bool = False  # replicas divide the optimizer state
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
+    whole_head: bool = False  # the head reads whole sequences, so that stages cannot share it
     picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
     rows: int = 0  # parameters of a split vocabulary that one replica holds alone
     stride: int = 1  # steps of the data that a front makes one of; shapes are those after it
@@ -63,6 +67,12 @@ class Units:
     @property
     def layers(self) -> int:
         return len(self.units) - 2
+
+    def rows_of(self, unit: Unit, steps: int) -> int:
+        """How many rows of each lane a unit computes for so many steps; of a head that pools, one."""
+        if unit.width_out == 0 and self.pooled and not unit.launches:
+            return 1
+        return steps * (self.stride if unit.front else 1)
 
     @property
     def counted(self) -> str:
@@ -150,7 +160,7 @@ class Units:
     def scores_vocabulary(self) -> bool:
         """True if the head has the same rows, and is split with the encoder."""
         head = self.units[-1]
-        whole = not self.pooled and not self.picks_rows
+        whole = not self.pooled and not self.picks_rows and not self.whole_head
         return self.has_vocabulary and whole and head.kind == "softmax" and head.outputs == self.units[0].inputs
 
     def split_over(self, replicas: int) -> Units:
@@ -198,7 +208,9 @@ class Units:
             width = out
         head, outputs = _head(spec, facts)
         tied = facts.vocabulary * width if model.tie else 0
-        pooled = spec.task in ("classification", "regression")
+        pooled, alignments = spec.pooled and spec.task != "transcription", 0
+        if spec.task == "transcription":  # what each lane reaches of its labels, forwards and backwards, step by step
+            alignments = model.upsample * ALIGNED * (2 * facts.most_labels + 1)
         past = spec.past_steps if spec.task == "forecasting" else 0
         line = facts.outputs * spec.data.horizon * (past + 1) if model.linear else 0
         read = 2 * width if pooled and model.pool == "mean_max" else width
@@ -212,15 +224,18 @@ class Units:
                 width,
                 0,
                 outputs * read + outputs - tied + query + line,
-                kept=0 if pooled else outputs + facts.outputs * past,
+                kept=0 if pooled else outputs * (KEPT_LOGS if alignments else 1) + facts.outputs * past + _likelihood(spec, facts),
                 deferred=0 if pooled else outputs,
-                work=0 if pooled else outputs,
+                work=0 if pooled else outputs + alignments,
                 carry=read if pooled else 0,
+                launches=ALIGNING * model.upsample if alignments else 0,
                 tensors=2 + bool(query) + 2 * bool(line),
             )
         )
         if tied:
             units[0] = replace(encoder, parameters=0)
+        if model.crf:
+            units[-1] = _crf(units[-1])
         if model.softmax == "adaptive":
             units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
         return Units(
@@ -231,12 +246,13 @@ class Units:
             _states(spec.train),
             tied,
             spec.train.accumulate,
-            pooled,
-            model.bidirectional or bool(model.front_layers),
+            pooled or bool(alignments),
+            model.bidirectional or spec.reads_whole,
             spec.streams,
             spec.train.reproducible,
             spec.train.shard_optimizer,
             _outer_copies(spec.train),
+            whole_head=model.crf or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),
         )
@@ -264,15 +280,42 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[CallKind, int]:
             kind, outputs = "softmax", facts.vocabulary
         case "tagging" | "classification":
             kind, outputs = "softmax", len(facts.labels)
+        case "transcription":
+            kind, outputs = "softmax", spec.model.upsample * (len(facts.labels) + 1) if facts.labels else 0
         case "regression":
             kind, outputs = "linear", facts.outputs
         case "forecasting":
-            kind, outputs = "linear", spec.data.horizon * facts.outputs * len(spec.data.quantiles or (0.5,))
+            each = PARAMETERS.get(spec.data.distribution) or spec.data.quantiles or (0.5,)
+            kind, outputs = "linear", spec.data.horizon * facts.outputs * len(each)
     if outputs < 1:
         raise PlanError(
             f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
     return "softmax" if kind == "softmax" else "linear", outputs
+
+
+def _likelihood(spec: Spec, facts: DataFacts) -> int:
+    """What backward keeps of a likelihood: some numbers for each value, of counts in float64."""
+    if spec.task != "forecasting" or spec.data.distribution == "none":
+        return 0
+    return spec.data.horizon * facts.outputs * (24 if spec.data.counts else 10)
+
+
+def _crf(head: Unit) -> Unit:
+    """The head as a conditional random field: at every step, the scores so far are multiplied with those of all pairs of labels, forward
+    and backward, and one step waits for the other. Emissions and slopes are kept in float32; sums over beginnings and ends of paths, and
+    probabilities, are there while it runs, each for all paths and for those through the targets.
+    """
+    labels = head.outputs
+    return replace(
+        head,
+        inputs=head.inputs + 2 * labels,
+        parameters=head.parameters + labels * labels + 2 * labels,
+        kept=4 * labels,
+        work=14 * labels,
+        launches=1,
+        tensors=head.tensors + 3,
+    )
 
 
 def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int) -> Unit:

@@ -220,7 +220,7 @@ class Search:
             at = steps.index(plan.chunk_steps) if plan.chunk_steps in steps else len(steps)
             near += [replace(plan, chunk_steps=each) for each in (*steps[max(0, at - 1) : at], *steps[at + 1 : at + 2])]
             near.append(replace(plan, cuts=even_cuts(len(self.units), plan.stages)))
-            near += [replace(plan, share_head=not plan.share_head)] * (not self.units.pooled)
+            near += [replace(plan, share_head=not plan.share_head)] * (not self.units.pooled and not self.units.whole_head)
             near += [replace(plan, micro_batches=2)] * (
                 plan.micro_batches == 1 and 2 in self.space.micro_batches(plan.replicas, MICRO_BATCHES)
             )

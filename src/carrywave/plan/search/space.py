@@ -101,7 +101,7 @@ class Space:
             return
         for micro_batches in self.micro_batches(group.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES * self.units.whole):
             for steps in self.chunk_steps():
-                for share_head in (False,) if self.units.pooled else (False, True):
+                for share_head in (False,) if self.units.pooled or self.units.whole_head else (False, True):
                     yield replace(group, chunk_steps=steps, micro_batches=micro_batches, share_head=share_head)
 
     def leaner(self, plan: Plan) -> Iterator[Plan]:

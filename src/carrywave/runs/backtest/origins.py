@@ -151,6 +151,7 @@ def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
         values=table.values[kept],
         codes=None if table.codes is None else table.codes[kept],
         unfilled=None if table.unfilled is None else table.unfilled[kept],
+        weights=None if table.weights is None else table.weights[kept],
         starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[there])[:-1]]),
         lengths=np.asarray(lengths, np.int64)[there],
         ahead_rows=np.asarray(ahead, np.int64)[there] if ahead[there].any() else None,

@@ -62,6 +62,7 @@ def _score(
     season_NHC = np.stack([each.standard(each.naive_HC)[when, which] for each in group])
     change_N1C = np.stack([each.change_C[which] for each in group])[:, None]
     found: dict[str, float] = {"forecasts": len(group)}
+    size = float(np.abs(truth_NHC).mean())
     median = None if quantiles is None else list(quantiles).index(0.5) if 0.5 in quantiles else -1
     ours = [] if median == -1 else [("", forecast_NHCQ[..., median or 0], made_NHCQ[..., median or 0])]
     for prefix, point_NHC, point_standard_NHC in (*ours, ("naive_", naive_NHC, season_NHC)):
@@ -75,8 +76,16 @@ def _score(
                 f"{prefix}mae_in_units": float(np.abs(error_NHC).mean()),
                 f"{prefix}rmse_in_units": math.sqrt(float((error_NHC**2).mean())),
             }
+            if size:  # of a forecast without spread, half of its error is the loss at every level
+                found[f"{prefix}weighted_quantile_loss"] = float(np.abs(error_NHC).mean()) / size
     if quantiles is not None:
         share_Q = np.array(quantiles)
+        if single and size:
+            gap_NHCQ = truth_NHC[..., None] - forecast_NHCQ
+            found["weighted_quantile_loss"] = 2.0 * float(np.maximum(share_Q * gap_NHCQ, (share_Q - 1.0) * gap_NHCQ).mean()) / size
+        if 0.1 in quantiles and 0.9 in quantiles:
+            low, high = (forecast_NHCQ[..., list(quantiles).index(level)] for level in (0.1, 0.9))
+            found["within_80"] = float(((low <= truth_NHC) & (truth_NHC <= high)).mean())
         gap_NHCQ = standard_NHC[..., None] - made_NHCQ
         found["pinball"] = float(np.maximum(share_Q * gap_NHCQ, (share_Q - 1.0) * gap_NHCQ).mean())
         for place, quantile in enumerate(quantiles):

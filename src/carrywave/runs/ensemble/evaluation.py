@@ -15,6 +15,7 @@ from torch import Tensor
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError, option
+from carrywave.model.sample_weights import for_each_target
 from carrywave.runs.ensemble.averages import mean_of_odds, mean_of_shares
 from carrywave.runs.evaluation import Details, joined, passes
 from carrywave.runs.trained_run import Saved
@@ -38,17 +39,17 @@ def evaluate_together(
     units = _units(members, parts)
     for batch, outs, targets in _side_by_side(members, parts):
         target = targets[0]
+        weights = None if batch.weights is None else for_each_target(batch.weights, target, pooled=first.model.pooled)
         if first.spec.task == "language":  # of its many tokens, only the probability of the right one is kept
             logs_TB = torch.logsumexp(torch.stack(outs), dim=0) - math.log(len(outs))
-            real = target != IGNORED
-            sums[0, 0] -= torch.where(real, logs_TB, 0.0).sum(dtype=torch.float64)
-            sums[0, 1] += real.sum()
+            real = (target != IGNORED).double() if weights is None else torch.where(target != IGNORED, weights, 0.0)
+            sums[0] += torch.stack([-torch.where(real > 0, logs_TB * real, 0.0).sum(dtype=torch.float64), real.sum(dtype=torch.float64)])
             continue
         if first.spec.data.multi_label:
             out = mean_of_odds(outs)
         else:
-            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, targets, batch, units)
-        loss_sum, count = first.model.head.score(out, target)  # type: ignore[operator]
+            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, targets), batch, units)
+        loss_sum, count = first.model.head.score(out, target, weights=weights)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:
             meter.update(out, target, batch.sequence, batch.offset)
@@ -73,6 +74,11 @@ def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
             raise DataError(
                 f"{member.run.path} forecasts logarithms (data.transform={transform}), whose average is not that of the forecasts; "
                 "evaluate runs one by one"
+            )
+        if member.task.codec.distribution != "none":
+            raise DataError(
+                f"{member.run.path} forecasts a distribution (data.distribution={member.task.codec.distribution}), and the average of "
+                "several has no likelihood of its own; evaluate runs one by one"
             )
         if _read(member, part) != _read(members[0], parts[0]):
             raise DataError(
@@ -105,6 +111,12 @@ def _sizes(member: Saved, part: Part) -> np.ndarray[tuple[int, ...], np.dtype[np
     return None if part.data.units is None or not codec.targets else np.ascontiguousarray(part.data.units[:, list(codec.targets)])
 
 
+def _values(members: Sequence[Saved], targets: Sequence[Tensor]) -> list[Tensor]:
+    """The targets without the weights that the NSE loss has beside them."""
+    weighted = [member.spec.each_step and member.spec.train.loss == "nse" for member in members]
+    return [target[..., 0] if both else target for target, both in zip(targets, weighted, strict=True)]
+
+
 def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: Batch, units: Sequence[Tensor | None]) -> Tensor:
     """The average in the first run's units. What runs add to their output (a naive forecast) is in their targets as well, and so is the
     mean that was taken off: errors are averaged, which have neither.
@@ -116,7 +128,7 @@ def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: B
         error = out.double() - own.double()[spread]
         if unit_SC is not None:
             unit_BC = unit_SC[batch.sequence.clamp(min=0)] if len(unit_SC) > 1 else unit_SC
-            error = error * (unit_BC if target.ndim == 2 else unit_BC[:, None])[spread]
+            error = error * (unit_BC if target.ndim < 4 else unit_BC[:, None])[spread]
         mean += error / len(outs)
     return (mean + target[spread]).to(outs[0].dtype)
 

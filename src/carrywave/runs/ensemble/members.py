@@ -35,14 +35,24 @@ def open_members(paths: Sequence[Path | str], device: str, world: World) -> list
                 f"runs that predict together are held as a whole by every worker, but {member.run.path} splits its vocabulary over them; "
                 f"start one worker instead of {world.size}"
             )
+        if member.spec.model.crf:
+            raise UserError(
+                f"{member.run.path} chooses whole sequences of labels (model.crf), and has no probabilities of single ones to average; "
+                "pass one run"
+            )
         _check_alike(members[0], member)
+    if members[0].spec.task == "transcription":
+        raise RunError(
+            "runs of transcription cannot be averaged: each puts a label at another step, so that the mean of their probabilities has "
+            "none; pass one run"
+        )
     return members
 
 
 def _check_alike(first: Saved, other: Saved) -> None:
     differs = [field.name for field in fields(Codec) if field.name not in MAY_DIFFER and _of(first, field.name) != _of(other, field.name)]
     if first.spec.task == "forecasting":
-        differs += [name for name in ("horizon", "quantiles") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
+        differs += [name for name in ("horizon", "levels") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
     if differs:
         what = "tasks" if differs[0] == "task" else f"{differs[0]}" if differs[0].endswith("s") else f"{differs[0]}s"
         raise RunError(

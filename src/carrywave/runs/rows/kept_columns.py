@@ -13,6 +13,7 @@ PREDICTED: Mapping[str, tuple[str, ...]] = {
     "classification": ("label", "probability", "probabilities"),
     "regression": ("label",),
     "tagging": ("labels",),
+    "transcription": ("labels", "probability"),
     "language": ("prompt", "continuation", "text"),
 }
 
@@ -29,7 +30,7 @@ class KeptColumns:
         taken = (*PREDICTED.get(task, ()), *(("probabilities",) if multi_label else ()))
         pairs = [(word, word) if "=" not in word else (word.partition("=")[0], word.partition("=")[2]) for word in words]
         if pairs and task == "forecasting":
-            raise UserError(f"{option('keep')} is for rows, but this is a forecast, which has its series and times anyway; remove it")
+            raise UserError(f"{option('keep')} is for rows, but predictions for series have their names and times anyway; remove it")
         for column, name in pairs:
             if not column or not name:
                 raise UserError(f"{option('keep')} has an empty name; write a column, or COLUMN=NAME for another name")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.sequences import Ints, Sequences
+from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.runs.evaluation import passes
 from carrywave.runs.trained_run import Saved
@@ -19,6 +20,7 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.tasks.task import Part
 
 Numbers = NDArray[Any]
+RAGGED = ("tagging", "transcription")  # tasks with an output for each step of a sequence
 
 
 class Outputs:
@@ -39,25 +41,46 @@ class Outputs:
         self._capture = Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device)
 
     def of(self, data: Sequences) -> list[Numbers]:
-        """The output for the whole of each sequence (classification, regression), its tags (tagging), or the forecast after its last step.
+        """The output for the whole of each sequence (classification, regression), its tags (tagging), the log-probabilities of each step
+        (transcription), the numbers of its steps, or the forecast after its last step.
 
         Empty on ranks other than 0. Collective.
         """
+        if self.saved.spec.each_step:
+            return self._of_steps(data)
         pieces: dict[int, Tensor] = {}
         for out, lengths, owners in self._walk(data):
-            if self.saved.spec.task == "tagging" and not self._shares and not self.saved.spec.data.multi_label:
+            spec = self.saved.spec
+            if spec.task == "tagging" and not (self._shares or spec.data.multi_label or spec.model.crf):
                 out = out.argmax(-1)
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner < 0 or not length:
                     continue
                 # Of a stream, the last window counts; a copy, since a view would keep the whole window.
-                if self.saved.stage.pooled:
+                if self.saved.stage.pooled and self.saved.spec.task != "transcription":
                     pieces[owner] = out[lane]
                 elif self.saved.spec.task == "tagging":
                     pieces[owner] = out[:length, lane].clone()
+                elif self.saved.spec.task == "transcription":
+                    pieces[owner] = out[: self._answers(length), lane].clone()
                 else:
                     pieces[owner] = out[length - 1, lane].clone()
         found = self._together(pieces)
+        return [found[number] for number in range(len(data))] if found else []
+
+    def _answers(self, length: int) -> int:
+        """At how many steps a sequence of this length is answered."""
+        assert isinstance(self.saved.model, Model)
+        return self.saved.model.output_steps(length)
+
+    def _of_steps(self, data: Sequences) -> list[Numbers]:
+        """The output for every step of each sequence, whose windows follow each other."""
+        windows: dict[int, list[Tensor]] = {}
+        for out, lengths, owners in self._walk(data):
+            for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
+                if owner >= 0 and length:
+                    windows.setdefault(owner, []).append(out[:length, lane].clone())
+        found = self._together({owner: torch.cat(each) for owner, each in windows.items()})
         return [found[number] for number in range(len(data))] if found else []
 
     def after(self, data: Sequences, rows: Mapping[int, Ints]) -> dict[int, Numbers]:
@@ -100,12 +123,17 @@ class Outputs:
             seen.clear()
             yield out.float().cpu(), batch.lengths.tolist(), batch.sequence.tolist()
 
+    @property
+    def _ragged(self) -> bool:
+        """True if outputs are as long as their sequences."""
+        return self.saved.spec.task in RAGGED or self.saved.spec.each_step
+
     def _together(self, pieces: Mapping[int, Tensor]) -> dict[int, Numbers]:
         """On rank 0, the pieces of all workers by number."""
         own: dict[str, Tensor] = {}
         if pieces:
             outs = list(pieces.values())
-            ragged = self.saved.spec.task == "tagging"
+            ragged = self._ragged
             sizes = [len(out) for out in outs] if ragged else [1] * len(outs)
             # A few large messages instead of one for each sequence.
             own = {
@@ -117,7 +145,7 @@ class Outputs:
         for given in collect(self.saved.mesh.world, own):
             if given:
                 parts = torch.split(given["out"], given["size"].tolist())
-                alone = self.saved.spec.task != "tagging"
+                alone = not self._ragged
                 found |= {
                     number: (part[0] if alone else part).numpy() for number, part in zip(given["number"].tolist(), parts, strict=True)
                 }

@@ -1,30 +1,40 @@
-"""Turns outputs of a model into rows: a label or several with its probabilities, tags, numbers, or a forecast in the units of the file."""
+"""Turns outputs of a model into rows: a label or several with its probabilities, tags, a transcription, numbers, or a forecast in the units
+of the file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
+from carrywave.data.codec import Codec
 from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.table import Table
+from carrywave.model.heads.alignments import negative_log_likelihood
 from carrywave.runs.ensemble.averages import AveragedOutputs
 from carrywave.runs.rows.blocks import Block
 from carrywave.runs.rows.outputs import Numbers, Outputs
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.label_metrics import log_odds
+from carrywave.tasks.transcription.decoding import beam_search, greedy
+from carrywave.tasks.transcription.targets import END
 
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 
 
-def rows_of(outputs: Outputs | AveragedOutputs, block: Block) -> Iterator[Row]:
-    """A row for each of a block, in order, after the fields that are carried. Empty on ranks other than 0. Collective when it is called."""
+def rows_of(outputs: Outputs | AveragedOutputs, block: Block, *, beam: int = 1) -> Iterator[Row]:
+    """A row for each of a block, in order, after the fields that are carried. Empty on ranks other than 0. Collective when it is called.
+
+    `beam`: how many beginnings of a transcription are kept at each step; with 1, the most likely class of each step is taken.
+    """
     found = outputs.of(block.data, *block.others)
     spec = outputs.saved.spec
-    how = _several if spec.data.multi_label else _PREDICTED[spec.task]
+    how = _several if spec.data.multi_label else partial(_transcripts, beam) if spec.task == "transcription" else _PREDICTED[spec.task]
     predicted = how(outputs.saved, found) if found else ()
     return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
 
@@ -53,6 +63,16 @@ def _tags(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
     return ({"labels": [codec.label(int(tag)) for tag in tags]} for tags in outputs)
 
 
+def _transcripts(beam: int, saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
+    """The labels in a row, and their probability over all ways to lay them along the steps."""
+    codec, blank = saved.task.codec, len(saved.task.codec.labels)
+    for logs_TV in outputs:
+        labels = greedy(logs_TV, blank) if beam == 1 else beam_search(logs_TV, blank, beam)[0][0]
+        given_1L = torch.tensor([labels or [END]])
+        loss_1 = negative_log_likelihood(torch.from_numpy(logs_TV).double()[:, None], given_1L, blank)
+        yield {"labels": codec.transcript(labels), "probability": round(float(loss_1.neg().exp()), 6)}
+
+
 def _several(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
     """All labels whose probability reaches the threshold, for each sequence or for each step; and the probability of each label."""
     codec, least = saved.task.codec, log_odds(saved.spec.train.threshold)
@@ -67,9 +87,32 @@ def _several(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
 _PREDICTED = {"classification": _labels, "regression": _numbers, "tagging": _tags}
 
 
+def estimates(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
+    """The numbers of every step of every series. Empty on ranks other than 0. Collective when it is called."""
+    return _estimates(outputs.saved, outputs.of(data), table)
+
+
+def _estimates(saved: Saved, outputs: list[Numbers], table: Table) -> Iterator[Row]:
+    codec = saved.task.codec
+    for number, out in enumerate(outputs):
+        start = int(table.starts[number])
+        times = None if table.times is None else table.times.written(slice(start, start + len(out)))
+        named: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
+        for step, values in enumerate(codec.restore(out).tolist()):
+            time = {"step": step + 1} if times is None else {str(codec.time): times[step]}
+            yield {**named, **time, **dict(zip(codec.step_targets, values, strict=True))}
+
+
 def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
     """Every step ahead of the last row of every series. Empty on ranks other than 0. Collective when it is called."""
     return _forecasts(outputs.saved, outputs.of(data), data, table)
+
+
+def named(table: Table, codec: Codec, number: int) -> Row:
+    """The field that says which series a row is of; none of a single one without a name."""
+    if codec.series is not None:
+        return {codec.series: table.series_name(number)}
+    return {BY_PLACE: number} if len(table.names) > 1 else {}  # unnamed series are told apart by their position
 
 
 def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
@@ -80,15 +123,13 @@ def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Tab
         made_HCQ = values(number, table.lengths[number : number + 1], outs)[0]
         times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):
-            row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
-            if codec.series is None and len(table.names) > 1:
-                row[BY_PLACE] = number  # unnamed series are told apart by their position
+            row = named(table, codec, number)
             if times is not None:
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1
             for column, made_Q in zip(codec.forecast_columns, made_HCQ[step].tolist(), strict=True):
-                if spec.quantiles is None:
+                if spec.levels is None:
                     row[column] = made_Q[0]
                 else:
-                    row |= {f"{column}-q{quantile:g}": value for quantile, value in zip(spec.quantiles, made_Q, strict=True)}
+                    row |= {f"{column}-q{quantile:g}": value for quantile, value in zip(spec.levels, made_Q, strict=True)}
             yield row

@@ -71,7 +71,7 @@ def _format(head: bytes, spec: Spec) -> Format:
         return "jsonl"
     suffixes = [] if spec.data.train is None else [FORMATS.get(suffix.lower()) for suffix in Path(spec.data.train).suffixes]
     of_train = next((kind for kind in reversed(suffixes) if kind is not None), None)
-    return of_train if of_train in ("text", "csv") else "csv" if spec.task == "forecasting" else "jsonl"
+    return of_train if of_train in ("text", "csv") else "csv" if spec.reads_series else "jsonl"
 
 
 @contextmanager

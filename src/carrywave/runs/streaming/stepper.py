@@ -24,6 +24,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.heads.scoring import at_least_float32
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.runs.checkpoint.atomic_files import read_metadata, read_tensors, replacing, write_tensors, writing
 from carrywave.runs.streaming.clients import Client, Clients
 from carrywave.runs.streaming.step_function import StepFunction
@@ -31,7 +32,15 @@ from carrywave.runs.trained_run import open_run
 from carrywave.tasks.task import Task
 
 CLASSES = ("language", "classification", "tagging")  # tasks whose outputs are logits
-HEADS = (Softmax, PooledSoftmax, AdaptiveSoftmax, Sigmoid, PooledSigmoid, PooledNumbers)  # of ours, those whose outputs are understood here
+HEADS = (
+    Softmax,
+    PooledSoftmax,
+    AdaptiveSoftmax,
+    Sigmoid,
+    PooledSigmoid,
+    PooledNumbers,
+    StepNumbers,
+)  # of ours, those whose outputs are understood here
 
 
 def stepper(run: Path | str, *, device: str = "auto", model: nn.Module | None = None) -> Stepper:
@@ -63,6 +72,11 @@ class Stepper:
         codec = task.codec
         if codec.task == "forecasting":
             raise UserError("a forecaster reads earlier rows of its series at every step, and forecasts from them; use predict")
+        if codec.masked or codec.categorical:
+            what = (
+                "data.missing=mask, which counts the steps since each value" if codec.masked else "categories, which have no numbers here"
+            )
+            raise UserError(f"a stepper takes plain numbers, but the model reads {what}; use predict")
         if codec.own_scale:
             raise UserError("data.standardize=sequence needs the whole sequence for its scale; train with true or false, or use predict")
         self.codec = codec
@@ -152,6 +166,11 @@ class Stepper:
     def _encoded(self, clients: Sequence[Client], rows: Any) -> Tensor:
         """The rows as the model reads them."""
         function = self._function
+        if self.codec.word_length:
+            if not all(isinstance(row, str) for row in rows):
+                raise DataError("this model reads the characters of words, which an id does not tell; pass the words themselves")
+            ids_B = np.array([self._token(row, client) for row, client in zip(rows, clients, strict=True)], np.int32)
+            return torch.from_numpy(self.codec.spelled(ids_B, rows)).long().to(function.device)
         if self.codec.kind is not None:
             ids = [self._token(row, client) for row, client in zip(rows, clients, strict=True)]
             return torch.tensor(ids, device=function.device)

@@ -87,7 +87,7 @@ class Agreement:
         if own:
             for number, batch in enumerate(batches):
                 contents = _checksum(batch, contents, self._steps + number)
-                given = (batch.inputs, batch.targets, batch.history, batch.resets)
+                given = (batch.inputs, batch.targets, batch.history, batch.resets, batch.weights)
                 self._on_device += [sum_of(tensor, weighted=True) for tensor in given if tensor is not None and tensor.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
         self._given = self._last = StepInputs(f"{many} of {where}" if own else many, self._settings(optimizer), contents)
@@ -260,7 +260,7 @@ def sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
 
 def _checksum(batch: Batch, start: int, turn: int) -> int:
     """Checksum of the parts of a batch that are in host memory, continuing from `start`."""
-    for tensor in (batch.inputs, batch.targets, batch.lengths, batch.fresh, batch.lanes, batch.history, batch.resets):
+    for tensor in (batch.inputs, batch.targets, batch.lengths, batch.fresh, batch.lanes, batch.history, batch.resets, batch.weights):
         if tensor is None or tensor.device.type != "cpu":
             continue
         data = _flat(tensor)

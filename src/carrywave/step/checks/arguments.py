@@ -13,11 +13,14 @@ from carrywave.data.batch import IGNORED, Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.classes import Sigmoid, Softmax
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
+from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import check_resets
+from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -113,8 +116,11 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
         )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse what is not an optimizer, and one over parameters that are not the model's."""
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """Refuse what is not an optimizer, and one over parameters that are not the model's. None: the spec's."""
+    if optimizer is None:
+        _check_real(model)
+        return
     if not isinstance(optimizer, Optimizer):
         got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise UserError(f"optimizer must be a torch.optim.Optimizer over model.parameters(), got {got}; create one and pass that")
@@ -129,6 +135,16 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is not in the model, so its gradient "
             "would be neither summed nor divided; make it a parameter of the model, for example of its head"
         )
+
+
+def _check_real(model: nn.Module) -> None:
+    """Refuse complex parameters, which the spec's optimizers do not update: torch's fused kernels know only real ones."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"{name} is complex, but the optimizers of a spec update real parameters alone; pass a Trainer an optimizer of your own "
+                "(torch.optim.Adam(model.parameters())), or keep real and imaginary parts (torch.view_as_real)"
+            )
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
@@ -174,6 +190,8 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             check_resets(model)
             if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
                 check_ends(batch.targets, batch.resets, batch.lengths)
+        if batch.weights is not None:
+            _check_weights(batch, batch.weights, model)
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
@@ -224,13 +242,26 @@ def check_continued(batch: Batch, before: Lanes | None) -> Lanes:
 
 def _check_detached(batch: Batch) -> None:
     """Refuse a batch with an autograd graph: what lies behind it would get each worker's own sum, neither summed over all nor divided."""
-    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets)):
+    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("weights", batch.weights)):
         if tensor is not None and tensor.requires_grad:
             owner = "the encoder of cw.Model" if name == "inputs" else "the head of cw.Model"
             raise UserError(
                 f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
                 f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
             )
+
+
+def _check_weights(batch: Batch, weights: Tensor, model: Model | OpaqueModel) -> None:
+    """Refuse weights that the model's loss does not take, or not in this form."""
+    if isinstance(model, OpaqueModel):
+        check_weights(weights, model.given_loss, f"the module {type(model.module).__name__}", by_lane=model.pooled)
+        return
+    by_lane = model.whole_head or (model.pooled and batch.resets is None)
+    check_weights(weights, model.head.loss, f"the head {type(model.head).__name__}", by_lane=by_lane)
+    if model.pooled and batch.resets is not None and weights.dim() == 1:
+        raise UserError(
+            "the weights are one for each lane, but lanes hold several sequences; pass [time, lane], at the last step of each sequence"
+        )
 
 
 def _other_targets(model: Model | OpaqueModel) -> UserError:
@@ -265,6 +296,13 @@ def _first(module: nn.Module) -> nn.Module:
 def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
     numbers = reader.features if isinstance(reader, Front) else numbers
+    if isinstance(reader, SpelledWords):
+        if inputs.dim() != 3 or inputs.shape[-1] != 1 + reader.length:
+            raise UserError(
+                f"the inputs are {_form(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
+            )
+        _check_codes(inputs[..., 1:], reader.codes, "character")
+        inputs, reader = inputs[..., 0], reader.words
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(
@@ -275,18 +313,24 @@ def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
         return
     if inputs.is_floating_point():
         raise UserError(f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads tokens; pass whole numbers")
-    if inputs.device.type == "cpu" and inputs.numel():
-        low, high = (int(each) for each in inputs.aminmax())
-        if low < 0 or high >= rows:
+    _check_codes(inputs, rows, "token")
+
+
+def _check_codes(codes: Tensor, known: int, what: str) -> None:
+    if codes.device.type == "cpu" and codes.numel():
+        low, high = (int(each) for each in codes.aminmax())
+        if low < 0 or high >= known:
             raise UserError(
-                f"the inputs contain token {low if low < 0 else high}, but the encoder knows 0 to {rows - 1}; "
-                "use tokens in that range, or a larger embedding"
+                f"the inputs contain {what} {low if low < 0 else high}, but the encoder knows 0 to {known - 1}; "
+                f"use {what}s in that range, or a larger embedding"
             )
 
 
 def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
     if targets is None:
         raise _no_targets()
+    if isinstance(head, Ctc):
+        _check_transcripts(targets, head)
     if not isinstance(head, Softmax | PooledSoftmax):
         return
     if isinstance(head, Sigmoid | PooledSigmoid):
@@ -305,6 +349,19 @@ def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
                 f"the targets contain class {low if low < 0 else high}, but the head knows 0 to {head.classes - 1} ({IGNORED} for none); "
                 "use classes in that range, or give the head more of them"
             )
+
+
+def _check_transcripts(targets: Tensor, head: Ctc) -> None:
+    if targets.is_floating_point() or targets.dim() != 2 or not targets.shape[1]:
+        raise UserError(
+            f"the targets are {_form(targets)}, but the head {type(head).__name__} learns labels in a row; pass whole numbers [lane, "
+            "labels], with -1 after the last label of a lane"
+        )
+    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= head.blank:
+        raise UserError(
+            f"the targets contain label {int(targets.max())}, but the head knows 0 to {head.blank - 1}; use labels in that range, or give "
+            "the head more of them"
+        )
 
 
 def _no_targets() -> UserError:

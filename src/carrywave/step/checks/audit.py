@@ -15,7 +15,7 @@ from carrywave.model.stage import Stage
 @contextmanager
 def audited(stage: Stage | OpaqueModel, model: Model | OpaqueModel) -> Iterator[None]:
     """Look at everything that is computed inside this context."""
-    loss: Any = model._loss if isinstance(model, OpaqueModel) else getattr(model.head, "loss", None)
+    loss: Any = model.given_loss if isinstance(model, OpaqueModel) else getattr(model.head, "loss", None)
     stage.audit = Audit(model, lambda: loss)
     try:
         yield

@@ -53,14 +53,18 @@ def _padded_lanes(batch: Batch, key: Tensor, *, pooled: bool) -> ProbeSample | N
         return None
     targets = batch.targets[chosen] if pooled and batch.resets is None else batch.targets[:, chosen]
     x = batch.inputs[:, chosen]
-    return ProbeSample(x, x, targets, batch.lengths[chosen], batch.lanes[chosen], key.to(x.device))
+    weights = batch.weights
+    if weights is not None:
+        weights = weights[chosen] if weights.dim() == 1 else weights[:, chosen]
+    return ProbeSample(x, x, targets, batch.lengths[chosen], batch.lanes[chosen], key.to(x.device), weights)
 
 
 def _reads_padding(whole: OpaqueModel, sample: ProbeSample) -> bool:
     """True if the loss differs without the padding; False as well if the module cannot be run this way."""
     end = int(sample.lengths.max())
     targets = sample.targets if whole.pooled or sample.targets is None else sample.targets[:end]
-    cut = replace(sample, x=sample.x[:end], y=sample.y[:end], targets=targets)
+    weights = sample.weights if sample.weights is None or sample.weights.dim() == 1 else sample.weights[:end]
+    cut = replace(sample, x=sample.x[:end], y=sample.y[:end], targets=targets, weights=weights)
     run = piecewise(whole, "module")
     for dtype in dict.fromkeys((torch.float64, whole.dtype)):
         with suppress(Exception), untouched([whole.module, *whole.own_loss.values()], sample.x.device, dtype), torch.no_grad():

@@ -9,8 +9,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from carrywave.errors import UserError, WorkerError
 from carrywave.model.model import Model
+from carrywave.model.recurrent import CALLED_HOOKS
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import World, all_arrive, all_gather_text
+from carrywave.step.checks.own_modules.stepwise import HOOKS
 
 
 class TrainableParameters:
@@ -19,12 +21,7 @@ class TrainableParameters:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
         self.model, self.parts = model, {name: getattr(model, name) for name in ("encoder", "lstm", "head") if isinstance(model, Model)}
-        for hook in model.lstm._forward_pre_hooks.values() if isinstance(model, Model) else ():
-            if isinstance(hook, SpectralNorm):
-                raise UserError(
-                    "torch.nn.utils.spectral_norm on the layers works through a hook that a trainer does not call; use "
-                    "torch.nn.utils.parametrizations.spectral_norm"
-                )
+        self._check_hooks()
         for each in [model, model.lstm] if isinstance(model, Model) else []:
             if not type(each).forward.__module__.startswith("carrywave.") or "forward" in vars(each):
                 raise UserError(
@@ -43,8 +40,24 @@ class TrainableParameters:
         self.given_up = [[p, p.stands_for, p.requires_grad] for _, _, p in self.places if hasattr(p, "stands_for")]
         self.flags = self._now()
 
+    def _check_hooks(self) -> None:
+        """Refuse hooks that a trainer would not call, and that might change what is computed."""
+        for name, each in {"the model": self.model, "the layers": self.parts["lstm"]}.items() if self.parts else ():
+            for hook in [hook for store in HOOKS for hook in getattr(each, store).values()]:
+                if isinstance(hook, SpectralNorm):
+                    raise UserError(
+                        "torch.nn.utils.spectral_norm on the layers works through a hook that a trainer does not call; use "
+                        "torch.nn.utils.parametrizations.spectral_norm"
+                    )
+                if not isinstance(hook, CALLED_HOOKS):
+                    raise UserError(
+                        f"the hook on {name} ({type(each).__name__}) would not be called: a trainer runs encoder, layers and head chunk by "
+                        "chunk; register it on the encoder, on the head or on a module in them"
+                    )
+
     def changed(self) -> bool:
         """True if other parameters are trained than at the last step. The change must be the same on all workers."""
+        self._check_hooks()
         for name, part in self.parts.items():
             if getattr(self.model, name) is not part:
                 raise UserError(f"model.{name} was replaced after the trainer was created; create a new Trainer afterwards")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.model import sample_weights
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage, regularize
@@ -87,5 +88,6 @@ class ChunkForward:
     ) -> tuple[Tensor | None, Tensor]:
         """Pass the head's output to the observer, and return its loss and count if there are targets."""
         out = self.stage.output(y, left, chunk)
-        observe(out, targets, batch.sequence, batch.offset + chunk.start)
+        pooled = self.stage.pooled and batch.resets is None
+        observe(out, sample_weights.seen(targets, chunk.weights, pooled=pooled), batch.sequence, batch.offset + chunk.start)
         return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, targets, chunk)

@@ -44,7 +44,9 @@ class Chunks:
         return chunk * size, min((chunk + 1) * size, steps)
 
     def at(self, micro_batch: int, chunk: int, key: Tensor | None, *, in_window: bool) -> Chunk:
-        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key, window, past values and resets."""
+        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key, window, past values, resets and
+        weights.
+        """
         batch = self.batches[micro_batch]
         first, end = self.span(micro_batch, chunk)
         full = batch.real == batch.steps * batch.lanes.shape[0]
@@ -62,6 +64,7 @@ class Chunks:
             self.counts[micro_batch] == 1 and batch.steps * batch.lanes.shape[0] == batch.cells[1],
             None if batch.history is None else batch.history[first : end + batch.history.shape[0] - batch.steps],
             None if batch.resets is None else batch.resets[first:end],
+            batch.weights if batch.weights is None or batch.weights.dim() == 1 else batch.weights[first:end],
             batch.sequences,
         )
 

@@ -25,7 +25,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
 from carrywave.step.row_parts import cutter
 from carrywave.step.worker_setup import check_uncut, holding_of, tensors_of
-from carrywave.tasks.task import POOLED, Task
+from carrywave.tasks.task import Task
 from carrywave.train.start.run_start import Start
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known
@@ -55,7 +55,7 @@ def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss |
             model = own(facts)
             check_loss(loss, model)
     if isinstance(model, nn.Module) and not isinstance(model, Model | OpaqueModel):
-        model = OpaqueModel(model, loss, pooled=spec.task in POOLED)
+        model = OpaqueModel(model, loss, pooled=spec.pooled)
     if not isinstance(model, Model | OpaqueModel):
         raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:

@@ -123,7 +123,7 @@ def _resolved(given: PlanRequest) -> Plan:
         workers=given.workers,
         lanes=lanes,
         pooled=given.pooled,
-        whole=given.whole_head or bool(spec.model.front_layers),
+        whole=given.whole_head or spec.reads_whole,
     )
 
 

@@ -69,7 +69,8 @@ def head(module: Any, path: str, *, pooled: bool, whole: bool = False, before: n
             if sample.targets is None:
                 return
             own = sample.targets[at.low : at.high] if pooled else sample.targets[at.first : at.end, at.low : at.high]
-            ran.sums.append(checked_score(module.loss(read, own, *lengths), f"loss of the head {type(module).__name__}"))
+            weights = sample.weights_of(own, at, by_lane=pooled or whole)
+            ran.sums.append(checked_score(module.loss(read, own, *lengths, **weights), f"loss of the head {type(module).__name__}"))
 
     def encode(sample: ProbeSample, at: Piece, *, alone: bool) -> None:
         if before is not None:
@@ -163,7 +164,8 @@ def piecewise(module: Any, path: str) -> Run:
         ran = Ran()
         for at in pieces:
             own = slice(at.low, at.high)
-            chunk = Chunk(sample.lengths[own], None, sample.lanes[own], 0, sample.key, whole=len(pieces) == 1)
+            weights = sample.weights if sample.weights is None else sample.weights[(slice(None),) * (sample.weights.dim() > 1) + (own,)]
+            chunk = Chunk(sample.lengths[own], None, sample.lanes[own], 0, sample.key, whole=len(pieces) == 1, weights=weights)
             out, _, state = module(sample.x[:, own], State(()), chunk)
             if sample.targets is None:
                 ran.outputs.append([leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random as python_random
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from io import IOBase
 from types import FunctionType
@@ -57,7 +59,7 @@ class Kept:
         self._modules = modules_of(roots)
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._stores = [{name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")} for module in self._modules]
-        self._undo: list[Callable[[], None]] = []  # what restores everything else
+        self._undo: list[Callable[[], object]] = []  # what restores everything else
         for variable in variables_read_by(roots):
             self._undo.append(partial(variable.write, variable.read()))
         for attributes in self._attributes:
@@ -76,6 +78,11 @@ class Kept:
             self._undo.append(partial(np.copyto, value, value.copy()))
         elif isinstance(value, _GENERATORS):
             self._undo.append(partial(_set_state, value, _state_of(value)))
+        elif isinstance(value, bytearray | array):
+            self._undo.append(partial(value.__setitem__, slice(None), value[:]))
+        elif isinstance(value, ContextVar):
+            with suppress(LookupError):  # it has neither a value nor a default
+                self._undo.append(partial(value.set, value.get()))
         elif isinstance(value, list | set | deque | dict):
             self._undo.append(partial(_refill, value, dict(value) if isinstance(value, dict) else [*value]))
         if isinstance(value, nn.Module):
@@ -207,6 +214,8 @@ def _copy_of(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, bytearray | array):
+        return bytes(value)
     if isinstance(value, _GENERATORS):
         state = _state_of(value)
         return state if isinstance(state, Tensor) else str(state)
@@ -249,8 +258,8 @@ def _reassign(holder: Any, fields: Callable[[Any], dict[str, Any]], before: dict
 
 
 def _rewrite(tensor: Tensor, version: int, before: Tensor) -> None:
-    """Give a tensor its values back, unless torch's counter says that they are unchanged."""
-    if tensor._version != version:
+    """Give a tensor its values back, unless they are unchanged. torch's counter does not see what is written through `.data` or numpy."""
+    if tensor._version != version or not same(tensor.detach(), before):
         with torch.no_grad():
             tensor.copy_(before)
 

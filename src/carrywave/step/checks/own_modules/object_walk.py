@@ -6,8 +6,10 @@ import sys
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import partial
 from itertools import islice
+from threading import local
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
 _LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-_GROUPS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap)  # Python's classes that only group values of the user's
+_GROUPS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local)  # Python's classes that only group values of the user's
 _DEPTH, _MOST = 6, 256  # how deep to descend, and how many members of each to visit
+_MOST_HOLDING = 1 << 14  # members of each that are visited if they are tensors, containers or objects, which may change
 
 Path = tuple[Any, ...]  # names of attributes, keys and numbers, from a root
 
@@ -96,6 +99,8 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
         inside = {} if value == CellType() else {"value": value.cell_contents}  # empty: not assigned yet
     elif isinstance(value, MethodType | staticmethod | classmethod):
         inside = {"function": value.__func__, "self": getattr(value, "__self__", None)}
+    elif isinstance(value, ContextVar):
+        inside = {"value": value.get(None)}
     elif isinstance(value, property):
         inside = {"get": value.fget, "set": value.fset}
     elif isinstance(value, partial):
@@ -105,7 +110,13 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     elif isinstance(value, Mapping):
         inside = value
     elif isinstance(value, _SEQUENCES):
-        return enumerate([*value][-_MOST:])
+        last = [*value][-_MOST_HOLDING:]
+        return _most(reversed([*enumerate(last, start=len(value) - len(last))]))
     if (is_users(value) and not isinstance(value, type)) or (foreign and not inside and not callable(value)):
         inside = {**inside, **attributes_of(value), "__class__": type(value)}
-    return islice(inside.items(), _MOST)
+    return _most(islice(inside.items(), _MOST_HOLDING))
+
+
+def _most(members: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """The first of these members, and of the others those that may hold something."""
+    return (each for number, each in enumerate(members) if number < _MOST or not isinstance(each[1], PLAIN))

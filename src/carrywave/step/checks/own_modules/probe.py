@@ -178,16 +178,16 @@ class _Probe:
         set_generators(self.random, self.sample.x.device)
         if not again:
             self.fresh.put_back()
-        targets = self.sample.targets
         x, lengths = self.sample.x.clone(), self.sample.lengths.clone()
-        self.given = replace(self.sample, x=x, lengths=lengths, targets=None if targets is None else targets.clone())
+        targets, weights = (None if each is None else each.clone() for each in (self.sample.targets, self.sample.weights))
+        self.given = replace(self.sample, x=x, lengths=lengths, targets=targets, weights=weights)
         return self.run(self.given, cut.pieces)
 
     def _changes_in_place(self) -> list[Finding]:
         """Report a module that has changed what it was given, which a step may give it again."""
-        names = {"x": "input", "targets": "targets", "lengths": "lengths"}
+        names = {"x": "input", "targets": "targets", "lengths": "lengths", "weights": "weights"}
         changed = [name for key, name in names.items() if not same(getattr(self.sample, key), getattr(self.given, key))]
-        return [self._finding("in place", self.scorer if name == "targets" else self.path, name) for name in changed[:1]]
+        return [self._finding("in place", self.scorer if name in ("targets", "weights") else self.path, name) for name in changed[:1]]
 
     def _without_gradients(self, whole: Ran) -> list[Finding]:
         with torch.no_grad():
@@ -303,6 +303,8 @@ class _Probe:
         """`scale`: what the difference is relative to, by default the largest element; `by_feature`: that of each on the last axis."""
         if one.shape != other.shape:
             return True
+        if one.is_complex() and other.is_complex():
+            one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
         if not one.is_floating_point():
             return not torch.equal(one, other)
         a, b = (tensor.detach().double().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))

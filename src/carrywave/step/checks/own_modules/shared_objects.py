@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from carrywave.step.checks.own_modules.module_reads import reached_by
 from carrywave.step.checks.own_modules.module_traces import held, same
@@ -33,6 +34,30 @@ def hidden_reference(parts: Mapping[str, nn.Module]) -> str | None:
                 "stages one has only an empty or an old copy of the other; make it an attribute of the module that reads it, if that needs "
                 "its weights and no results, or remove plan.stages"
             )
+    return None
+
+
+def shared_memory(parts: Mapping[str, nn.Module]) -> str | None:
+    """An error for two tensors of a model that are different objects in the same memory, on parts that stages would separate: what one
+    learns, the other has too, as long as they are in one process. None if there are none.
+    """
+    found: list[tuple[int, int, str, str, Tensor]] = []  # begin and end in memory, part and name
+    for path, part in parts.items():
+        reached = [(f"{path} ({type(part).__name__})", each) for each in _reached(part).values()]
+        for name, each in [*_members(path, part), *reached]:
+            if isinstance(each, Tensor) and each.numel() and not each.is_meta and each.layout == torch.strided:
+                last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+                found.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size(), path, name, each))
+    found.sort(key=lambda each: each[:4])
+    for number, (_, end, path, name, tensor) in enumerate(found):
+        for begin, _, other, its_name, each in found[number + 1 :]:
+            if begin >= end:
+                break
+            if each is not tensor and (other != path or path == "lstm") and name != its_name:
+                return (
+                    f"{name} and {its_name} are two tensors in the same memory, but on different stages a change of one would not reach "
+                    "the other; make them one parameter (head.weight = encoder.weight, not .data), or remove plan.stages"
+                )
     return None
 
 

@@ -262,12 +262,20 @@ class SplitCheck:
         tensors = {"inputs": (batch.inputs, 1), "lengths": (batch.lengths, 0), "lanes": (batch.lanes, 0)}
         if batch.targets is not None:
             tensors["targets"] = batch.targets, 0 if pooled else 1
+        if batch.weights is not None:
+            tensors["weights"] = batch.weights, 0 if batch.weights.dim() == 1 else 1
         if batch.resets is not None:
             tensors["resets"] = batch.resets.to(torch.uint8), 1  # flags cannot be summed
         joined = self.mesh.join_lanes(tensors, batch.cells[1] // batch.steps)
         resets = None if batch.resets is None else joined["resets"].bool()
         return Batch.of(
-            joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=self.stage.pooled, resets=resets
+            joined["inputs"],
+            joined.get("targets"),
+            joined["lengths"],
+            lanes=joined["lanes"],
+            pooled=self.stage.pooled,
+            resets=resets,
+            weights=joined.get("weights"),
         )
 
     def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None) -> str | None:
@@ -291,7 +299,7 @@ class _Seen:
         self.sizes: set[tuple[int, int]] = set()  # steps and lanes
         self.extent: Extent | None = None
         roots = [part.root for part in parts_of(stage)]
-        self.changes = ModuleChanges(roots, [stage._loss] if isinstance(stage, OpaqueModel) else [])
+        self.changes = ModuleChanges(roots, [stage.given_loss] if isinstance(stage, OpaqueModel) else [])
 
     def is_new(self, extent: Extent) -> bool:
         """True for a batch that is larger than all before, has a smaller piece or the first padding, or is of a new size. Of many sizes,

@@ -1,0 +1,338 @@
+"""Weights of targets as data has them: fields of rows, columns of tables, a third array; and in the batches made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from carrywave.data.loader import Share, build
+from carrywave.data.order import Cursor
+from carrywave.data.packing import PackedOrder
+from carrywave.data.prepare import prepare, read
+from carrywave.data.python_inputs import from_python, read_python
+from carrywave.data.sequences import Sequences
+from carrywave.data.steps import table_blocks
+from carrywave.errors import DataError, SpecError
+from carrywave.runs.evaluation import order_for
+from carrywave.spec.load import parse
+from carrywave.spec.spec import Spec
+from carrywave.tasks.first_weights import class_counts, label_counts
+from carrywave.tasks.task import Task
+
+CLASSES = [{"text": text, "label": label, "weight": weight} for text, label, weight in (("ab", "x", 2), ("b", "y", 0.5), ("ba", "x", 0))]
+
+
+def spec_of(task: str, folder: Path | None = None, **sections: Any) -> Spec:
+    data = {"share": 0.0, **sections.pop("data", {})}
+    if folder is not None:
+        data |= {"cache": str(folder / "cache"), "train": str(folder / data.pop("file", "train.jsonl"))}
+    return parse({"task": task, "data": data, **sections})
+
+
+def written(folder: Path, rows: list[dict[str, Any]], name: str = "train.jsonl") -> None:
+    (folder / name).write_text("\n".join(map(json.dumps, rows)))
+
+
+def batch_of(data: Sequences, spec: Spec, codec: Any, facts: Any) -> Any:
+    part = Task(spec, codec, facts).part("train", data)
+    return build(part.view, order_for(spec, part.view, training=False).window(Cursor(0, 0)), Cursor(0, 0))
+
+
+def test_a_row_has_the_weight_of_its_field(tmp_path: Path) -> None:
+    written(tmp_path, CLASSES)
+    found = prepare(spec_of("classification", tmp_path))
+    assert found.train.weights is not None
+    assert found.train.weights.tolist() == [2.0, 0.5, 0.0]
+    assert found.train.step_weights is None
+    told = "train: weight multiplies the loss of each target, and means are over its sum; data.weight=none ignores it"
+    assert told in found.notes
+    batch = batch_of(found.train, spec_of("classification", tmp_path), found.codec, found.facts)
+    assert dict(zip(batch.sequence.tolist(), batch.weights.tolist(), strict=True)) == {0: 2.0, 1: 0.5, 2: 0.0}
+
+
+def test_rows_without_a_weight_have_1(tmp_path: Path) -> None:
+    written(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 1, "weight": 3.0}, {"text": "b", "label": 1}])
+    found = prepare(spec_of("classification", tmp_path))
+    assert found.train.weights is not None
+    assert found.train.weights.tolist() == [1.0, 3.0, 1.0]
+    written(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 1}], "plain.jsonl")
+    plain = prepare(spec_of("classification", tmp_path, data={"file": "plain.jsonl"}))
+    assert plain.train.weights is None
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_column_of_weights_may_have_another_name(ending: str, tmp_path: Path) -> None:
+    frame = pd.DataFrame([{"text": row["text"], "label": row["label"], "w": row["weight"]} for row in CLASSES])
+    (frame.to_csv if ending == "csv" else frame.to_parquet)(tmp_path / f"t.{ending}", index=False)
+    for asked, expected in (("w", [2.0, 0.5, 0.0]), (None, None), ("none", None)):
+        data = {"file": f"t.{ending}"} | ({} if asked is None else {"weight": asked})
+        found = prepare(spec_of("classification", tmp_path, data=data)).train.weights
+        assert (None if found is None else found.tolist()) == expected
+    with pytest.raises(DataError, match=r"has no column 'v' \(data.weight\)"):
+        prepare(spec_of("classification", tmp_path, data={"file": f"t.{ending}", "weight": "v"}))
+
+
+def test_none_ignores_weights(tmp_path: Path) -> None:
+    written(tmp_path, CLASSES)
+    found = prepare(spec_of("classification", tmp_path, data={"weight": "none"}))
+    assert found.train.weights is None
+    assert not any("weight" in note for note in found.notes)
+
+
+def test_a_frame_and_a_third_array_have_weights() -> None:
+    spec = spec_of("classification")
+    frame = pd.DataFrame(CLASSES)
+    arrays = (np.zeros((3, 4, 1)), ["x", "y", "x"], np.array([2.0, 0.5, 0.0]))
+    for data in (frame, CLASSES, arrays, [(x, y, w) for x, y, w in zip(*arrays, strict=True)]):
+        found = from_python(data, spec)
+        assert found.train.weights is not None
+        assert found.train.weights.tolist() == [2.0, 0.5, 0.0]
+    other = from_python((*arrays[:2], np.array([2.0, 0.5, 1.0])), spec)
+    assert other.fingerprint != from_python(arrays, spec).fingerprint
+    assert from_python(arrays[:2], spec).train.weights is None
+
+
+def test_held_out_rows_keep_their_weights() -> None:
+    rows = [{"text": "ab", "label": number % 2, "weight": float(number)} for number in range(20)]
+    found = from_python(rows, spec_of("classification", data={"share": 0.2}))
+    assert found.valid is not None
+    for part in (found.train, found.valid):
+        assert part.weights is not None
+        assert part.weights.tolist() == (part.starts / 2).tolist()
+
+
+TAGS = [
+    {"steps": [[1.0], [2.0], [3.0]], "labels": [0, 1, 0], "weight": [0.5, 2.0, 0.0]},
+    {"steps": [[1.0], [2.0]], "labels": [0, 1], "weight": 3.0},
+    {"steps": [[5.0]], "labels": [1]},
+]
+
+
+def test_steps_of_tagging_have_weights() -> None:
+    spec = spec_of("tagging")
+    found = from_python(TAGS, spec)
+    assert found.train.step_weights is not None
+    assert found.train.weights is None
+    assert found.train.step_weights.tolist() == [0.5, 2.0, 0.0, 3.0, 3.0, 1.0]
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    by_lane = {number: batch.weights[:, lane].tolist() for lane, number in enumerate(batch.sequence.tolist())}
+    assert by_lane == {0: [0.5, 2.0, 0.0], 1: [3.0, 3.0, 0.0], 2: [1.0, 0.0, 0.0]}
+    whole = from_python([{**row, "weight": 2.0} for row in TAGS], spec)  # one for each row: of the sequence
+    assert whole.train.weights is not None
+    assert whole.train.step_weights is None
+
+
+@pytest.mark.parametrize("task", ["tagging", "classification"])
+def test_packed_sequences_have_their_weights(task: str) -> None:
+    rows = [{"steps": [[1.0]] * (1 + number % 4), "weight": float(number)} for number in range(12)]
+    rows = [
+        {**row, "label": n % 2} if task == "classification" else {**row, "labels": [n % 2] * len(row["steps"])}
+        for n, row in enumerate(rows)
+    ]  # type: ignore[arg-type]
+    spec = spec_of(task)
+    found = from_python(rows, spec)
+    view = Task(spec, found.codec, found.facts).part("train", found.train).view
+    window = PackedOrder(view.lengths, tokens=16, seed=1).window(Cursor(0, 0))
+    assert window.segments is not None
+    for share in (None, Share(1, 2)):
+        batch = build(view, window, Cursor(0, 0), share=share)
+        low = 0 if share is None else share.bounds(len(window.sequence))[0]
+        assert batch.weights is not None
+        for lane, sequence, first, length in zip(*window.segments[:4], strict=True):
+            if low <= lane < low + batch.weights.shape[1]:
+                assert batch.weights[first : first + length, lane - low].tolist() == [float(sequence)] * length
+
+
+def test_tokens_have_the_weight_of_their_document() -> None:
+    rows = [{"text": "abc", "weight": 2.0}, {"text": "de", "weight": 0.0}, {"text": "ca"}]
+    spec = spec_of("language", batch={"lanes": 1, "steps": 8})
+    found = from_python(rows, spec)
+    assert found.train.step_weights is not None
+    assert found.train.step_weights.tolist() == [2.0] * 3 + [0.0] * 2 + [1.0] * 2
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    assert batch.weights[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0, 1.0, 1.0]  # those of the tokens that are to be found
+    apart = spec_of("language", batch={"tokens": 16})
+    separate = from_python(rows, apart)
+    assert separate.train.weights is not None
+    assert separate.train.weights.tolist() == [2.0, 0.0, 1.0]
+    tokens = from_python([{"tokens": [1, 2, 3], "weight": [9.0, 1.0, 0.5]}], apart)
+    batch = batch_of(tokens.train, apart, tokens.codec, tokens.facts)
+    assert batch.weights[:, 0].tolist() == [1.0, 0.5]
+
+
+def test_a_text_has_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("abcabc")
+    with pytest.raises(DataError, match=r"t.txt is read as plain text, which has no field w \(data.weight\); use .jsonl, or remove it"):
+        prepare(spec_of("language", tmp_path, data={"file": "t.txt", "weight": "w"}))
+
+
+def test_weights_of_a_file_to_evaluate_on_are_read_and_those_to_predict_from_are_not(tmp_path: Path) -> None:
+    written(tmp_path, CLASSES)
+    written(tmp_path, [{"text": "a", "label": "x", "weight": 7}], "more.jsonl")
+    written(tmp_path, [{"text": "a", "weight": "heavy"}], "new.jsonl")
+    spec = spec_of("classification", tmp_path)
+    codec = prepare(spec).codec
+    found = read(str(tmp_path / "more.jsonl"), codec, spec)
+    assert found.weights is not None
+    assert found.weights.tolist() == [7.0]
+    assert read(str(tmp_path / "new.jsonl"), codec, spec, labelled=False).weights is None
+    with pytest.raises(DataError, match="data item 0: weight is empty; write a finite number from 0 on"):  # it does not mean 1
+        read_python([{"text": "a", "label": "x", "weight": None}], codec, spec)
+
+
+def frame_of(rows: int = 12, **columns: Any) -> pd.DataFrame:
+    return pd.DataFrame({"ds": range(rows), "y": np.arange(rows) ** 2.0, "w": np.arange(rows) / 4.0, **columns})
+
+
+FORECASTS = {"horizon": 2, "weight": "w", "standardize": False}
+
+
+def test_values_of_a_table_have_the_weight_of_their_row() -> None:
+    spec = spec_of("forecasting", data=FORECASTS, batch={"steps": 16})
+    found = from_python(frame_of(), spec)
+    assert found.codec.columns == ("y",)
+    assert "; weights: w" in found.notes[0]
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    assert batch.weights.shape == (10, 1, 2)
+    for step in range(10):
+        assert batch.weights[step, 0].tolist() == [(step + 1) / 4, (step + 2) / 4]
+
+
+def test_a_file_of_weighted_series_is_cached(tmp_path: Path) -> None:
+    frame_of().to_csv(tmp_path / "t.csv", index=False)
+    spec = spec_of("forecasting", tmp_path, data={**FORECASTS, "file": "t.csv"})
+    for _ in range(2):
+        found = prepare(spec).train.step_weights
+        assert found is not None
+        assert found.tolist() == (np.arange(12) / 4).tolist()
+    assert prepare(spec_of("forecasting", tmp_path, data={"horizon": 2, "file": "t.csv"})).train.step_weights is None
+
+
+def test_weights_follow_series_times_and_channels() -> None:
+    """Rows are sorted, missing ones are filled in with the weight before, and each column is a series of its own."""
+    frame = pd.concat([frame_of(unique_id=name, z=1.0) for name in "ba"]).iloc[::-1]
+    frame = frame[~((frame.unique_id == "a") & (frame.ds == 5))]
+    data = {**FORECASTS, "missing": "forward", "channels": "independent", "frequency": 1}
+    found = from_python(frame, spec_of("forecasting", data=data)).train
+    assert found.names is not None
+    assert found.step_weights is not None
+    assert len(found) == 4
+    for name, start, length in zip(found.names, found.starts, found.lengths, strict=True):
+        expected = np.arange(12) / 4
+        expected[5] = expected[4] if name.startswith("a") else expected[5]
+        assert found.step_weights[start : start + length].tolist() == expected.tolist()
+
+
+def test_parts_of_a_table_and_other_tables_have_weights() -> None:
+    spec = spec_of("forecasting", data={**FORECASTS, "split": [0.5, 0.5], "context": 2})
+    found = from_python(frame_of(16), spec)
+    assert found.valid is not None
+    assert found.valid.step_weights is found.train.step_weights
+    other = read_python(frame_of(8), found.codec, spec)
+    assert other.step_weights is not None
+    assert read_python(frame_of(8).drop(columns="w"), found.codec, spec, labelled=False).step_weights is None
+    assert read_python(frame_of(8, w="text"), found.codec, spec, labelled=False).step_weights is None
+    with pytest.raises(DataError, match=r"data has no column 'w' \(data.weight\)"):
+        read_python(frame_of(8).drop(columns="w"), found.codec, spec)
+    rows = [{"steps": [[1.0], [2.0], [4.0]], "w": [1.0, 0.0, 2.0]}, {"steps": [[1.0], [3.0], [4.0]], "w": 0.5}]
+    lists = from_python(rows, spec_of("forecasting", data={**FORECASTS, "horizon": 1}))
+    assert lists.train.step_weights is not None
+    assert lists.train.step_weights.tolist() == [1.0, 0.0, 2.0, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "message"),
+    [
+        (frame_of(), {"weight": "v"}, r"train has no column 'v' \(data.weight\)"),
+        (frame_of(w=-1.0), {}, r"train: row 1, column w \(data.weight\) is -1; write a number from 0 on, 0 for no target"),
+        (frame_of(w=[1.0] * 11 + [None]), {}, r"train: row 12, column w \(data.weight\) is empty"),
+        (frame_of(w=0.0), {}, "train: every weight in it is 0, so nothing could be learned or measured"),
+        (frame_of(), {"weight": "ds"}, r"train: column ds \(data.weight\) holds the times; name another"),
+        (frame_of(), {"columns": ["y", "w"]}, r"column w \(data.weight\) is in data.columns as well; name another"),
+        (np.zeros((9, 1)), {}, "train is a list of numbers, but data.weight names a column"),
+    ],
+)
+def test_what_is_no_weight_of_a_table_is_refused(data: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises((DataError, SpecError), match=message):
+        from_python(data, spec_of("forecasting", data={**FORECASTS, **more}))
+
+
+ESTIMATES = {"each_step": True, "targets": ["y"], "weight": "w"}
+
+
+def test_numbers_at_every_step_have_the_weight_of_their_row(tmp_path: Path) -> None:
+    frame = frame_of(x=np.arange(12.0))
+    spec = spec_of("regression", data=ESTIMATES)
+    found = from_python(frame, spec)
+    assert found.codec.columns == ("x",)
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    assert batch.weights[:, 0].tolist() == (np.arange(12) / 4).tolist()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    of_file = prepare(spec_of("regression", tmp_path, data={**ESTIMATES, "file": "t.csv"})).train.step_weights
+    assert of_file is not None
+    assert of_file.tolist() == (np.arange(12) / 4).tolist()
+    with pytest.raises(DataError, match="train: every weight in it is 0"):
+        from_python(frame.assign(w=0.0), spec)
+    assert read_python(frame.drop(columns=["w", "y"]), found.codec, spec, labelled=False).step_weights is None
+
+
+def test_a_large_file_of_series_is_read_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_blocks, "WHOLE_CELLS", 10)
+    monkeypatch.setattr(table_blocks, "BLOCK_CELLS", 40)
+    pd.concat([frame_of(6, unique_id=name, x=1.0) for name in "abcde"]).to_parquet(tmp_path / "t.parquet", index=False)
+    found = prepare(spec_of("regression", tmp_path, data={**ESTIMATES, "file": "t.parquet"})).train
+    assert found.step_weights is not None
+    assert found.step_weights.tolist() == [*(np.arange(6) / 4)] * 5
+
+
+def test_rows_of_numbers_at_every_step_have_weights() -> None:
+    rows = [{"steps": [1.0, 2.0], "labels": [1.0, None], "weight": [0.5, 2.0]}, {"steps": [1.0], "labels": [3.0]}]
+    spec = spec_of("regression", data={"each_step": True})
+    found = from_python(rows, spec)
+    assert found.train.step_weights is not None
+    assert found.train.step_weights.tolist() == [0.5, 2.0, 1.0]
+    assert from_python(rows, spec_of("regression", data={"each_step": True, "weight": "none"})).train.step_weights is None
+    other = read_python(rows[:1], found.codec, spec)
+    assert other.step_weights is not None
+    assert other.step_weights.tolist() == [0.5, 2.0]
+
+
+def test_transcriptions_have_weights() -> None:
+    rows = [{"steps": [0.1] * 4, "labels": ["a", "b"], "weight": 2.0}, {"steps": [0.3] * 4, "labels": ["b"], "weight": 0.0}]
+    spec = spec_of("transcription")
+    found = from_python(rows, spec)
+    batch = batch_of(found.train, spec, found.codec, found.facts)
+    assert dict(zip(batch.sequence.tolist(), batch.weights.tolist(), strict=True)) == {0: 2.0, 1: 0.0}
+
+
+def test_classes_are_counted_with_their_weights() -> None:
+    found = from_python(CLASSES, spec_of("classification")).train
+    np.testing.assert_allclose(class_counts("classification", found, 2), [3 * 2.0 / 2.5, 3 * 0.5 / 2.5])
+    np.testing.assert_array_equal(class_counts("classification", replace(found, weights=None), 2), [2, 1])
+    tags = from_python(TAGS, spec_of("tagging")).train
+    np.testing.assert_allclose(class_counts("tagging", tags, 2), np.array([3.5, 6.0]) * 6 / 9.5)
+    several = from_python(
+        [{"text": "a", "label": ["x"], "weight": 3.0}, {"text": "b", "label": [], "weight": 1.0}],
+        spec_of("classification", data={"multi_label": True}),
+    ).train
+    zeros, ones = label_counts(several)
+    np.testing.assert_allclose([*zeros, *ones], [0.5, 1.5])
+
+
+def test_batches_of_shares_have_the_weights_of_their_lanes() -> None:
+    spec = spec_of("classification")
+    found = from_python(CLASSES, spec)
+    part = Task(spec, found.codec, found.facts).part("train", found.train)
+    window = order_for(spec, part.view, training=False).window(Cursor(0, 0))
+    parts = [build(part.view, window, Cursor(0, 0), share=Share(number, 2)).weights for number in range(2)]
+    whole = build(part.view, window, Cursor(0, 0)).weights
+    assert whole is not None
+    assert torch.equal(torch.cat([each for each in parts if each is not None]), whole)
+    assert build(part.view, window, Cursor(0, 0), share=Share(0, 2, targets=False)).weights is None

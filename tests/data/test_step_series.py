@@ -1,0 +1,294 @@
+"""Series with targets at every step: what is read of tables and rows, how parts are cut and scaled, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.python_inputs import from_python, read_python, step_series_of
+from carrywave.data.steps import table_blocks
+from carrywave.data.steps.gaps import masked
+from carrywave.data.steps.step_series import tables_of
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.load import parse
+from carrywave.spec.spec import Spec
+
+
+def spec(**data: Any) -> Spec:
+    return parse({"task": "regression", "data": {"each_step": True, **data}, "batch": {"lanes": 2, "steps": 4}})
+
+
+def table(rows: int = 20, series: str = "ab") -> pd.DataFrame:
+    draw = np.random.default_rng(1)
+    parts = []
+    for place, name in enumerate(series):
+        days = pd.date_range("2024-01-01", periods=rows)
+        values = {"rain": draw.normal(5, 2, rows), "size": 10.0 * (place + 1), "flow": draw.normal(100, 30, rows) * (place + 1)}
+        parts.append(pd.DataFrame({"unique_id": name, "ds": days, **values}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def read(frame: pd.DataFrame, **data: Any) -> Prepared:
+    return from_python({"train": frame}, spec(targets=["flow"], **data))
+
+
+def test_inputs_and_targets_are_apart_and_have_one_scale() -> None:
+    frame = table()
+    frame.loc[[3, 25], "flow"] = np.nan
+    found = read(frame, split=[15, 5], static=["size"])
+    codec, train = found.codec, found.train
+    assert codec.columns == ("rain", "size")
+    assert codec.step_targets == ("flow",)
+    trained = frame.groupby("unique_id").head(15)
+    assert codec.target_mean == pytest.approx([trained.flow.mean()], rel=1e-12)
+    assert codec.target_std == pytest.approx([trained.flow.std(ddof=0)], rel=1e-12)
+    assert codec.std == pytest.approx([trained.rain.std(ddof=0), trained["size"].std(ddof=0)], rel=1e-12)
+    assert (found.facts.features, found.facts.outputs, found.facts.sequences) == (2, 1, 2)
+    assert train.tags is not None
+    targets = codec.restore(np.asarray(train.tags, np.float64))[:, 0]
+    np.testing.assert_allclose(targets, frame.flow, rtol=1e-5)  # NaN where there are none
+    assert [train.starts.tolist(), train.lengths.tolist()] == [[0, 20], [15, 15]]
+    assert found.valid is not None
+    assert found.valid.warm is not None
+    assert [found.valid.starts.tolist(), found.valid.lengths.tolist(), found.valid.warm.tolist()] == [[0, 20], [20, 20], [15, 15]]
+    assert train.spreads is not None
+    own = [each.flow.std(ddof=0) / codec.target_std[0] for _, each in trained.groupby("unique_id")]
+    np.testing.assert_allclose(train.spreads[:, 0], own, rtol=1e-9)
+    np.testing.assert_array_equal(found.valid.spreads, train.spreads)  # the deviation in train is what counts
+
+
+def test_warm_up_is_not_scored_anywhere() -> None:
+    found = read(table(), split=[12, 8], warmup=5, context=3)
+    assert found.train.warm is not None
+    assert found.train.warm.tolist() == [5, 5]
+    assert found.valid is not None
+    assert found.valid.warm is not None
+    assert found.valid.warm.tolist() == [5, 5]  # three rows before it, and two of its own
+    with pytest.raises(
+        DataError, match=r"no step of train has a target after the first 20 \(data.warmup\); add rows, or lower data.warmup"
+    ):
+        read(table(), split=[15, 5], warmup=20)
+
+
+def test_series_without_targets_are_left_out_and_told() -> None:
+    frame = table(series="abc")
+    frame.loc[frame.unique_id == "b", "flow"] = np.nan
+    frame.loc[(frame.unique_id == "c") & (frame.ds >= "2024-01-16"), "flow"] = np.nan
+    found = read(frame, split=[15, 5])
+    assert found.train.names == ("a", "c")
+    assert found.valid is not None
+    assert found.valid.names == ("a",)
+    assert [line for line in found.notes if "left out" in line] == [
+        "train: 1 of 3 series have no target in train and are left out of it",
+        "train: 2 of 3 series have no target in valid and are left out of it",
+    ]
+
+
+def test_missing_inputs() -> None:
+    frame = table()
+    frame.loc[[0, 4, 5], "rain"] = np.nan
+    with pytest.raises(DataError, match=r"row 1, column rain is empty or NaN.*data.missing=mask, forward, interpolate or zero"):
+        read(frame)
+    found = read(frame, missing="forward")
+    assert any("3 empty cells are filled (data.missing=forward; rain: 3)" in line for line in found.notes)
+    told = read(frame, missing="mask")
+    assert told.codec.columns == ("rain", "size", "rain_seen", "size_seen", "rain_age", "size_age")
+    rows = told.train.inputs[:7]
+    assert rows[:, 2].tolist() == [0, 1, 1, 1, 0, 0, 1]
+    np.testing.assert_allclose(rows[:, 4], np.log1p([1, 0, 0, 0, 1, 2, 0]), rtol=1e-6)
+    assert rows[0, 0] == 0.0
+    assert rows[4, 0] == rows[5, 0] == rows[3, 0]
+    static = read(frame, missing="mask", static=["size"])
+    assert static.codec.columns == ("rain", "size", "rain_seen", "rain_age")
+    assert static.codec.measured == ("rain", "size")
+    with pytest.raises(DataError, match=r"has a column rain_age, which data.missing=mask adds; rename it"):
+        read(frame.assign(rain_age=1.0), missing="mask")
+
+
+def test_missing_rows_are_filled_in_without_targets() -> None:
+    frame = table().drop(index=[6, 7])
+    assert any("2 rows are missing" in line for line in read(frame).notes)
+    found = read(frame, missing="mask")
+    assert found.train.tags is not None
+    assert np.isnan(found.train.tags[6:8]).all()
+    assert found.train.inputs[6:8, 2].tolist() == [0, 0]
+    assert found.train.tags.shape == (40, 1)
+
+
+def test_gaps_do_not_reach_over_series() -> None:
+    values = np.array([[1.0], [np.nan], [np.nan], [2.0]], np.float32)
+    closed, further = masked(values, np.array([0, 2]), np.array([2, 2]))
+    assert closed[:, 0].tolist() == [1.0, 1.0, 0.0, 2.0]
+    assert further[:, 0].tolist() == [1, 0, 0, 1]
+    np.testing.assert_allclose(further[:, 1], np.log1p([0, 1, 1, 0]), rtol=1e-6)
+
+
+def test_categories_and_calendar() -> None:
+    frame = table().assign(kind=lambda each: np.where(each.unique_id == "a", "clay", "sand"))
+    found = read(frame, static=["size", "kind"], calendar=["weekday"])
+    assert found.codec.columns == ("rain", "size", "weekday_sin", "weekday_cos")
+    assert found.codec.categories == (("clay", "sand"),)
+    assert found.train.inputs[[0, 20], 4].tolist() == [1.0, 2.0]
+    assert found.facts.categories == (3,)
+
+
+def test_rows_of_steps(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"steps": [[float(n), 1.0]] * 6, "labels": [n, None, n, n + 1, n, n]} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = spec(train=str(tmp_path / "train.jsonl"), cache=str(tmp_path / "cache"), share=0.25)
+    found = prepare(asked)
+    assert (len(found.train), len(found.valid or ())) == (6, 2)  # whole rows are held out
+    assert found.train.lengths.tolist() == [6] * 6
+    assert found.codec.columns == ("0", "1")
+    assert found.codec.step_targets == ("label",)
+    alike = from_python({"train": ([each["steps"] for each in lines], [each["labels"] for each in lines])}, spec(share=0.25))
+    np.testing.assert_array_equal(alike.train.inputs, found.train.inputs)
+    np.testing.assert_array_equal(np.asarray(alike.train.tags), np.asarray(found.train.tags))
+    given = read_python([{"steps": [[1.0, 2.0]] * 3}], found.codec, asked, labelled=False)
+    assert (given.lengths.tolist(), given.tags) == ([3], None)
+
+
+def test_named_rows_have_the_deviation_of_their_name() -> None:
+    rows = [{"id": name, "steps": [1.0, 2.0, 3.0], "labels": [0.0, size, 2 * size]} for name, size in (("x", 1.0), ("y", 5.0))]
+    asked = spec(series="id", share=0.0)
+    found = from_python({"train": rows}, asked)
+    assert found.train.names == ("x", "y")
+    other = read_python([rows[1] | {"labels": [1.0, None, 1.0]}, rows[1] | {"id": "z", "labels": [0.0, 1.0, 2.0]}], found.codec, asked)
+    assert found.train.spreads is not None
+    assert other.spreads is not None
+    np.testing.assert_allclose(other.spreads, found.train.spreads[::-1])  # z is new: its own deviation, which is that of x
+
+
+def test_weights_of_steps() -> None:
+    frame = table().assign(trust=np.linspace(0, 1, 40))
+    found = read(frame, weight="trust")
+    assert found.codec.columns == ("rain", "size")
+    assert found.train.step_weights is not None
+    np.testing.assert_allclose(found.train.step_weights, frame.trust, rtol=1e-6)
+    asked = spec(targets=["flow"], weight="trust")
+    with pytest.raises(DataError, match=r"has no column trust \(data.weight\), which the training data has; add it"):
+        read_python(table(), found.codec, asked)
+    assert read_python(table(), found.codec, asked, labelled=False).step_weights is None
+    with pytest.raises(DataError, match="train: every weight in it is 0"):
+        read(frame.assign(trust=0.0), weight="trust")
+    rows = [{"steps": [1.0, 2.0], "labels": [1.0, 2.0]}, {"steps": [1.0, 2.0], "labels": [3.0, 2.0], "weight": [0.5, 2.0]}]
+    weighed = from_python({"train": rows}, spec(share=0.0)).train.step_weights
+    assert weighed is not None
+    assert weighed.tolist() == [1.0, 1.0, 0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"steps": [1.0, 2.0], "labels": [1.0]}], "item 0: 1 labels for 2 steps; use one per step"),
+        ([{"steps": [1.0, None], "labels": [1.0, 2.0]}], "step 1, column 0 of steps is nan.*set data.missing=mask"),
+        ([{"steps": [1.0], "labels": [float("inf")]}], "step 0, column 0 of labels is inf.*correct it"),
+        ([{"steps": [1.0]}], "the field labels is missing"),
+        (
+            [{"steps": [[1.0]], "labels": [1.0]}, {"steps": [[1.0, 2.0]], "labels": [1.0]}],
+            "a step has 2 numbers in steps, but others have 1",
+        ),
+        ([{"unique_id": "x", "steps": [1.0], "labels": [1.0]}] * 2, "two rows are named x"),
+        ([{"steps": [1.0, 2.0], "labels": [None, None]}], r"column label \(data.targets\) is empty in all rows of train"),
+    ],
+)
+def test_rows_that_are_refused(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_python({"train": rows}, spec(share=0.0))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "train is a table, but data.targets does not say what to estimate at every step; set it to a column or several"),
+        ({"targets": ["flux"]}, r"no column 'flux' \(data.targets\); use one of unique_id, ds, rain, size, flow"),
+        ({"targets": ["flow"], "columns": ["rain", "flow"]}, "data.columns and data.targets both name 'flow'"),
+        ({"targets": ["unique_id"]}, r"column unique_id \(data.targets\) contains"),
+        ({"targets": ["rain", "size", "flow"]}, "nothing is left to read besides rain, size, flow"),
+    ],
+)
+def test_tables_that_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_python({"train": table()}, spec(**data))
+
+
+@pytest.mark.parametrize(
+    ("task", "section", "message"),
+    [
+        (
+            "regression",
+            {"data": {"each_step": True, "standardize": "sequence"}},
+            "data.standardize=sequence needs targets that a new series",
+        ),
+        (
+            "regression",
+            {"data": {"targets": ["y"]}},
+            "data.targets is for forecasting, and for targets at every step; set data.each_step=true",
+        ),
+        ("regression", {"train": {"loss": "nse"}}, "train.loss=nse is for regression with data.each_step; use mse or mae"),
+        ("regression", {"train": {"best": "nse_median"}}, "train.best=nse_median is not a metric of regression; use loss, mae, rmse"),
+        ("forecasting", {"data": {"missing": "mask"}}, "data.missing=mask is for regression with data.each_step"),
+        ("forecasting", {"data": {"warmup": 3}}, "data.warmup is for regression with data.each_step; remove it"),
+        ("tagging", {"data": {"each_step": True}}, "data.each_step is for regression, not for tagging; remove it"),
+        ("regression", {"data": {"each_step": True, "horizon": 3}}, "data.horizon is for forecasting, not for regression; remove it"),
+        ("regression", {"data": {"each_step": True}, "model": {"pool": "mean"}}, "model.pool is for one target per sequence"),
+        ("regression", {"data": {"each_step": True}, "batch": {"pack": True, "tokens": 64}}, "batch.pack is not for targets at each step"),
+        ("regression", {"data": {"each_step": True, "tokens": "word"}}, "data.tokens is for text and tokens, not for data.each_step"),
+        ("regression", {"data": {"each_step": True}, "model": {"bidirectional": True}}, "cannot read a stream backwards"),
+    ],
+)
+def test_specs_that_are_refused(task: str, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse({"task": task, **section})
+
+
+def large(folder: Path, frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch, cells: int) -> Spec:
+    """A spec for a Parquet file that is read in blocks of so many cells."""
+    monkeypatch.setattr(table_blocks, "WHOLE_CELLS", 0)
+    monkeypatch.setattr(table_blocks, "BLOCK_CELLS", cells)
+    frame.to_parquet(folder / "large.parquet", row_group_size=7, index=False)
+    return spec(train=str(folder / "large.parquet"), cache=str(folder / "cache"), targets=["flow"], static=["size"], missing="mask")
+
+
+@pytest.mark.parametrize("cells", [1, 100, 170, 10_000])
+def test_blocks_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+    frame = table(series="abcdef").drop(index=[30, 31, 77])
+    frame.loc[[3, 50, 90], "rain"] = np.nan
+    frame.loc[[5, 6, 91], "flow"] = np.nan
+    whole = from_python({"train": frame}, spec(targets=["flow"], static=["size"], missing="mask"))
+    asked = large(tmp_path, frame, monkeypatch, cells)
+    found = prepare(asked)
+    blocks = [len(each.names) for each in step_series_of(asked.data.train, asked).open(found.codec, True)]
+    assert blocks == {1: [1] * 6, 100: [2, 1, 1, 1, 1], 170: [1, 2, 2, 1], 10_000: [6]}[cells]
+    assert found.codec.names == whole.codec.names
+    np.testing.assert_allclose(found.codec.mean + found.codec.target_std, whole.codec.mean + whole.codec.target_std, rtol=1e-12)
+    for part in ("train", "valid"):
+        ours, theirs = getattr(found, part), getattr(whole, part)
+        np.testing.assert_array_equal(ours.starts, theirs.starts)
+        np.testing.assert_array_equal(ours.lengths, theirs.lengths)
+        np.testing.assert_allclose(ours.inputs, theirs.inputs, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(ours.tags, theirs.tags, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(ours.spreads, theirs.spreads, rtol=1e-9)
+    given = list(tables_of(step_series_of(asked.data.train, asked), found.codec, asked, MemoryAppender))
+    assert [name for each, _ in given for name in each.names] == list("abcdef")
+    np.testing.assert_array_equal(np.concatenate([each.inputs for _, each in given]), found.train.inputs)
+
+
+def test_a_large_file_must_have_its_series_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = table(series="abc").sort_values(["ds", "unique_id"])
+    with pytest.raises(DataError, match=r"the rows of series b are not next to each other.*60 rows; sort the file by unique_id"):
+        prepare(large(tmp_path, mixed, monkeypatch, 100))
+
+
+def test_a_mistake_in_a_later_block_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = table(series="abc")
+    frame.loc[45, "flow"] = np.inf
+    with pytest.raises(DataError, match=r"large.parquet from row 41 on: row 6, column flow is inf"):
+        prepare(large(tmp_path, frame, monkeypatch, 100))

@@ -1,0 +1,133 @@
+"""Chains over labels: the definition against a list of all paths, and the CUDA kernels, compiled for the CPU, against the definition."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from carrywave.kernels.crf import definition, dispatch
+from carrywave.kernels.crf.definition import UNKNOWN, Chain
+from carrywave.kernels.cuda import nvrtc
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _chains import Problem, listed_loss, paths, problem, problems, score
+from _hosted import Hosted
+
+
+def by_definition(given: Problem) -> Tensor:
+    return dispatch.summed(given.emissions_TBV, given.tags_TB, given.lengths_B, given.chain, given.weights_B)
+
+
+def slopes(total: Tensor, given: Problem) -> list[Tensor]:
+    return list(torch.autograd.grad(total, given.leaves, materialize_grads=True))
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_the_loss_and_its_slopes_are_those_of_all_paths(given: Problem) -> None:
+    ours, listed = by_definition(given), listed_loss(given)
+    torch.testing.assert_close(ours, listed, rtol=1e-11, atol=1e-11)
+    if not listed.requires_grad:
+        return
+    for one, other in zip(slopes(ours, given), slopes(listed, given), strict=True):
+        # The list has NaN where infinities were subtracted, which the sums never have.
+        torch.testing.assert_close(one, other.nan_to_num(0.0), rtol=1e-9, atol=1e-11)
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_the_best_path_has_the_highest_score(given: Problem) -> None:
+    found = dispatch.best_paths(given.emissions_TBV, given.lengths_B, given.chain)
+    for lane, length in enumerate(given.lengths_B.tolist()):
+        assert (found[length:, lane] == UNKNOWN).all()
+        if length:
+            best = max(float(score(given, lane, path).detach()) for path in paths(given, lane))
+            own = tuple(found[:length, lane].tolist())
+            assert float(score(given, lane, own).detach()) == pytest.approx(best, abs=1e-12)
+
+
+def test_transitions_have_a_gradient_where_no_lane_has_two_steps() -> None:
+    given = problem(1, 1, 3, 4)
+    gradients = torch.autograd.grad(by_definition(given), given.leaves)
+    assert not gradients[2].any()
+
+
+def test_second_derivatives_are_those_of_the_definition() -> None:
+    few = problem(3, 3, 2, 3, ruled_out=0.0)
+    lengths, tags = torch.tensor([3, 2]), few.tags_TB.clamp(min=0)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return dispatch.summed(leaves[0], tags, lengths, Chain(*leaves[1:]))
+
+    assert torch.autograd.gradcheck(loss, few.leaves)
+    assert torch.autograd.gradgradcheck(loss, few.leaves)
+
+
+def test_labels_that_cannot_follow_each_other_have_an_infinite_loss_which_says_so() -> None:
+    chain = Chain(torch.zeros(2), torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), torch.zeros(2))
+    assert dispatch.summed(torch.zeros(2, 1, 2), torch.tensor([[0], [1]]), torch.tensor([2]), chain) == torch.inf
+
+
+def test_scores_far_below_the_others_are_not_lost() -> None:
+    """Only the path 000 ends, and it is 600 below the others at every step but the last."""
+    emissions = torch.tensor([[[0.0, 300.0]], [[0.0, 300.0]], [[0.0, 300.0]]], dtype=torch.float64)
+    chain = Chain(torch.zeros(2), torch.tensor([[0.0, 0.0], [-torch.inf, 0.0]], dtype=torch.float64), torch.tensor([0.0, -torch.inf]))
+    assert float(dispatch.summed(emissions, torch.tensor([[0], [-100], [0]]), torch.tensor([3]), chain)) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> Hosted:
+    return Hosted(tmp_path_factory.mktemp("hosted"), {"crf.cu": ["crf_sums", "crf_pairs", "crf_best"]})
+
+
+@given(seed=st.integers(0, 2**31), unknown=st.sampled_from([0.0, 0.3, 1.0]), weighted=st.booleans(), double=st.booleans())
+@settings(max_examples=6, deadline=None)
+def test_the_kernels_are_the_definition(hosted: Hosted, seed: int, unknown: float, weighted: bool, double: bool) -> None:
+    """Sizes are few, because each number of labels is compiled by itself; tests/gpu draws them."""
+    for labels in (5, 11):  # fewer and more than the rows of a block
+        given = problem(seed, 6, 3, labels, unknown=unknown, weighted=weighted)
+        dtype, most = (torch.float64, 1e-11) if double else (torch.float32, 2e-5)  # rounding of scores of up to 50
+        emissions, chain = given.emissions_TBV.detach().to(dtype), Chain(*(each.detach().to(dtype) for each in given.chain))
+        with hosted.in_place():
+            total, found = dispatch.loss_and_slopes(emissions, given.tags_TB, given.lengths_B, chain, given.weights_B, True)
+            alone, _ = dispatch.loss_and_slopes(emissions, given.tags_TB, given.lengths_B, chain, given.weights_B, False)
+            ours = dispatch._best_paths(emissions, given.lengths_B, chain)
+        assert torch.equal(total, alone)
+        wanted = by_definition(given)
+        torch.testing.assert_close(total.double(), wanted, rtol=most, atol=most)
+        for one, other in zip(found, slopes(wanted, given), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=most, atol=most)
+        assert torch.equal(ours, definition.best_paths(emissions, given.lengths_B, chain))
+
+
+def test_a_tag_that_is_no_label_makes_the_kernels_loss_nan(hosted: Hosted) -> None:
+    given = problem(1, 4, 2, 5, unknown=0.0)
+    tags, lengths = given.tags_TB.clamp(min=0), torch.tensor([4, 4])
+    tags[2, 1] = 5
+    with hosted.in_place():
+        total, found = dispatch.loss_and_slopes(
+            given.emissions_TBV.detach(), tags, lengths, Chain(*map(Tensor.detach, given.chain)), None, True
+        )
+    assert total.isnan()
+    assert found[0][:, 1].isnan().all()
+
+
+def test_without_kernels_the_definition_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(dispatch._own, "failures", [])
+    monkeypatch.setattr(nvrtc, "available", lambda: "no compiler")
+    given = problem(2, 4, 3, 4)
+    emissions, tags = given.emissions_TBV.detach().as_subclass(OnCuda), given.tags_TB.as_subclass(OnCuda)
+    with pytest.warns(UserWarning, match="kernel for conditional random fields is not used, so steps run slower: no compiler"):
+        total = dispatch.summed(emissions, tags, given.lengths_B, given.chain)
+    assert float(total.detach()) == float(dispatch.summed(given.emissions_TBV, given.tags_TB, given.lengths_B, given.chain).detach())
+    paths = dispatch.best_paths(emissions, given.lengths_B, given.chain)
+    assert torch.equal(torch.Tensor(paths), torch.Tensor(dispatch.best_paths(given.emissions_TBV, given.lengths_B, given.chain)))

@@ -1,0 +1,254 @@
+"""Weights of single targets in a step: every cut of lanes and time, resets, users' own heads and modules, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
+from carrywave.errors import UserError
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.heads.pooled import PooledSoftmax
+from carrywave.model.initialization import initialize
+from carrywave.model.model import Model
+
+TOKENS, CLASSES, STEPS, LANES = 7, 3, 6, 5
+LENGTHS = [6, 4, 6, 1, 5]
+
+
+def model_of(head: nn.Module | None = None) -> Model:
+    model = Model(Embedding(TOKENS, 4).double(), cw.LSTM(4, 5, dtype=torch.float64), (head or Softmax(5, CLASSES)).double())
+    initialize(model, 1)
+    return model
+
+
+def batch_of(weights: Any = "by step", *, pooled: bool = False, **options: Any) -> cw.Batch:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(TOKENS, (STEPS, LANES), generator=generator)
+    target = torch.randint(CLASSES, (LANES,) if pooled else (STEPS, LANES), generator=generator)
+    if isinstance(weights, str):
+        weights = torch.rand((STEPS, LANES) if weights == "by step" else (LANES,), generator=generator, dtype=torch.float64) * 2
+        weights.view(-1)[2] = 0.0
+    return cw.Batch.of(x, target, options.pop("lengths", LENGTHS), step=0, pooled=pooled, weights=weights, **options)
+
+
+def trained(model: nn.Module, batch: cw.Batch, plan: dict[str, Any] | None = None, **options: Any) -> dict[str, Tensor]:
+    spec = {"precision": "fp64", "optimizer": "sgd", "lr": 1.0, "clip": None}
+    trainer = cw.Trainer(model, spec, plan=plan or {}, keep_state=False, **options)
+    loss = trainer.step(batch)
+    return {"loss": torch.tensor(float(loss), dtype=torch.float64)} | {name: p.detach() for name, p in model.named_parameters()}
+
+
+class OwnSteps(nn.Module):
+    """A user's head with a weighted loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.out(y)
+
+    def loss(self, y: Tensor, target: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        losses = nn.functional.cross_entropy(self(y).flatten(0, 1), target.flatten(), reduction="none")
+        weights = (target != -100).to(y.dtype) if weights is None else torch.where(target == -100, 0.0, weights)
+        return (losses * weights.flatten()).sum(), weights.sum()
+
+
+class NoWeights(OwnSteps):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().loss(y, target)
+
+
+class Whole(nn.Module):
+    """A user's model in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.out = nn.Embedding(TOKENS, 4), nn.LSTM(4, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(self.embedding(x))[0])
+
+
+def weighted_loss(out: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    losses = nn.functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum(), torch.where(target != -100, weights, 0.0).sum()
+
+
+@pytest.mark.parametrize("form", ["by step", "by lane"])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(
+    "plan", [{"micro_batches": 3}, {"chunk_steps": 2}, {"chunk_steps": 4, "micro_batches": 2, "recompute": True}, {"micro_batches": 5}]
+)
+def test_every_cut_gives_the_weighted_mean(plan: dict[str, Any], pooled: bool, form: str) -> None:
+    if pooled and form == "by step":
+        return
+    head = PooledSoftmax(5, CLASSES, "mean") if pooled else Softmax(5, CLASSES)
+    one, other = (trained(model_of(head), batch_of(form, pooled=pooled), each) for each in ({}, plan))
+    torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)  # float64, another order of summation
+
+
+def test_a_step_minimises_the_weighted_mean() -> None:
+    batch, model = batch_of(), model_of()
+    y, _ = model(batch.inputs, lengths=batch.lengths)
+    assert batch.targets is not None
+    assert batch.weights is not None
+    losses = nn.functional.cross_entropy(model.output(y, model.start(LANES)).flatten(0, 1), batch.targets.flatten(), reduction="none")
+    mean = (losses * batch.weights.flatten()).sum() / batch.weights.sum()
+    assert not batch.weights[batch.targets == -100].any()
+    wanted = [p.detach() - g for p, g in zip(model.parameters(), torch.autograd.grad(mean, list(model.parameters())), strict=True)]
+    found = trained(model, batch)
+    torch.testing.assert_close(found.pop("loss"), mean.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(list(found.values()), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_weight_of_a_lane_is_that_of_each_of_its_steps() -> None:
+    weights = torch.tensor([0.5, 1.0, 0.0, 2.0, 3.0])
+    one, other = (trained(model_of(), batch_of(each)) for each in (weights, weights.expand(STEPS, LANES)))
+    torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+def test_whole_weights_repeat_targets() -> None:
+    """A lane of weight 2 counts as two lanes."""
+    twice = batch_of(torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]))
+    x, target = (each[:, [0, 1, 1, 2, 3]] for each in (twice.inputs, twice.targets))  # type: ignore[index]
+    one, other = trained(model_of(), twice), trained(model_of(), cw.Batch.of(x, target, [6, 4, 4, 6, 1], step=0))
+    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2, "micro_batches": 2}])
+def test_sequences_in_one_lane_have_their_weights_at_their_ends(plan: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(TOKENS, (6, 4), generator=generator)
+    label, weights = torch.tensor([0, 1, 2, 1]), torch.tensor([0.5, 2.0, 0.0, 1.5])
+    laid = torch.cat([x[:, :2], x[:, 2:]])  # sequences 2 and 3 after 0 and 1
+    target, laid_weights = torch.full((12, 2), -100), torch.full((12, 2), 7.0)  # those of other steps mean nothing
+    target[5], target[11], laid_weights[5], laid_weights[11] = label[:2], label[2:], weights[:2], weights[2:]
+    resets = torch.zeros(12, 2, dtype=torch.bool)
+    resets[6] = True
+    packed = cw.Batch.of(laid, target, step=0, pooled=True, resets=resets, weights=laid_weights)
+    apart = cw.Batch.of(x, label, step=0, pooled=True, weights=weights)
+    one, other = (trained(model_of(PooledSoftmax(5, CLASSES)), each, plan) for each in (apart, packed))
+    torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
+    with pytest.raises(UserError, match="lanes hold several sequences; pass \\[time, lane\\]"):
+        trained(model_of(PooledSoftmax(5, CLASSES)), cw.Batch.of(laid, target, step=0, pooled=True, resets=resets, weights=[1.0, 2.0]))
+
+
+@pytest.mark.parametrize("kind", ["crf", "ctc"])
+def test_heads_that_read_whole_sequences_have_a_weight_for_each(kind: str) -> None:
+    def run(plan: dict[str, Any], weights: Any) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        head = CRF(5, CLASSES) if kind == "crf" else Ctc(5, CLASSES)
+        batch = (
+            batch_of(weights)
+            if kind == "crf"
+            else cw.Batch.of(
+                batch_of().inputs,
+                torch.tensor([[0, 1], [2, -1], [1, -1], [0, -1], [-100, -100]]),
+                LENGTHS,
+                step=0,
+                pooled=True,
+                weights=weights,
+            )
+        )
+        return trained(model_of(head), batch, plan)
+
+    weights = [0.5, 2.0, 0.0, 1.5, 1.0]
+    one = run({}, weights)
+    torch.testing.assert_close(run({"micro_batches": 3}, weights), one, rtol=1e-10, atol=1e-12)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(run({}, None), one, rtol=1e-10, atol=1e-12)
+    if kind == "crf":
+        with pytest.raises(UserError, match=r"the weights are \[6, 5\], but the head CRF scores each lane as a whole; pass one for each"):
+            run({}, "by step")
+
+
+@pytest.mark.parametrize("form", ["by step", "by lane"])
+@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 4, "micro_batches": 2}])
+def test_a_users_head_gets_the_weights(plan: dict[str, Any], form: str) -> None:
+    own, ours = OwnSteps(), Softmax(5, CLASSES)
+    found = trained(model_of(own), batch_of(form), plan)
+    wanted = model_of(ours)
+    fresh = model_of(OwnSteps())
+    wanted.load_state_dict({name.replace("head.out.", "head."): value for name, value in fresh.state_dict().items()})
+    expected = trained(wanted, batch_of(form))
+    torch.testing.assert_close([*found.values()], [*expected.values()], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", [{}, {"micro_batches": 3}])
+def test_a_users_module_gets_the_weights(plan: dict[str, Any]) -> None:
+    batch = batch_of(lengths=None)
+    torch.manual_seed(1)
+    module = Whole().double()
+    assert batch.weights is not None
+    total, count = weighted_loss(module(batch.inputs), batch.targets, batch.weights)  # type: ignore[arg-type]
+    wanted = [
+        p.detach() - g for p, g in zip(module.parameters(), torch.autograd.grad(total / count, list(module.parameters())), strict=True)
+    ]
+    found = trained(module, batch, plan, loss=weighted_loss)
+    assert abs(float(found.pop("loss")) - float((total / count).detach())) < 1e-12
+    torch.testing.assert_close(list(found.values()), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_without_weights_is_refused_where_a_batch_has_some() -> None:
+    trained(model_of(NoWeights()), batch_of(None))
+    with pytest.raises(UserError, match="the batch has weights, but the loss of the head NoWeights takes none; give it a keyword weights"):
+        trained(model_of(NoWeights()), batch_of())
+    with pytest.raises(UserError, match="the loss of the module Whole takes none"):
+        trained(Whole().double(), batch_of(), loss=lambda out, target: weighted_loss(out, target, torch.ones_like(target)))
+
+
+def test_a_batch_whose_weights_are_all_0_is_one_without_targets() -> None:
+    none = batch_of(torch.zeros(STEPS, LANES))
+    missing = cw.Batch.of(none.inputs, torch.full((STEPS, LANES), -100), LENGTHS, step=0)
+    one, other = trained(model_of(), missing), trained(model_of(), none)
+    torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+
+
+def test_evaluation_divides_by_the_sum_of_weights() -> None:
+    batch, model = batch_of(), model_of()
+    trainer = cw.Trainer(model, {"precision": "fp64"}, keep_state=False)
+    parts = [float(trainer.evaluate([batch]))]
+    trainer = cw.Trainer(model, {"precision": "fp64"}, plan={"chunk_steps": 2, "micro_batches": 2}, keep_state=False)
+    parts.append(float(trainer.evaluate([batch])))
+    expected = trained(model_of(), batch)["loss"]
+    assert parts == pytest.approx([float(expected)] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "pooled", "message"),
+    [
+        (torch.ones(LANES, STEPS), False, r"weights have shape \[5, 6\] for targets \[6, 5\]; pass one for each of the 5 lanes, \[5\], or"),
+        (torch.ones(STEPS, LANES), True, r"weights have shape \[6, 5\] for targets \[5\]; pass one for each of the 5 lanes, \[5\]$"),
+        ([1.0, 1.0, -1.0, 1.0, 1.0], False, "weights must be finite numbers from 0 on"),
+        ([1.0, 1.0, float("nan"), 1.0, 1.0], False, "weights must be finite numbers from 0 on"),
+        ([1.0, float("inf"), 1.0, 1.0, 1.0], True, "weights must be finite numbers from 0 on"),
+    ],
+)
+def test_what_is_no_weight_is_refused(weights: Any, pooled: bool, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        batch_of(weights, pooled=pooled)
+
+
+def test_weights_belong_to_targets() -> None:
+    with pytest.raises(UserError, match="weights are those of targets, but the batch has none"):
+        cw.Batch.of(torch.zeros(3, 2, dtype=torch.int64), weights=[1.0, 2.0])
+    weights = torch.ones(STEPS, LANES, requires_grad=True)
+    with pytest.raises(UserError, match="the weights require grad"):
+        trained(model_of(), batch_of(weights, lengths=None))
+
+
+def test_a_batch_without_targets_has_no_weights() -> None:
+    batch = batch_of()
+    assert batch.without(inputs=False, targets=True).weights is None
+    idle = batch.take(2, 2, pooled=False)
+    assert idle.weights is not None
+    assert not idle.weights.any()
+    assert idle.weights.shape == (STEPS, 1)

@@ -1,0 +1,179 @@
+"""`model.crf` from a file to predictions: spans by type, the best weights by span F1, and what it is refused with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import carrywave as cw
+from carrywave.cli.main import app
+from carrywave.errors import DataError, SpecError, UserError
+from carrywave.spec.load import parse
+
+NAMES = ("york", "leeds", "bath", "new castle", "old sarum", "st albans")
+FRAMES = ("a train to {} tonight", "from {} to {}", "is there a train", "{} please", "to {} from {} today")
+
+
+def rows() -> list[dict[str, Any]]:
+    """Sentences whose places are spans of one or two words; of which kind, the word before says."""
+    found = []
+    for number in range(60):
+        words: list[str] = []
+        labels: list[str] = []
+        for word in FRAMES[number % len(FRAMES)].split():
+            if word != "{}":
+                words.append(word)
+                labels.append("O")
+                continue
+            kind = "from" if words and words[-1] == "from" else "to"
+            for place, part in enumerate(NAMES[(number * 7 + len(words)) % len(NAMES)].split()):
+                words.append(part)
+                labels.append(f"{'I' if place else 'B'}-{kind}")
+        found.append({"tokens": words, "labels": labels})
+    return found
+
+
+def written(path: Path, given: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return path
+
+
+MODEL = {"hidden": 16, "layers": 1, "crf": True, "dropout": 0.0}
+TRAIN = {"epochs": 12, "lr": 0.03, "best": "span_f1"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("crf")
+    given = rows()
+    written(folder / "train.jsonl", given[:48])
+    written(folder / "valid.jsonl", given[48:])
+    data = {"train": str(folder / "train.jsonl"), "valid": str(folder / "valid.jsonl")}
+    cw.fit(MODEL, None, task="tagging", data=data, batch={"tokens": 64}, train=TRAIN, run=folder / "run")
+    return folder / "run"
+
+
+def test_spans_are_found_and_pick_the_best_weights(run: Path) -> None:
+    values = cw.evaluate(run, by=["type", "label"])
+    assert values["span_f1"] > 0.9
+    assert {"span_precision", "span_recall", "accuracy", "macro_f1"} <= values.keys()
+    assert "top_5_accuracy" not in values
+    assert [row["type"] for row in values["by_type"]] == ["from", "to"]
+    assert {row["label"] for row in values["by_label"]} == {"O", "B-to", "I-to", "B-from", "I-from"}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    reached = [line["span_f1"] for line in lines if line.get("split") == "valid"]
+    assert len(reached) == 12
+    assert values["span_f1"] == pytest.approx(max(reached))
+
+
+def test_predictions_are_paths(run: Path) -> None:
+    given = [{"tokens": ["from", "new", "castle", "to", "bath"]}, {"tokens": ["is", "there"]}]
+    found = list(cw.predict(run, given))
+    assert [len(row["labels"]) for row in found] == [5, 2]
+    assert found[0]["labels"] == ["O", "B-from", "I-from", "O", "B-to"]
+    assert found[1]["labels"] == ["O", "O"]
+
+
+def test_the_report_has_spans_by_type(run: Path, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["report", str(run), "--output", str(tmp_path / "report.html")])
+    assert shown.exit_code == 0, shown.output
+    page = (tmp_path / "report.html").read_text()
+    assert "Spans by type" in page
+    assert "span F1" in page
+
+
+def test_on_the_command_line(run: Path) -> None:
+    shown = CliRunner().invoke(app, ["evaluate", str(run), "--by", "type"])
+    assert shown.exit_code == 0, shown.output
+    assert "span_f1" in shown.output
+    refused = CliRunner().invoke(app, ["evaluate", str(run), "--top-k", "2"])
+    assert refused.exit_code == 2
+    assert "needs likely labels, but" in refused.output
+
+
+def test_ensembles_are_refused(run: Path) -> None:
+    with pytest.raises(UserError, match=r"chooses whole sequences of labels \(model.crf\), and has no probabilities .*; pass one run"):
+        cw.evaluate([run, run])
+    with pytest.raises(UserError, match=r"chooses whole sequences of labels \(model.crf\)"):
+        list(cw.predict([run, run], rows()[:2]))
+
+
+def test_a_stepper_is_refused(run: Path) -> None:
+    with pytest.raises(UserError, match="a stepper gives its answer before the sequence ends"):
+        cw.stepper(run)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (
+            ["O", "I-to"],
+            r"train: 'I-to' after 'O' \(sequence 3, step 2\) is not BIO, by which model.crf rules transitions out",
+        ),
+        (["I-to", "O"], r"train: 'I-to' at the beginning \(sequence 3, step 1\) is not BIO, .* or set data.scheme=none, which allows all"),
+    ],
+)
+def test_data_that_breaks_its_scheme_is_refused_unless_nothing_is_ruled_out(labels: list[str], words: str) -> None:
+    given = [*rows()[:2], {"tokens": ["to", "york"], "labels": labels}, *rows()[2:8]]
+    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 1}}
+    with pytest.raises(DataError, match=words):
+        cw.fit({**MODEL, "hidden": 2}, given, data={"share": 0.0}, **how)
+    cw.fit({**MODEL, "hidden": 2}, given, data={"share": 0.0, "scheme": "none"}, **how)
+
+
+def test_labels_without_spans_need_no_scheme_and_have_no_spans() -> None:
+    given = [{"tokens": ["old", "town"], "labels": ["ADJ", "NOUN"]}, {"tokens": ["old"], "labels": ["ADJ"]}] * 5
+    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}}
+    result = cw.fit({**MODEL, "hidden": 2}, given, **how, train={"epochs": 1})
+    assert "span_f1" not in cw.evaluate(result.run, given)
+    with pytest.raises(UserError, match=r"metrics by type are of spans, but labels such as 'ADJ' write none, .*; use label"):
+        cw.evaluate(result.run, given, by=["type"])
+    with pytest.raises(SpecError, match=r"train.best=span_f1 needs labels that write spans, such as B-X, I-X and O, not ADJ, NOUN"):
+        cw.fit({**MODEL, "hidden": 2}, given, **how, train={"epochs": 1, "best": "span_f1"})
+    with pytest.raises(SpecError, match=r"data.scheme=bio, but the label 'ADJ' is neither O nor one such as B-X"):
+        cw.fit({**MODEL, "hidden": 2}, given, **how, train={"epochs": 1}, data={"scheme": "bio"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"task": "classification"},
+            r"model.crf chooses the labels of a sequence together, for tagging, not for classification",
+        ),
+        ({"data": {"multi_label": True}}, r"model.crf chooses one label for each step, but data.multi_label allows any number"),
+        ({"train": {"class_weights": "balanced"}}, r"train.class_weights is for losses of single labels, but that of model.crf"),
+        ({"train": {"label_smoothing": 0.1}}, r"train.label_smoothing is for losses of single labels, but that of model.crf"),
+        ({"train": {"best": "top_5_accuracy"}}, r"top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences"),
+        ({"batch": {"lanes": 4}}, r"model.crf reads whole sequences, but a stream is read in windows; set batch.tokens"),
+        ({"batch": {"tokens": 64, "pack": True}}, r"model.crf reads over the edges of packed sequences; remove it, or batch.pack"),
+        ({"plan": {"chunk_steps": 4}}, r"plan.chunk_steps=4 cuts time, but model.crf reads whole sequences; use plan.micro_batches"),
+        ({"plan": {"stages": 2, "share_head": True}}, r"plan.share_head shares the work of single steps, but model.crf reads whole"),
+    ],
+)
+def test_what_it_is_refused_with(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse({"task": "tagging", "model": {"crf": True}, **asked})
+
+
+def test_a_scheme_without_a_crf_acts_on_nothing() -> None:
+    with pytest.raises(SpecError, match=r"data.scheme is for model.crf, which is off; remove it, or set model.crf=true"):
+        cw.fit({"hidden": 2}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
+
+
+def test_sequences_have_weights_and_steps_have_none() -> None:
+    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 2}, "data": {"share": 0.0}}
+    given = rows()[:12]
+    weighted = [{**row, "weight": 0.0 if number % 2 else 1.5} for number, row in enumerate(given)]
+    left = [{**row, "weight": 1.5} for row in given[::2]]
+    result = cw.fit({**MODEL, "hidden": 4}, weighted, **how)
+    one, other = (cw.evaluate(result.run, some) for some in (weighted, left))  # a sequence of weight 0 is as if it were not there
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert one["span_f1"] == other["span_f1"]
+    by_step = [{**row, "weight": [1.0] * len(row["labels"])} for row in given]
+    with pytest.raises(UserError, match=r"scores each lane as a whole; pass one for each"):
+        cw.fit({**MODEL, "hidden": 4}, by_step, **how)

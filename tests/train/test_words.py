@@ -1,0 +1,113 @@
+"""Tagging words by how they are spelled: words that train does not have, vectors from elsewhere, and the same answer in other runtimes."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import carrywave as cw
+from carrywave.errors import DataError, PlanError, UserError
+from carrywave.exporting.run_export import export_run
+from carrywave.model.vocabulary.rows import Rows
+from carrywave.runs.trained_run import open_run
+
+HAS_ONNX = all(find_spec(name) is not None for name in ("onnx", "onnxruntime"))
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Sentences of made-up words; what a word is, its ending tells. Hardly any word occurs twice."""
+    draw = random.Random(seed)
+    endings = {"ing": "verb", "ous": "adjective", "ly": "adverb"}
+    made = []
+    for _ in range(count):
+        ends = draw.choices(list(endings), k=draw.randint(2, 6))
+        words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))).title() + end for end in ends]
+        made.append({"tokens": words, "labels": [endings[end] for end in ends]})
+    return made
+
+
+def fitted(run: Path, characters: str, *, more: dict[str, Any] | None = None, **sections: Any) -> cw.Result:
+    model = {"hidden": 16, "layers": 1, "embedding": 8, "dropout": 0.1, "characters": characters, **(more or {})}
+    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 128}, "train": {"lr": 0.02, "epochs": 4}, **sections}
+    return cw.fit(model, {"train": rows(150, 1), "valid": rows(40, 2)}, run=run, device="cpu", **how)
+
+
+def outputs(run: Path, data: list[dict[str, Any]]) -> list[list[str]]:
+    return [row["labels"] for row in cw.predict(run, [{"tokens": row["tokens"]} for row in data], device="cpu")]
+
+
+@pytest.mark.parametrize("kind", ["cnn", "lstm"])
+def test_words_that_train_does_not_have_are_known_by_their_characters(kind: str, tmp_path: Path) -> None:
+    fitted(tmp_path / "run", kind, more={"dropout_rare": 0.5, "character_width": 12})
+    new = rows(30, 3)
+    right = [a == b for got, row in zip(outputs(tmp_path / "run", new), new, strict=True) for a, b in zip(got, row["labels"], strict=True)]
+    assert sum(right) > 0.95 * len(right)
+
+
+def test_unknown_words_have_no_meaning_unless_they_are_learned(tmp_path: Path) -> None:
+    """A random vector would stand for something."""
+    for share in (0.0, 0.5):
+        run = tmp_path / f"run{share}"
+        fitted(run, "none", more={"dropout_rare": share}, train={"lr": 0.02, "epochs": 1})
+        vector = open_run(run, "cpu", None, whole=True).model.encoder.weight[-1]
+        assert bool(vector.any()) == bool(share)
+
+
+def test_vectors_from_elsewhere_stay_or_are_trained(tmp_path: Path) -> None:
+    [first, *_] = rows(150, 1)[0]["tokens"]
+    (tmp_path / "vectors.txt").write_text(f"{first.lower()} {' '.join(['0.5'] * 8)}\n")
+    for frozen in (True, False):
+        run = tmp_path / f"run{frozen}"
+        fitted(run, "cnn", more={"pretrained": str(tmp_path / "vectors.txt"), "freeze_embedding": frozen}, train={"lr": 0.02, "epochs": 1})
+        saved = open_run(run, "cpu", None, whole=True)
+        row = saved.model.encoder.words.weight[saved.task.codec.vocabulary.index(first)]
+        assert torch.equal(row, torch.full((8,), 0.5)) == frozen
+
+
+def test_other_runtimes_get_words_and_their_characters(tmp_path: Path) -> None:
+    """An export compares itself with the run."""
+    fitted(tmp_path / "run", "cnn", train={"lr": 0.02, "epochs": 1})
+    export_run(tmp_path / "run", "torch", tmp_path / "torch")
+    about = json.loads((tmp_path / "torch" / "model.json").read_text())
+    assert [port["name"] for port in about["inputs"]] == ["x", "characters", "lengths"]
+    saved = open_run(tmp_path / "run", "cpu", None, whole=True)
+    codec, words = saved.task.codec, ["Abing", "qously", "dly"]
+    x = torch.from_numpy(codec.spelled(codec.tokens.word_ids(words), words)).long()[None]  # type: ignore[attr-defined]
+    program = torch.export.load(tmp_path / "torch" / "model.pt2").module()
+    logits = program(x[..., 0], x[..., 1:], torch.tensor([3]))[0]
+    assert [codec.labels[place] for place in logits[0].argmax(-1)] == outputs(tmp_path / "run", [{"tokens": words}])[0]
+    if HAS_ONNX:
+        export_run(tmp_path / "run", "onnx", tmp_path / "onnx")
+
+
+def test_weights_have_names_elsewhere_and_an_lstm_over_characters_is_exported_as_weights_alone(tmp_path: Path) -> None:
+    fitted(tmp_path / "run", "lstm", train={"lr": 0.02, "epochs": 1})
+    export_run(tmp_path / "run", "safetensors", tmp_path / "weights")
+    names = set(load_file(tmp_path / "weights" / "model.safetensors"))
+    assert {"embedding.weight", "characters.weight", "character_lstm.weight_hh_l0_reverse"} < names
+    for form in ("torch", "onnx") if HAS_ONNX else ("torch",):
+        with pytest.raises(UserError, match=r"model.characters=lstm.*; use --to safetensors"):
+            export_run(tmp_path / "run", form, tmp_path / form)
+
+
+def test_a_stepper_takes_words_one_at_a_time(tmp_path: Path) -> None:
+    fitted(tmp_path / "run", "cnn", more={"bidirectional": False}, train={"lr": 0.02, "epochs": 1})
+    stepper, words = cw.stepper(tmp_path / "run", device="cpu"), ["Abing", "qously", "dly"]
+    found = [stepper.labels[int(stepper.step({"a": word})["a"].argmax())] for word in words]
+    assert found == outputs(tmp_path / "run", [{"tokens": words}])[0]
+    with pytest.raises(DataError, match="which an id does not tell"):
+        stepper.step({"a": 3})
+
+
+def test_a_vocabulary_is_not_split_beside_characters(tmp_path: Path) -> None:
+    fitted(tmp_path / "run", "cnn", train={"lr": 0.02, "epochs": 1})
+    task = open_run(tmp_path / "run", "cpu", None, whole=True).task
+    with pytest.raises(PlanError, match=r"remove it, or model.characters"):
+        task.model(rows=Rows.of_worker(task.facts.vocabulary, 0, 2))
