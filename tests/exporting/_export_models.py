@@ -14,6 +14,7 @@ from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.spec.step_inputs import StepInputs
 
@@ -71,6 +72,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "transcription": lambda: Model(_tokens(), cw.LSTM(6, 8), Ctc(8, 5, upsample=3)),
     "transcription, front, both ways": lambda: Model(cw.Front(4, FRONT), cw.LSTM(7, 8, bidirectional=True), Ctc(16, 5, upsample=2)),
     "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
+    "regression at each step": lambda: Model(Features(StepInputs(3, ((5, 3),), (0,))), cw.LSTM(6, 8), StepNumbers(8, 2)),
     "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
     "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),
     "forecasting, linear": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, linear=True, past_steps=5)),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from carrywave.errors import UserError
 from carrywave.exporting.portable import ANSWERS, NEXT, OUTPUTS, TIME, Port, Portable, Runner
-from carrywave.exporting.single_step.program import Program
+from carrywave.exporting.single_step.formula import Formula
 from carrywave.model.heads.crf import CRF
 
 SIZES = ((1, 3), (7, 23))  # lanes and steps of the runs that are compared
@@ -47,28 +47,28 @@ def largest_difference(portable: Portable, run: Runner, *, what: str, tolerance:
 
 
 def largest_step_difference(
-    portable: Portable, program: Program, run: Runner, *, what: str, tolerance: float = TOLERANCE, sizes: Sequence[tuple[int, int]] = SIZES
+    portable: Portable, formula: Formula, run: Runner, *, what: str, tolerance: float = TOLERANCE, sizes: Sequence[tuple[int, int]] = SIZES
 ) -> float:
     """The same for a model that is run a step at a time, each with the state that it returned at the step before.
 
     `portable` is the stateful form of the model; results and carries are compared at every step.
     """
     definition = copy.deepcopy(portable).double()
-    outputs = {port.name: port for port in program.outputs}
+    outputs = {port.name: port for port in formula.outputs}
     worst = 0.0
     for seed, (lanes, steps) in enumerate(sizes):
         all_steps = dict(zip((port.name for port in portable.inputs), portable.sample(lanes, steps, seed), strict=True))
-        state, own = [part.double() if part.is_floating_point() else part for part in portable.blank(lanes)], program.initial(lanes)
+        state, own = [part.double() if part.is_floating_point() else part for part in portable.blank(lanes)], formula.initial(lanes)
         yes, one = torch.ones(lanes, 1, dtype=torch.bool), torch.ones(lanes, dtype=torch.int64)
         for step in range(steps):
-            given = [all_steps[port.name][:, step] for port in program.given]
+            given = [all_steps[port.name][:, step] for port in formula.given]
             with torch.no_grad():
                 wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
                 out, *state = definition(*(tensor[:, None] for tensor in wide), one, yes if step == 0 else ~yes, yes, *state)
             expected = {portable.outputs[0].name: out if portable.model.pooled else out[:, 0]}
             expected |= {port.name + NEXT: part for port, part in zip(portable.state, state, strict=True)}
             found = dict(zip(outputs, run([*given, *own]), strict=True))
-            own = [found[name + NEXT] for name in program.states]
+            own = [found[name + NEXT] for name in formula.states]
             for name in found.keys() & expected.keys():
                 _check_shape(what, outputs[name], found[name], expected[name])
                 place = f"{lanes} lanes, step {step + 1}"

@@ -8,7 +8,7 @@ from typing import Any
 from carrywave import __version__
 from carrywave.data.codec import Codec
 from carrywave.exporting.portable import NEXT, Portable, Ports, step_encoder
-from carrywave.exporting.single_step.program import Program
+from carrywave.exporting.single_step.formula import Formula
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
@@ -31,7 +31,7 @@ from carrywave.tasks.views import Layout
 FORECASTING = ("horizon", "quantiles", "distribution", "season", "residual", "context", "channels", "transform", "standardize")
 
 
-def describe(task: Task, portable: Portable, form: str, precision: str, single: Program | None = None) -> str:
+def describe(task: Task, portable: Portable, form: str, precision: str, single: Formula | None = None) -> str:
     """The description as JSON; `single`: of a single step, with the state before the first."""
     model = portable.model
     ports: Ports = portable if single is None else single

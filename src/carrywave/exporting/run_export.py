@@ -20,8 +20,8 @@ from carrywave.exporting.lost import MOST_TARGETS, mean_loss, valid_part
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.single_step import onnx_step
 from carrywave.exporting.single_step.c_file import c_file
+from carrywave.exporting.single_step.formula import Formula
 from carrywave.exporting.single_step.network import check_steps, network
-from carrywave.exporting.single_step.program import Program
 from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.model.heads.crf import CRF
 from carrywave.model.model import Model
@@ -99,20 +99,20 @@ def export_run(
     if one:
         check_steps(saved.model)
     portable = Portable(saved.model.float(), stateful=stateful or one).eval()
-    program: Program | None = None
+    formula: Formula | None = None
     if to == "c":
-        text, program, gap = c_file(saved.task, portable, _name(saved), note)
+        text, formula, gap = c_file(saved.task, portable, _name(saved), note)
         files, found = {"model.c": text.encode()}, {"difference": gap}
     elif step:
-        program = network(portable)
-        files, found = _one_step(saved, portable, program, to)
+        formula = network(portable)
+        files, found = _one_step(saved, portable, formula, to)
     elif to == "torch":
         traced = torch_program.archive(portable)
         found = {"difference": largest_difference(portable, torch_program.runner(traced), what="the torch program")}
         files = {"model.pt2": traced}
     else:
         files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note)
-    files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32", program).encode()
+    files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32", formula).encode()
     # Only now, so that nothing has to be cleared away if the work before is stopped.
     with _whole_or_nothing(folder) as draft:
         for name, content in files.items():
@@ -135,15 +135,15 @@ def _safetensors(saved: Saved, folder: Path) -> Exported:
     return Exported(folder, ("model.safetensors", DESCRIPTION))
 
 
-def _one_step(saved: Saved, portable: Portable, program: Program, to: str) -> tuple[dict[str, bytes], dict[str, float]]:
+def _one_step(saved: Saved, portable: Portable, formula: Formula, to: str) -> tuple[dict[str, bytes], dict[str, float]]:
     """The file of a single step, and the largest difference from the model over many of them."""
     if to == "torch":
-        data = torch_program.archive(StepModule(program))
+        data = torch_program.archive(StepModule(formula))
         name, run, what = "model.pt2", torch_program.runner(data), "the torch program"
     else:
-        data = onnx_step.graph(program, _about(saved)).SerializeToString()
-        name, run, what = "model.onnx", onnx_file.runner(data, program), "the ONNX model"
-    return {name: data}, {"difference": largest_step_difference(portable, program, run, what=what)}
+        data = onnx_step.graph(formula, _about(saved)).SerializeToString()
+        name, run, what = "model.onnx", onnx_file.runner(data, formula), "the ONNX model"
+    return {name: data}, {"difference": largest_step_difference(portable, formula, run, what=what)}
 
 
 def _about(saved: Saved) -> str:

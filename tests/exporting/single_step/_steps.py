@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _export_models import MODELS, OWN, WHOLE, made
 
 from carrywave.exporting.portable import Portable
-from carrywave.exporting.single_step.program import Program
+from carrywave.exporting.single_step.formula import Formula
 
 STEPS = 1000
 NAMES = [name for name in (*MODELS, *OWN) if not any(word in name for word in WHOLE)]
@@ -35,11 +35,11 @@ def stateful(name: str, dtype: torch.dtype = torch.float32) -> Portable:
     return Portable(made(name).to(dtype), stateful=True)
 
 
-def over_many(portable: Portable, program: Program, run: Callable[[Sequence[Tensor]], Sequence[Tensor]], lanes: int = 1) -> float:
+def over_many(portable: Portable, formula: Formula, run: Callable[[Sequence[Tensor]], Sequence[Tensor]], lanes: int = 1) -> float:
     """The largest difference of 1,000 steps, each from the state after the one before, from a whole sequence in float64."""
     named = dict(zip((port.name for port in portable.inputs), portable.sample(lanes, STEPS, seed=1), strict=True))
-    given = [named[port.name] for port in program.given]
-    found, state = [], program.initial(lanes)
+    given = [named[port.name] for port in formula.given]
+    found, state = [], formula.initial(lanes)
     for step in range(STEPS):
         out, *state = run([*(tensor[:, step] for tensor in given), *state])
         found.append(out)

@@ -17,8 +17,8 @@ from carrywave.exporting.comparison import largest_step_difference
 from carrywave.exporting.portable import Port
 from carrywave.exporting.single_step import c_library, c_source
 from carrywave.exporting.single_step.c_source import Words, source
+from carrywave.exporting.single_step.formula import Formula
 from carrywave.exporting.single_step.network import network
-from carrywave.exporting.single_step.program import Program
 
 COMPILER = c_library.compiler()
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror"]
@@ -29,20 +29,20 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C comp
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_computes_the_steps_of_the_model(name: str) -> None:
     portable = stateful(name)
-    program = network(portable)
-    run = c_library.runner(source(program, Words(["a test"])), program, str(COMPILER))  # which refuses warnings
+    formula = network(portable)
+    run = c_library.runner(source(formula, Words(["a test"])), formula, str(COMPILER))  # which refuses warnings
     # Far closer than an export has to be: these models are small, and float32 has 24 bits.
-    assert largest_step_difference(portable, program, run, what="it") < 4e-6
+    assert largest_step_difference(portable, formula, run, what="it") < 4e-6
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["classification, attention", "forecasting, linear, scaled, quantiles", *LAYERS])
 def test_a_thousand_steps_are_one_sequence(name: str) -> None:
     portable = stateful(name)
-    program = network(portable)
-    run = c_library.runner(source(program, Words(["a test"])), program, str(COMPILER))
+    formula = network(portable)
+    run = c_library.runner(source(formula, Words(["a test"])), formula, str(COMPILER))
     # Gates forget rounding errors about as fast as they arise: in float32, a thousand steps end a few dozen roundings away.
-    assert over_many(portable, program, run) < 1e-5
+    assert over_many(portable, formula, run) < 1e-5
 
 
 ODD = ['say "hi"', "back\\slash", "what??/", "*/ the end", "é\n\t", "\x00", "7"]
@@ -69,12 +69,12 @@ def test_texts_come_back_whatever_they_hold(tmp_path: Path) -> None:
 @needs_compiler
 def test_the_program_in_the_file_reads_steps(tmp_path: Path) -> None:
     portable = stateful("language")
-    program = network(portable)
-    (tmp_path / "model.c").write_text(source(program, Words(["a test"])))
+    formula = network(portable)
+    (tmp_path / "model.c").write_text(source(formula, Words(["a test"])))
     subprocess.run([str(COMPILER), *STRICT, "-DMODEL_MAIN", "model.c", "-o", "model", "-lm"], cwd=tmp_path, check=True)
     said = subprocess.run([tmp_path / "model"], input="3 1\n4\n", text=True, check=True, capture_output=True).stdout
-    run = c_library.runner(source(program, Words(["a test"])), program, str(COMPILER))
-    state, right = program.initial(1), []
+    run = c_library.runner(source(formula, Words(["a test"])), formula, str(COMPILER))
+    state, right = formula.initial(1), []
     for token in (3, 1, 4):
         out, *state = run([torch.tensor([token]), *state])
         right.append(out[0])
@@ -86,11 +86,11 @@ def test_the_program_in_the_file_reads_steps(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_numbers_that_are_none_change_nothing() -> None:
-    program = network(stateful("classification, mean"))
-    run = c_library.runner(source(program, Words(["a test"])), program, str(COMPILER))
+    formula = network(stateful("classification, mean"))
+    run = c_library.runner(source(formula, Words(["a test"])), formula, str(COMPILER))
     for bad in (torch.nan, torch.inf, -torch.inf, 1e30):
         with pytest.raises(UserError, match="refused its input"):
-            run([torch.tensor([[0.0, bad, 0.0, 0.0]]), *program.initial(1)])
+            run([torch.tensor([[0.0, bad, 0.0, 0.0]]), *formula.initial(1)])
 
 
 def test_weights_are_written_to_the_last_bit() -> None:
@@ -101,10 +101,10 @@ def test_weights_are_written_to_the_last_bit() -> None:
 
 
 def test_rows_never_share_memory_that_is_still_needed() -> None:
-    program = network(stateful("forecasting, linear, scaled, quantiles"))
-    operations = program.needed
-    assert program.result is not None
-    kept = {program.result[1].name, *(value.name for value in program.after.values())}
+    formula = network(stateful("forecasting, linear, scaled, quantiles"))
+    operations = formula.needed
+    assert formula.result is not None
+    kept = {formula.result[1].name, *(value.name for value in formula.after.values())}
     room = c_source._Room(operations, kept)
     places = {each.out.name: range(first := room.place(each), first + each.out.width) for each in operations if each.kind != "part"}
     last = {name: room.last[name] for name in places}
@@ -117,10 +117,10 @@ def test_rows_never_share_memory_that_is_still_needed() -> None:
 
 
 def test_too_many_weights_are_refused() -> None:
-    program = Program(torch.float32)
-    x = program.input(Port("x", torch.float32, ("batch", 4000)))
-    program.result = Port("y", torch.float32, ("batch", 4000)), x.linear("w", torch.empty(4000, 4000))
+    formula = Formula(torch.float32)
+    x = formula.input(Port("x", torch.float32, ("batch", 4000)))
+    formula.result = Port("y", torch.float32, ("batch", 4000)), x.linear("w", torch.empty(4000, 4000))
     with pytest.raises(
         UserError, match=r"the weights are 16,000,000 numbers, and .* more than 5,000,000 in one file; use --to onnx --step"
     ):
-        source(program, Words([]))
+        source(formula, Words([]))

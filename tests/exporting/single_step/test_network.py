@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from _steps import NAMES, made, stateful
 import carrywave as cw
 from carrywave.cells.lstm import Carry
 from carrywave.errors import UserError
-from carrywave.exporting import torch_program
+from carrywave.exporting import onnx_file, torch_program
 from carrywave.exporting.comparison import largest_step_difference
 from carrywave.exporting.portable import Portable
+from carrywave.exporting.single_step import onnx_step
 from carrywave.exporting.single_step.network import check_steps, network
 from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.model.encoders import Numbers
@@ -29,10 +31,10 @@ from carrywave.model.model import Model
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_the_model(name: str) -> None:
     portable = stateful(name, torch.float64)
-    program = network(portable)
-    module = StepModule(program)
+    formula = network(portable)
+    module = StepModule(formula)
     with torch.no_grad():
-        found = largest_step_difference(portable, program, lambda given: module(*given), what="it", tolerance=1e-12)
+        found = largest_step_difference(portable, formula, lambda given: module(*given), what="it", tolerance=1e-12)
     assert found < 1e-13  # float64, the same operations in another order
 
 
@@ -40,20 +42,20 @@ def test_steps_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["language", "tagging, heads", "forecasting, linear, scaled, quantiles", "forecasting, categories"])
 def test_a_torch_program_of_a_step_has_plain_operators_and_any_number_of_lanes(name: str) -> None:
     portable = stateful(name)
-    program = network(portable)
-    data = torch_program.archive(StepModule(program))
+    formula = network(portable)
+    data = torch_program.archive(StepModule(formula))
     called = {str(node.target) for node in torch.export.load(io.BytesIO(data)).graph.nodes if node.op == "call_function"}
     assert "aten.sigmoid.default" in called
     assert not [name for name in called if "lstm" in name or "scan" in name or not name.startswith("aten.")]
     run = torch_program.runner(data)
-    assert largest_step_difference(portable, program, run, what="it") < 2e-6  # float32 has 24 bits
+    assert largest_step_difference(portable, formula, run, what="it") < 2e-6  # float32 has 24 bits
 
 
 def test_initial_states_are_the_learned_ones() -> None:
     model = made("language, widths, norms, learned carry")
-    program = network(stateful("language, widths, norms, learned carry"))
-    assert torch.equal(program.states["c_l1"].initial, model.lstm.carry_c_l1[0])
-    assert program.states["c_l1"].uniform is None
+    formula = network(stateful("language, widths, norms, learned carry"))
+    assert torch.equal(formula.states["c_l1"].initial, model.lstm.carry_c_l1[0])
+    assert formula.states["c_l1"].uniform is None
     assert network(stateful("language")).states["h_l0"].uniform == 0.0
 
 
@@ -96,13 +98,16 @@ def test_any_cell_that_is_written_in_usual_operations_has_a_step() -> None:
     def step(gates: Any, carry: Any, weights: Any) -> Any:
         keep, new = (gates + weights.recurrent(carry[0])).chunk(2, dim=-1)
         c = torch.sigmoid(keep) * carry[1] + (1 - torch.sigmoid(keep)) * new.clamp(-2, 2).square()
-        return torch.tanh(c) / (1.0 + c.abs()), c
+        return torch.tanh(c) / (1.0 + c.abs().log1p()) - 0.1 * (-c.abs()).expm1(), c
 
     portable = Portable(cell_of(step).double(), stateful=True)
-    program = network(portable)
-    module = StepModule(program)
+    formula = network(portable)
+    module = StepModule(formula)
     with torch.no_grad():
-        assert largest_step_difference(portable, program, lambda given: module(*given), what="it") < 1e-13
+        assert largest_step_difference(portable, formula, lambda given: module(*given), what="it") < 1e-13
+    if find_spec("onnx") is not None and find_spec("onnxruntime") is not None:
+        run = onnx_file.runner(onnx_step.graph(formula).SerializeToString(), formula)
+        assert largest_step_difference(portable, formula, run, what="it") < 1e-13
 
 
 @pytest.mark.parametrize("odd", ["erf", "cumsum", "shape"])

@@ -26,12 +26,12 @@ PLAIN = FUNCTIONS | {"Concat", "Gather", "Identity", "ReduceMax", "ReduceMean", 
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_computes_the_steps_of_the_model(name: str) -> None:
     portable = stateful(name)
-    program = network(portable)
-    model = onnx_step.graph(program)
+    formula = network(portable)
+    model = onnx_step.graph(formula)
     assert {node.op_type for node in model.graph.node} <= PLAIN
-    run = onnx_file.runner(model.SerializeToString(), program)
+    run = onnx_file.runner(model.SerializeToString(), formula)
     # Far closer than an export has to be: these models are small, and float32 has 24 bits.
-    assert largest_step_difference(portable, program, run, what="it") < 4e-6
+    assert largest_step_difference(portable, formula, run, what="it") < 4e-6
 
 
 @pytest.mark.parametrize("name", ["classification, attention", "forecasting, linear", *LAYERS])
@@ -40,10 +40,10 @@ def test_a_thousand_steps_are_one_sequence(name: str, dtype: torch.dtype) -> Non
     if dtype == torch.float64 and "heads" in name:
         pytest.skip("onnxruntime has no Softplus in float64")
     portable = stateful(name, dtype)
-    program = network(portable)
-    run = onnx_file.runner(onnx_step.graph(program).SerializeToString(), program)
+    formula = network(portable)
+    run = onnx_file.runner(onnx_step.graph(formula).SerializeToString(), formula)
     # Gates forget rounding errors about as fast as they arise: in float32, a thousand steps end a few dozen roundings away.
-    assert over_many(portable, program, run) < (1e-5 if dtype == torch.float32 else 1e-10)
+    assert over_many(portable, formula, run) < (1e-5 if dtype == torch.float32 else 1e-10)
 
 
 def test_a_shared_matrix_is_stored_once() -> None:
@@ -54,6 +54,6 @@ def test_a_shared_matrix_is_stored_once() -> None:
 
 def test_the_number_of_lanes_is_free() -> None:
     portable = stateful("language")
-    program = network(portable)
-    ports = [*onnx_step.graph(program).graph.input, *onnx_step.graph(program).graph.output]
+    formula = network(portable)
+    ports = [*onnx_step.graph(formula).graph.input, *onnx_step.graph(formula).graph.output]
     assert {port.type.tensor_type.shape.dim[0].dim_param for port in ports} == {"batch"}

@@ -23,7 +23,7 @@ from carrywave.errors import UserError
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.run_export import export_run
 from carrywave.exporting.single_step import c_library, units
-from carrywave.exporting.single_step.program import Program
+from carrywave.exporting.single_step.formula import Formula
 from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.exporting.single_step.units import in_units
 from carrywave.runs.trained_run import Saved, open_run
@@ -41,14 +41,14 @@ def learn(folder: Path, task: str, data: dict[str, Any], model: dict[str, Any] |
     return folder / "run"
 
 
-def step_of(run: Path) -> tuple[Saved, Program]:
+def step_of(run: Path) -> tuple[Saved, Formula]:
     saved = open_run(run, "cpu")
     return saved, in_units(saved.task, Portable(saved.model.double(), stateful=True).eval())
 
 
-def after(program: Program, *rows: Tensor) -> list[Tensor]:
+def after(formula: Formula, *rows: Tensor) -> list[Tensor]:
     """What comes out after each step of one sequence; `rows` are those of each input, [steps, …]."""
-    module, state, found = StepModule(program), program.initial(1), []
+    module, state, found = StepModule(formula), formula.initial(1), []
     with torch.no_grad():
         for step in range(len(rows[0])):
             out, *state = module(*(each[step : step + 1] for each in rows), *state)
@@ -74,22 +74,22 @@ LABELS = {
 def test_numbers_in_and_answers_out_are_those_of_a_stepper(task: str, tmp_path: Path) -> None:
     how = {"batch": {"tokens": 64}}
     run = learn(tmp_path, task, {"train": sequences(tmp_path, LABELS[task])}, {"bidirectional": False, "front": "none"}, **how)
-    _, program = step_of(run)
+    _, formula = step_of(run)
     rows = torch.tensor([[0.5, 480.0, 3.1], [-1.0, 530.0, 2.9], [2.0, 500.0, 3.0]], dtype=torch.float64)
     stepper = cw.stepper(run, device="cpu")
     right = [stepper.step({1: row.tolist()})[1] for row in rows]
-    for found, expected in zip(after(program, rows), right, strict=True):
+    for found, expected in zip(after(formula, rows), right, strict=True):
         torch.testing.assert_close(found, expected.double(), rtol=CLOSE, atol=CLOSE)
 
 
 def test_labels_of_which_several_hold_have_probabilities_of_their_own(tmp_path: Path) -> None:
     data = {"train": sequences(tmp_path, lambda steps: {"label": ["a", "b"][: 1 + (steps[0][0] > 0)]}), "multi_label": True}
     run = learn(tmp_path, "classification", data, {"bidirectional": False, "front": "none"}, batch={"tokens": 64})
-    _, program = step_of(run)
+    _, formula = step_of(run)
     rows = torch.tensor([[0.5, 480.0, 3.1], [-1.0, 530.0, 2.9]], dtype=torch.float64)
     stepper = cw.stepper(run, device="cpu")
     right = torch.stack([stepper.step({1: row.tolist()})[1] for row in rows]).double()
-    torch.testing.assert_close(torch.stack(after(program, rows)), right, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(torch.stack(after(formula, rows)), right, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("softmax", ["full", "adaptive"])
@@ -97,11 +97,11 @@ def test_tokens_in_and_probabilities_out(softmax: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat, and it was glad\n" * 30)
     model = {"softmax": "adaptive", "cutoffs": [4]} if softmax == "adaptive" else {}
     run = learn(tmp_path, "language", {"train": str(tmp_path / "text.txt")}, model, batch={"lanes": 2, "steps": 8})
-    _, program = step_of(run)
+    _, formula = step_of(run)
     tokens = torch.tensor([3, 1, 4, 1, 5])
     stepper = cw.stepper(run, device="cpu")
     right = torch.stack([stepper.step({1: int(token)})[1] for token in tokens]).double()
-    torch.testing.assert_close(torch.stack(after(program, tokens)), right, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(torch.stack(after(formula, tokens)), right, rtol=CLOSE, atol=CLOSE)
 
 
 def table(folder: Path, *, columns: int = 1, series: int = 0, rows: int = 90) -> pd.DataFrame:
@@ -143,12 +143,12 @@ def test_forecasts_are_those_of_predict(kind: str, tmp_path: Path) -> None:
     if kind.startswith("line"):
         data["targets"] = ["y1"]  # y0 is only read
     run = learn(tmp_path, "forecasting", data, model, batch={"lanes": 2, "steps": 8})
-    _, program = step_of(run)
+    _, formula = step_of(run)
     for rows in (len(frame), 3):  # much of what is looked back at lies before so short a series
         frame[:rows].to_csv(tmp_path / "short.csv", index=False)
         predicted = cw.predict(run, tmp_path / "short.csv", device="cpu", note=lambda line: None)
         right = [[value for name, value in row.items() if name != "step"] for row in predicted]
-        found = after(program, torch.tensor(frame[:rows].to_numpy()))[-1]
+        found = after(formula, torch.tensor(frame[:rows].to_numpy()))[-1]
         torch.testing.assert_close(found.reshape(5, -1), torch.tensor(right, dtype=torch.float64), rtol=CLOSE, atol=CLOSE)
 
 
@@ -156,12 +156,12 @@ def test_each_series_has_its_own_scale(tmp_path: Path) -> None:
     frame = table(tmp_path, series=3)
     data = {"train": str(tmp_path / "table.csv"), "horizon": 3, "residual": "last"}
     run = learn(tmp_path, "forecasting", data, {"linear": 0}, batch={"lanes": 3, "steps": 8})
-    saved, program = step_of(run)
-    assert [port.name for port in program.given] == ["series", "x"]
+    saved, formula = step_of(run)
+    assert [port.name for port in formula.given] == ["series", "x"]
     predicted = cw.predict(run, frame, device="cpu", note=lambda line: None)
     for number, name in enumerate(saved.task.codec.names):
         values = torch.tensor(frame[frame["unique_id"] == name][["y0"]].to_numpy())
-        found = after(program, torch.full((len(values),), number), values)[-1]
+        found = after(formula, torch.full((len(values),), number), values)[-1]
         right = [row["y0"] for row in predicted if row["unique_id"] == name]
         assert found.flatten().tolist() == pytest.approx(right, rel=CLOSE)
 
@@ -170,18 +170,18 @@ def test_independent_channels_are_sequences_of_their_own(tmp_path: Path) -> None
     frame = table(tmp_path, columns=3)
     data = {"train": str(tmp_path / "table.csv"), "horizon": 3, "channels": "independent", "residual": "last"}
     run = learn(tmp_path, "forecasting", data, {"linear": 0}, batch={"lanes": 3, "steps": 8})
-    saved, program = step_of(run)
+    saved, formula = step_of(run)
     predicted = cw.predict(run, frame, device="cpu", note=lambda line: None)
     for column in saved.task.codec.channels:
         values = torch.tensor(frame[[column]].to_numpy())
         which = [torch.full((len(values),), saved.task.codec.names.index(column))] if saved.task.codec.names else []
-        found = after(program, *which, values)[-1]
+        found = after(formula, *which, values)[-1]
         assert found.flatten().tolist() == pytest.approx([row[column] for row in predicted], rel=CLOSE)
 
 
 def test_what_is_known_ahead_goes_in_with_each_row(tmp_path: Path) -> None:
     run = run_of(tmp_path, "season")
-    saved, program = step_of(run)
+    saved, formula = step_of(run)
     codec = saved.task.codec
     rows = pd.read_csv(tmp_path / "sales.csv", parse_dates=["ds"])
     rows = rows[rows["unique_id"] == "a"].sort_values("ds", ignore_index=True)
@@ -201,8 +201,12 @@ def test_what_is_known_ahead_goes_in_with_each_row(tmp_path: Path) -> None:
         "x": torch.from_numpy(np.concatenate(x, axis=1)[:60]),
         "codes": torch.from_numpy(np.concatenate(of_codes, axis=1)[:60].astype(np.int64)),
     }
-    found = after(program, *(given[port.name] for port in program.given))[-1]
+    found = after(formula, *(given[port.name] for port in formula.given))[-1]
     assert found.flatten().tolist() == pytest.approx(forecast_of(run), rel=1e-4)
+    if c_library.compiler() is not None:  # which the export itself compares with this formula
+        text = (export_run(run, "c", tmp_path / "out").folder / "model.c").read_text()
+        assert "int model_step(model_state *state, int series, const float *x, const int *codes, float *forecast);" in text
+        assert "[0] promotion, [1] region, [2] promotion, 1 ahead" in text
 
 
 @needs_compiler
@@ -232,11 +236,18 @@ def test_a_value_that_has_no_logarithm_is_refused(tmp_path: Path) -> None:
     data = {"train": str(tmp_path / "table.csv"), "horizon": 2, "transform": "log", "residual": "last"}
     run = learn(tmp_path, "forecasting", data, {"linear": 0}, batch={"lanes": 2, "steps": 8})
     export_run(run, "c", tmp_path / "out")
-    program = step_of(run)[1]
-    step = c_library.runner((tmp_path / "out" / "model.c").read_text(), program, str(c_library.compiler()))
+    formula = step_of(run)[1]
+    step = c_library.runner((tmp_path / "out" / "model.c").read_text(), formula, str(c_library.compiler()))
     for value in (0.0, -1.0):
         with pytest.raises(UserError, match="refused its input"):
-            step([torch.tensor([[value]]), *program.initial(1)])
+            step([torch.tensor([[value]]), *formula.initial(1)])
+
+
+def test_the_scale_of_a_whole_sequence_is_refused(tmp_path: Path) -> None:
+    data = {"train": sequences(tmp_path, LABELS["tagging"]), "standardize": "sequence"}
+    run = learn(tmp_path, "tagging", data, {"bidirectional": False}, batch={"tokens": 64})
+    with pytest.raises(UserError, match=r"data.standardize=sequence needs the whole sequence for its scale; .* or use --to onnx --step"):
+        export_run(run, "c", tmp_path / "out")
 
 
 def test_numbers_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> None:

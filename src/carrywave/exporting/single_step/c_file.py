@@ -14,8 +14,8 @@ from carrywave.exporting.comparison import SIZES, TOLERANCE, check_difference, l
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.single_step import c_library
 from carrywave.exporting.single_step.c_source import Words, source
+from carrywave.exporting.single_step.formula import Formula
 from carrywave.exporting.single_step.network import network
-from carrywave.exporting.single_step.program import Program
 from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.exporting.single_step.units import in_units
 from carrywave.tasks.task import Task
@@ -24,46 +24,46 @@ MANY_NUMBERS = 500_000  # weights that a compiler takes its time with
 MOST_LISTED = 64  # columns, series or labels in the comment
 
 
-def c_file(task: Task, portable: Portable, name: str, note: Callable[[str], None]) -> tuple[str, Program, float]:
-    """The text of the file, its program, and the largest difference from the model."""
-    step, program = network(portable), in_units(task, portable)
-    text = source(program, _words(task, program, name))
+def c_file(task: Task, portable: Portable, name: str, note: Callable[[str], None]) -> tuple[str, Formula, float]:
+    """The text of the file, its formula, and the largest difference from the model."""
+    step, formula = network(portable), in_units(task, portable)
+    text = source(formula, _words(task, formula, name))
     with torch.no_grad():
         module = StepModule(step)
         worst = largest_step_difference(portable, step, lambda given: module(*given), what="a step in plain operations")
         command = c_library.compiler()
         if command is None:
             note("no C compiler was found (cc, gcc or clang), so the file was written without being compiled and run")
-            return text, program, worst
-        if program.numbers > MANY_NUMBERS:
-            note(f"compiling {program.numbers:,} weights, to compare the file with the model; this may take minutes")
-        return text, program, max(worst, _difference(task, program, c_library.runner(text, program, command)))
+            return text, formula, worst
+        if formula.numbers > MANY_NUMBERS:
+            note(f"compiling {formula.numbers:,} weights, to compare the file with the model; this may take minutes")
+        return text, formula, max(worst, _difference(task, formula, c_library.runner(text, formula, command)))
 
 
-def _difference(task: Task, program: Program, run: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> float:
-    """The largest difference of the compiled file from the same program in float64, relative to the largest output."""
-    definition = copy.deepcopy(StepModule(program)).double()
+def _difference(task: Task, formula: Formula, run: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> float:
+    """The largest difference of the compiled file from the same formula in float64, relative to the largest output."""
+    definition = copy.deepcopy(StepModule(formula)).double()
     worst = 0.0
     for seed, (lanes, steps) in enumerate(SIZES):
         draw = torch.Generator().manual_seed(seed)
-        own = program.initial(lanes)
+        own = formula.initial(lanes)
         state = [part.double() for part in own]
-        which = {name: torch.randint(rows, (lanes,), generator=draw) for (name, _), rows in program.codes().items() if name == "series"}
+        which = {name: torch.randint(rows, (lanes,), generator=draw) for (name, _), rows in formula.codes().items() if name == "series"}
         for step in range(steps):
-            given = [which.get(port.name, _drawn(task, program, port.name, lanes, draw)) for port in program.given]
+            given = [which.get(port.name, _drawn(task, formula, port.name, lanes, draw)) for port in formula.given]
             right, *state = definition(*(each.double() if each.is_floating_point() else each for each in given), *state)
             got, *own = run([*given, *own])
             size = max(float(right.abs().amax()), 1e-30)
             where = f"{lanes} lanes, step {step + 1}"
-            worst = max(worst, check_difference("the C file", program.outputs[0], got.double() / size, right / size, TOLERANCE, where))
+            worst = max(worst, check_difference("the C file", formula.outputs[0], got.double() / size, right / size, TOLERANCE, where))
     return worst
 
 
-def _drawn(task: Task, program: Program, name: str, lanes: int, draw: torch.Generator) -> Tensor:
+def _drawn(task: Task, formula: Formula, name: str, lanes: int, draw: torch.Generator) -> Tensor:
     """Random values of an input: a token, codes, or numbers as they are in the data."""
     codec = task.codec
     if name != "x":
-        rows = [count for (port, _), count in sorted(program.codes().items()) if port == name]
+        rows = [count for (port, _), count in sorted(formula.codes().items()) if port == name]
         found = torch.stack([torch.randint(count, (lanes,), generator=draw) for count in rows], dim=1)
         return found if name == "codes" else found[:, 0]
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (codec.mean, codec.std))
@@ -76,20 +76,20 @@ def _drawn(task: Task, program: Program, name: str, lanes: int, draw: torch.Gene
     return values.float()
 
 
-def _words(task: Task, program: Program, name: str) -> Words:
+def _words(task: Task, formula: Formula, name: str) -> Words:
     codec, data = task.codec, task.spec.data
-    inputs = ", ".join(port.name for port in program.given)
+    inputs = ", ".join(port.name for port in formula.given)
     about = [
         f"{name}: one step of a {codec.task} model, by carrywave {__version__}. C99, with math.h and nothing else.",
         "",
         "    model_state state;    // of one sequence; there may be any number of them",
         "    model_init(&state);   // before its first step",
-        f"    model_step(&state, {inputs}, {program.outputs[0].name});",
+        f"    model_step(&state, {inputs}, {formula.outputs[0].name});",
         "",
         "Compile it with cc -std=c99 -O2 -c model.c, and link with -lm. Other files include it after #define MODEL_DECLARATIONS.",
         "To try it: cc -std=c99 -O2 -DMODEL_MAIN model.c -lm -o model; it reads steps from standard input, and prints a line for each.",
         "",
-        *(_input(task, port.name) for port in program.given),
+        *(_input(task, port.name) for port in formula.given),
         f"Out: {_output(task)}.",
     ]
     constants = {}
@@ -109,7 +109,8 @@ def _output(task: Task) -> str:
         case "language":
             return "the probability of each token to be the next"
         case "regression":
-            return "the values of the sequence so far, in the units of the data"
+            of = f"at this step: {_listed(codec.step_targets)}" if codec.step_targets else "of the sequence so far"
+            return f"the values {of}, in the units of the data"
         case "forecasting":
             levels = ", each with its quantiles " + ", ".join(f"{level:g}" for level in data.quantiles) if data.quantiles else ""
             columns = "the column" if codec.channels else _listed([codec.columns[place] for place in codec.targets])
@@ -127,6 +128,7 @@ def _input(task: Task, name: str) -> str:
             places = {"char": "its place in model_vocabulary", "int": "as it is in the data"}
             places |= {"word": places["char"], "byte": "the byte"}
             where = places.get(codec.kind or "", "its number; the tokenizer is codec.bpe in model.json")
+            where += ", in lower case" if codec.lowercase else ""
             return f"In: token, from 0 to {codec.size - 1}: {where}."
         case "series":
             return f"In: series, the one that this is, from 0 to {len(codec.names) - 1}: {_listed(codec.names)}."

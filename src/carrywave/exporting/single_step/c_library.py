@@ -16,7 +16,7 @@ from torch import Tensor
 
 from carrywave.errors import UserError, one_line
 from carrywave.exporting.portable import Runner
-from carrywave.exporting.single_step.program import Program
+from carrywave.exporting.single_step.formula import Formula
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=c99", "-Wall", "-Wextra", "-pedantic", "-O1")
@@ -28,7 +28,7 @@ def compiler() -> str | None:
     return next((found for found in map(shutil.which, COMPILERS) if found is not None), None)
 
 
-def runner(source: str, program: Program, command: str) -> Runner:
+def runner(source: str, formula: Formula, command: str) -> Runner:
     """The step of a C file, lane by lane."""
     with tempfile.TemporaryDirectory(prefix="carrywave-c-") as folder:
         Path(folder, "model.c").write_text(source, encoding="utf-8")
@@ -43,12 +43,12 @@ def runner(source: str, program: Program, command: str) -> Runner:
             raise UserError(f"{command} did not accept the C file ({said}); nothing was written: please report this")
         library = ctypes.CDLL(str(made))  # which stays loaded when its file is gone
 
-    widths = [each.value.width for each in program.states.values()]
-    outputs = program.outputs
+    widths = [each.value.width for each in formula.states.values()]
+    outputs = formula.outputs
     shape = [int(size) for size in outputs[0].shape[1:]]
 
     def run(given: Sequence[Tensor]) -> list[Tensor]:
-        steps, states = given[: len(program.given)], given[len(program.given) :]
+        steps, states = given[: len(formula.given)], given[len(formula.given) :]
         state_BS = torch.cat([part.float() for part in states], dim=1).contiguous().numpy()
         out_BO = np.zeros((len(state_BS), int(np.prod(shape))), np.float32)
         for lane in range(len(state_BS)):

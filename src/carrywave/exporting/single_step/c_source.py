@@ -1,4 +1,4 @@
-"""A `Program` as one C99 file: the weights as constant arrays, a struct for the state, and a function for a step of one sequence.
+"""A `Formula` as one C99 file: the weights as constant arrays, a struct for the state, and a function for a step of one sequence.
 
 Each operation becomes a loop over a row. Rows that are not needed any more make room for others, so the step needs little memory, all of it
 on the stack.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.exporting.single_step.program import BINARY, UNARY, Operation, Program, Value
+from carrywave.exporting.single_step.formula import BINARY, UNARY, Formula, Operation, Value
 
 MOST_NUMBERS = 5_000_000  # of weights: compilers take about 200 bytes for each of them, and minutes for so many
 FARTHEST = "1e25f"  # numbers that are larger are refused, as in training
@@ -62,25 +62,25 @@ class Words:
     least: Mapping[int, float] = field(default_factory=dict)  # numbers of x that must be larger than this
 
 
-def source(program: Program, words: Words) -> str:
+def source(formula: Formula, words: Words) -> str:
     """The text of the file."""
-    if program.numbers > MOST_NUMBERS:
-        fact = f"the weights are {program.numbers:,} numbers, and compilers struggle with more than {MOST_NUMBERS:,} in one file"
+    if formula.numbers > MOST_NUMBERS:
+        fact = f"the weights are {formula.numbers:,} numbers, and compilers struggle with more than {MOST_NUMBERS:,} in one file"
         raise UserError(f"{fact}; use --to onnx --step")
-    return _Source(program, words).text()
+    return _Source(formula, words).text()
 
 
 class _Source:
-    def __init__(self, program: Program, words: Words) -> None:
-        assert program.result is not None
-        self.program, self.words = program, words
-        self.operations = program.needed
-        self.weights = {name: f"w_{re.sub('[^a-z0-9]+', '_', name.lower())}" for name in program.weights}
-        self.names = {**self.weights, **{port.name: port.name for port in program.given}}
-        self.names |= {name: f"state->{name}" for name in program.states}
-        self.port, self.out = program.result
-        self.bounds = program.codes()
-        self.single = {port.name for port in program.given if len(port.shape) == 1}  # numbers, where others are arrays
+    def __init__(self, formula: Formula, words: Words) -> None:
+        assert formula.result is not None
+        self.formula, self.words = formula, words
+        self.operations = formula.needed
+        self.weights = {name: f"w_{re.sub('[^a-z0-9]+', '_', name.lower())}" for name in formula.weights}
+        self.names = {**self.weights, **{port.name: port.name for port in formula.given}}
+        self.names |= {name: f"state->{name}" for name in formula.states}
+        self.port, self.out = formula.result
+        self.bounds = formula.codes()
+        self.single = {port.name for port in formula.given if len(port.shape) == 1}  # numbers, where others are arrays
 
     def text(self) -> str:
         """The whole file: a part with declarations, and one with everything else."""
@@ -90,13 +90,13 @@ class _Source:
 
     @property
     def arguments(self) -> str:
-        given = [f"int {port.name}" if len(port.shape) == 1 else f"const {_kind(port.dtype)} *{port.name}" for port in self.program.given]
+        given = [f"int {port.name}" if len(port.shape) == 1 else f"const {_kind(port.dtype)} *{port.name}" for port in self.formula.given]
         return ", ".join(["model_state *state", *given, f"float *{self.port.name}"])
 
     def comment(self) -> Iterator[str]:
-        state = sum(each.value.width for each in self.program.states.values())
+        state = sum(each.value.width for each in self.formula.states.values())
         sizes = [
-            f"Weights: {4 * self.program.numbers:,} bytes. State: {4 * state:,} bytes for each sequence. A step needs {4 * self.room:,} "
+            f"Weights: {4 * self.formula.numbers:,} bytes. State: {4 * state:,} bytes for each sequence. A step needs {4 * self.room:,} "
             "bytes of stack.",
         ]
         yield "/*"
@@ -107,11 +107,11 @@ class _Source:
     def declarations(self) -> Iterator[str]:
         """Types, constants and functions."""
         yield from ("#ifndef CARRYWAVE_MODEL", "#define CARRYWAVE_MODEL", "")
-        sizes = {f"MODEL_{'NUMBERS' if p.name == 'x' else 'CODES'}": p.shape[1] for p in self.program.given if len(p.shape) > 1}
+        sizes = {f"MODEL_{'NUMBERS' if p.name == 'x' else 'CODES'}": p.shape[1] for p in self.formula.given if len(p.shape) > 1}
         for name, value in {**sizes, "MODEL_OUTPUTS": self.out.width, **self.words.constants}.items():
             yield f"#define {name} {value}"
         yield from ("", "typedef struct {")
-        yield from (f"    float {name}[{each.value.width}];" for name, each in self.program.states.items())
+        yield from (f"    float {name}[{each.value.width}];" for name, each in self.formula.states.items())
         yield from ("} model_state;", "")
         yield from ("/* Begin a sequence. */", "void model_init(model_state *state);", "")
         yield "/* Read a step, and write what the model says after it. Returns 0, or -1 if an input is out of range: nothing is done. */"
@@ -127,25 +127,25 @@ class _Source:
             yield from (f'    "{_quoted(text)}",' for text in texts)
             yield "};\n"
         read = {each.name for operation in self.operations for each in operation.inputs if isinstance(each, Value)}
-        for name, weight in self.program.weights.items():
+        for name, weight in self.formula.weights.items():
             if name in read:
                 yield f"/* {name} {list(weight.shape)} */"
                 yield from _array(self.weights[name], weight)
-        for name, each in self.program.states.items():
+        for name, each in self.formula.states.items():
             if each.uniform is None:
                 yield from _array(f"initial_{name}", each.initial)
 
     def initial(self) -> Iterator[str]:
         """The function that begins a sequence."""
         yield from ("void model_init(model_state *state)", "{")
-        for name, each in self.program.states.items():
+        for name, each in self.formula.states.items():
             value = f"initial_{name}[i]" if each.uniform is None else _number(each.uniform)
             yield from (f"    for (int i = 0; i < {each.value.width}; i++)", f"        state->{name}[i] = {value};")
         yield "}"
 
     def lines_of_step(self) -> Iterator[str]:
         """The function of a step."""
-        room = _Room(self.operations, {self.out.name, *(value.name for value in self.program.after.values())})
+        room = _Room(self.operations, {self.out.name, *(value.name for value in self.formula.after.values())})
         body = [line for operation in self.operations for line in self._operation(operation, room)]
         self.room = room.size
         yield from [LINEAR] if any(operation.kind == "linear" for operation in self.operations) else [""]
@@ -154,8 +154,8 @@ class _Source:
         yield from [f"    float work[{room.size}];", ""] if room.size else []
         yield from body
         yield from self._copied(self.port.name, self.out)
-        for name in self.program.states:
-            yield from self._copied(f"state->{name}", self.program.after[name])
+        for name in self.formula.states:
+            yield from self._copied(f"state->{name}", self.formula.after[name])
         yield from ("    return 0;", "}")
 
     def _texts(self) -> Iterator[tuple[str, Sequence[str]]]:
@@ -163,7 +163,7 @@ class _Source:
         yield from [("model_vocabulary", self.words.vocabulary)] if self.words.vocabulary else []
 
     def _checks(self) -> Iterator[str]:
-        for port in self.program.given:
+        for port in self.formula.given:
             if len(port.shape) == 1:
                 yield from (f"    if ({port.name} < 0 || {port.name} >= {self.bounds[port.name, 0]})", "        return -1;")
             elif not port.dtype.is_floating_point:
@@ -217,7 +217,7 @@ class _Source:
         yield from ("", "#ifdef MODEL_MAIN", "#include <stdio.h>", "", "int main(void)", "{")
         yield f"    static model_state state;\n    float {self.port.name}[MODEL_OUTPUTS];"
         reads, names = [], []
-        for port in self.program.given:
+        for port in self.formula.given:
             names.append(port.name)
             kind, format = _kind(port.dtype), "%f" if port.dtype.is_floating_point else "%d"
             if len(port.shape) == 1:

@@ -1,8 +1,8 @@
-"""A model as a `Program`: its encoder, layers and head in one step, as `Portable` computes them over many.
+"""A model as a `Formula`: its encoder, layers and head in one step, as `Portable` computes them over many.
 
 Layers compute the definition of their cell, whichever it is. A pooled head gives its result for the sequence so far.
 
-Shapes: W width of the last layer, K steps ahead, C columns, Q quantiles, N values of the past.
+Shapes: W width of the last layer, K steps ahead, C columns, Q quantiles, P parameters, N values of the past.
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ from torch import Tensor
 
 from carrywave.errors import UserError
 from carrywave.exporting.portable import BATCH, TIME, Port, Portable
-from carrywave.exporting.single_step.program import Program, Value
+from carrywave.exporting.single_step.formula import Formula, Value
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.distributions import (
+    FIRST_DF,
+    LEAST_DISPERSION,
+    LEAST_MEAN,
+    LEAST_SCALE,
+    ROUNDNESS,
+    DistributionForecast,
+)
+from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.model.vocabulary.spelled_words import SpelledWords
+from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 NORM_EPSILON = 1e-5  # torch's, of norms inside a cell
@@ -48,40 +57,40 @@ def step_ports(portable: Portable) -> dict[str, Port]:
     return {port.name: Port(port.name, port.dtype, tuple(size for size in port.shape if size != TIME)) for port in wanted}
 
 
-def network(portable: Portable) -> Program:
+def network(portable: Portable) -> Formula:
     """One step of a stateful model, between the ports of its inputs and its result."""
-    program = Program(portable.model.lstm.dtype)
-    values = {name: program.input(port) for name, port in step_ports(portable).items()}
+    formula = Formula(portable.model.lstm.dtype)
+    values = {name: formula.input(port) for name, port in step_ports(portable).items()}
     port = portable.outputs[0]
     result = Port(port.name, port.dtype, (BATCH, *(size for size in port.shape[1:] if size != TIME)))
-    program.result = result, through(program, portable.model, values)
-    return program
+    formula.result = result, through(formula, portable.model, values)
+    return formula
 
 
-def through(program: Program, model: Model, inputs: dict[str, Value]) -> Value:
-    """What the head makes of a step's inputs; the state is added to the program."""
-    y = _encoded(program, model, inputs)
+def through(formula: Formula, model: Model, inputs: dict[str, Value]) -> Value:
+    """What the head makes of a step's inputs; the state is added to the formula."""
+    y = _encoded(formula, model, inputs)
     for layer in range(model.lstm.num_layers):
-        y = _layer(program, model, layer, y)
-    return _head(program, model, y, inputs.get("past"))
+        y = _layer(formula, model, layer, y)
+    return _head(formula, model, y, inputs.get("past"))
 
 
-def _encoded(program: Program, model: Model, inputs: dict[str, Value]) -> Value:
+def _encoded(formula: Formula, model: Model, inputs: dict[str, Value]) -> Value:
     encoder = model.encoder
     if isinstance(encoder, Embedding):
-        return program.row("encoder.weight", encoder.weight, inputs["x"])
+        return formula.row("encoder.weight", encoder.weight, inputs["x"])
     if isinstance(encoder, Features):
         places = enumerate(encoder.inputs.places)
-        rows = [program.row(f"encoder.tables.{table}", encoder.tables[table], inputs["codes"], place) for place, table in places]
-        return program.joined([inputs["x"], *rows])
+        rows = [formula.row(f"encoder.tables.{table}", encoder.tables[table], inputs["codes"], place) for place, table in places]
+        return formula.joined([inputs["x"], *rows])
     return inputs["x"]
 
 
 class _Weights:
     """What a step reads of the weights of a layer (`cells.cell.StepWeights`), as values."""
 
-    def __init__(self, program: Program, name: str, weights: LayerWeights, outputs: int) -> None:
-        self.program, self.name, self.weights = program, name, weights
+    def __init__(self, formula: Formula, name: str, weights: LayerWeights, outputs: int) -> None:
+        self.formula, self.name, self.weights = formula, name, weights
         self.heads, self.outputs = outputs // weights.w_hh.shape[1], outputs
         self.extra: dict[str, Tensor] = weights.extra or {}
 
@@ -103,7 +112,7 @@ class _Weights:
         return h if self.weights.w_hr is None else h.linear(f"{self.name}.weight_hr", self.weights.w_hr)
 
     def named(self, name: str) -> Value:
-        return self.program.weight(f"{self.name}.{name}", self.extra[name])
+        return self.formula.weight(f"{self.name}.{name}", self.extra[name])
 
     def _product(self, x: Value, of: str, weight: Tensor, bias: Tensor | None) -> Value:
         heads = self.heads if of == "hh" else 1
@@ -112,46 +121,48 @@ class _Weights:
         return found if gain is None else found.normed(f"{self.name}.norm_{of}", gain, bias, NORM_EPSILON)
 
 
-def _layer(program: Program, model: Model, layer: int, x: Value) -> Value:
+def _layer(formula: Formula, model: Model, layer: int, x: Value) -> Value:
     lstm, cell = model.lstm, model.lstm.cell
     name = f"lstm.l{layer}"
     initial = lstm.initial(1, layers=range(layer, layer + 1))[0]
-    before = [program.begin(f"{part}_l{layer}", tensor[0, 0]) for part, tensor in zip(cell.parts, initial, strict=True)]
-    weights: Any = _Weights(program, name, lstm.weights(layer)[0], lstm.outputs(layer))
+    before = [formula.begin(f"{part}_l{layer}", tensor[0, 0]) for part, tensor in zip(cell.parts, initial, strict=True)]
+    weights: Any = _Weights(formula, name, lstm.weights(layer)[0], lstm.outputs(layer))
     try:
         after: Any = cell.step(weights.inputs(x), cell.carry(*before), weights)
     except (TypeError, AttributeError) as error:
         raise UserError(f"the cell {cell.name} has no plain form of a step ({error}); export without --step") from error
     for part, share, old, new in zip(cell.parts, lstm.zoneout, before, after, strict=True):
-        program.end(f"{part}_l{layer}", share * old + (1.0 - share) * new if share else new)
-    y = program.after[f"{cell.parts[0]}_l{layer}"]
+        formula.end(f"{part}_l{layer}", share * old + (1.0 - share) * new if share else new)
+    y = formula.after[f"{cell.parts[0]}_l{layer}"]
     if lstm.layer_norm:
         norm = getattr(lstm, f"norm_l{layer}")
         y = y.normed(f"{name}.norm", norm.weight, norm.bias, norm.eps)
     return y
 
 
-def _head(program: Program, model: Model, y: Value, past: Value | None) -> Value:
+def _head(formula: Formula, model: Model, y: Value, past: Value | None) -> Value:
     head = model.head
     if isinstance(head, Pooled):
-        return _pooled(program, head, y).linear("head.weight", head.weight, head.bias)
+        return _pooled(formula, head, y).linear("head.weight", head.weight, head.bias)
     if isinstance(head, Softmax | StepNumbers):
         return y.linear("head.weight", head.weight, head.bias)
     if isinstance(head, AdaptiveSoftmax):
-        return _adaptive(program, head, y)
+        return _adaptive(formula, head, y)
+    if isinstance(head, DistributionForecast):
+        return _distribution(formula, head, y, past)
     if isinstance(head, Forecast):
-        return _forecast(program, head, y, past)
+        return _forecast(formula, head, y, past)
     raise UserError(f"the head {type(head).__name__} has no form of a single step; export without --step")
 
 
-def _pooled(program: Program, head: Pooled, y: Value) -> Value:
+def _pooled(formula: Formula, head: Pooled, y: Value) -> Value:
     """What a pooled head reads of the sequence so far; what it has to remember becomes state."""
     zeros = torch.zeros(y.width)
-    lowest = torch.full((y.width,), torch.finfo(program.dtype).min, dtype=program.dtype)
+    lowest = torch.full((y.width,), torch.finfo(formula.dtype).min, dtype=formula.dtype)
 
     def kept(name: str, initial: Tensor, change: Any) -> Value:
-        after: Value = change(program.begin(name, initial))
-        program.end(name, after)
+        after: Value = change(formula.begin(name, initial))
+        formula.end(name, after)
         return after
 
     def mean() -> Value:
@@ -167,18 +178,18 @@ def _pooled(program: Program, head: Pooled, y: Value) -> Value:
         case "max":
             return greatest()
         case "mean_max":
-            return program.joined([mean(), greatest()])
+            return formula.joined([mean(), greatest()])
         case "attention":
             assert head.query is not None
-            score, before = y.linear("head.query", head.query[None]), program.begin("pooled_score", lowest[:1])
-            program.end("pooled_score", before.maximum(score))
-            scale, weight = (before - program.after["pooled_score"]).exp(), (score - program.after["pooled_score"]).exp()
+            score, before = y.linear("head.query", head.query[None]), formula.begin("pooled_score", lowest[:1])
+            formula.end("pooled_score", before.maximum(score))
+            scale, weight = (before - formula.after["pooled_score"]).exp(), (score - formula.after["pooled_score"]).exp()
             weighted = kept("pooled_sum", zeros, lambda old: old * scale + y * weight)
             return weighted / kept("pooled_weight", zeros[:1], lambda old: old * scale + weight)
     return y
 
 
-def _adaptive(program: Program, head: AdaptiveSoftmax, y: Value) -> Value:
+def _adaptive(formula: Formula, head: AdaptiveSoftmax, y: Value) -> Value:
     first = head.cutoffs[0]
     found = y.linear("head.head", head.head.weight).log_softmax()
     parts = [found.part(0, first)]
@@ -186,10 +197,10 @@ def _adaptive(program: Program, head: AdaptiveSoftmax, y: Value) -> Value:
         narrow, wide = (each.weight for each in cluster.children())
         own = y.linear(f"head.tail.{number}.0", narrow).linear(f"head.tail.{number}.1", wide)  # type: ignore[arg-type]
         parts.append(own.log_softmax() + found.part(first + number, first + number + 1))
-    return program.joined(parts)
+    return formula.joined(parts)
 
 
-def _forecast(program: Program, head: Forecast, y: Value, past: Value | None) -> Value:
+def _forecast(formula: Formula, head: Forecast, y: Value, past: Value | None) -> Value:
     """[K · C · Q], as the head arranges it."""
     levels, columns, ahead = len(head.quantiles or (0.5,)), head.outputs, head.horizon
     out = y.linear("head.weight", head.weight, head.bias).turned(ahead * columns)  # level by level, [Q, K, C]
@@ -200,13 +211,53 @@ def _forecast(program: Program, head: Forecast, y: Value, past: Value | None) ->
         unit = deviation(past, columns)[1].repeated(ahead)
         found = [each * unit for each in found]
     if past is not None and head.line is not None:
-        steps = past.width // columns
-        last = past.turned(columns).part((steps - 1) * columns, steps * columns)
-        gaps = past - last.repeated(steps).turned(steps)
-        weight = head.line.weight.transpose(1, 2).reshape(columns * ahead, steps)
-        line = gaps.linear("head.line", weight, head.line.bias.reshape(-1), blocks=columns).turned(columns)
+        line = _line(head, head.line, past)
         found = [each + line for each in found]
-    return program.joined(found).turned(levels)
+    return formula.joined(found).turned(levels)
+
+
+def _distribution(formula: Formula, head: DistributionForecast, y: Value, past: Value | None) -> Value:
+    """[K · C · P]: parameters, as the head arranges them."""
+    ahead, each = head.horizon, len(PARAMETERS[head.distribution])
+    first, *others = y.linear("head.weight", head.weight, head.bias).turned(ahead * head.outputs).chunk(each)  # [P, K, C]
+    if head.counts:
+        assert past is not None
+        values, sizes = past.chunk(2)
+        base = None if head.line is None else _last(values, head.outputs).repeated(ahead) + _line(head, head.line, values)
+        others = [other.softplus() for other in others]
+        if head.scaled:
+            level = values.abs().mean(head.outputs).maximum(LEAST_DEVIATION)
+            ratio, level = (deviation(values, head.outputs)[1] / level).repeated(ahead), level.repeated(ahead)
+            mean = level * _positive(first * ratio + (1.0 if base is None else base / level))
+            others = [other * ratio.square() for other in others]
+        else:
+            mean = _positive(first + (1.0 if base is None else base))
+        found = [mean * _last(sizes, head.outputs).repeated(ahead), *(other + LEAST_DISPERSION for other in others)]
+    else:
+        scale = others[0].softplus() + LEAST_SCALE
+        if past is not None and head.scaled:
+            unit = deviation(past, head.outputs)[1].repeated(ahead)
+            first, scale = first * unit, scale * unit
+        location = first if past is None or head.line is None else first + _line(head, head.line, past)
+        found = [location, scale, *((other + FIRST_DF).softplus() + 2.0 for other in others[1:])]
+    return formula.joined(found).turned(each)
+
+
+def _positive(x: Value) -> Value:
+    return (x + (x.square() + ROUNDNESS).sqrt()) * 0.5 + LEAST_MEAN
+
+
+def _last(past: Value, columns: int) -> Value:
+    """The last of the values [C · N] of each column."""
+    return past.turned(columns).part(past.width - columns, past.width)
+
+
+def _line(head: Forecast, line: Line, past: Value) -> Value:
+    """What a linear function of the last values adds, [K · C]."""
+    steps = past.width // head.outputs
+    gaps = past - _last(past, head.outputs).repeated(steps).turned(steps)
+    weight = line.weight.transpose(1, 2).reshape(head.outputs * head.horizon, steps)
+    return gaps.linear("head.line", weight, line.bias.reshape(-1), blocks=head.outputs).turned(head.outputs)
 
 
 def deviation(past: Value, columns: int) -> tuple[Value, Value]:

@@ -1,4 +1,4 @@
-"""A `Program` as an ONNX graph: products, sums and functions of elements, and no operator that loops.
+"""A `Formula` as an ONNX graph: products, sums and functions of elements, and no operator that loops.
 
 Gather, MatMul, Add, Sub, Mul, Div, Neg, Abs, Exp, Log, Sqrt, Max, Min, Relu, Sigmoid, Tanh, Softplus, ReduceMean, ReduceMax, Slice, Concat,
 Reshape and Transpose are all that it takes.
@@ -12,39 +12,39 @@ import numpy as np
 
 from carrywave.exporting.onnx_graph import check_size
 from carrywave.exporting.onnx_nodes import Nodes
-from carrywave.exporting.single_step.program import Operation, Program, Value
+from carrywave.exporting.single_step.formula import Formula, Operation, Value
 
 OPERATORS = {"maximum": "Max", "minimum": "Min"}  # where the name is not that of the operation
 
 
-def graph(program: Program, about: str = "") -> Any:
+def graph(formula: Formula, about: str = "") -> Any:
     """The step as an ONNX ModelProto; the number of lanes is free."""
-    check_size(program.weights.values())
-    return _Graph(program).build(about)
+    check_size(formula.weights.values())
+    return _Graph(formula).build(about)
 
 
 class _Graph:
-    def __init__(self, program: Program) -> None:
-        self.program, self.nodes = program, Nodes()
-        self.dtype = np.dtype(str(program.dtype).removeprefix("torch."))
-        self.rows = {port.name: port.name for port in program.inputs}
+    def __init__(self, formula: Formula) -> None:
+        self.formula, self.nodes = formula, Nodes()
+        self.dtype = np.dtype(str(formula.dtype).removeprefix("torch."))
+        self.rows = {port.name: port.name for port in formula.inputs}
         # A matrix that embedding and head share is turned when the graph is loaded; any other is stored as the product reads it.
-        self.tables = {each.name for of in program.needed if of.kind == "row" and isinstance(each := of.inputs[0], Value)}
+        self.tables = {each.name for of in formula.needed if of.kind == "row" and isinstance(each := of.inputs[0], Value)}
 
     def build(self, about: str) -> Any:
-        nodes, program = self.nodes, self.program
-        assert program.result is not None
-        for port in program.given:
+        nodes, formula = self.nodes, self.formula
+        assert formula.result is not None
+        for port in formula.given:
             if len(port.shape) > 2:
                 self.rows[port.name] = nodes.reshape(port.name, 0, -1)
-        for operation in program.needed:
+        for operation in formula.needed:
             self.rows[operation.out.name] = self.added(operation)
-        port, value = program.result
+        port, value = formula.result
         sizes = [int(size) for size in port.shape[1:]]
         nodes.add("Reshape", self.rows[value.name], nodes.constant([0, *sizes]), name=port.name)
-        for name, out in zip(program.states, program.outputs[1:], strict=True):
-            nodes.add("Identity", self.rows[program.after[name].name], name=out.name)
-        return nodes.model("carrywave_step", program.inputs, program.outputs, about)
+        for name, out in zip(formula.states, formula.outputs[1:], strict=True):
+            nodes.add("Identity", self.rows[formula.after[name].name], name=out.name)
+        return nodes.model("carrywave_step", formula.inputs, formula.outputs, about)
 
     def added(self, operation: Operation) -> str:
         """The node of an operation, or the nodes."""
@@ -68,26 +68,30 @@ class _Graph:
                 if width == 1:
                     return nodes.add("ReduceMean", whole, axes=[1], keepdims=1)
                 return nodes.add("ReduceMean", nodes.reshape(whole, 0, width, -1), axes=[2], keepdims=0)
+            case "log1p":
+                return nodes.add("Log", nodes.add("Add", self.given(operation.inputs[0]), self.given(1.0)))
+            case "expm1":
+                return nodes.add("Sub", nodes.add("Exp", self.given(operation.inputs[0])), self.given(1.0))
             case "highest":
                 return nodes.add("ReduceMax", self.given(operation.inputs[0]), axes=[1], keepdims=1)
         return nodes.add(OPERATORS.get(kind, kind.capitalize()), *map(self.given, operation.inputs))
 
     def several(self, codes: Value | float) -> bool:
         """True if an input has several codes for each lane, and not one token."""
-        return any(port.name == codes.name and len(port.shape) > 1 for port in self.program.given if isinstance(codes, Value))
+        return any(port.name == codes.name and len(port.shape) > 1 for port in self.formula.given if isinstance(codes, Value))
 
     def given(self, each: Value | float) -> str:
         """The name of what an operation reads."""
         if not isinstance(each, Value):
             return self.nodes.constant(each, self.dtype)
-        if each.name in self.program.weights:
-            return self.nodes.weight(each.name, self.program.weights[each.name])
+        if each.name in self.formula.weights:
+            return self.nodes.weight(each.name, self.formula.weights[each.name])
         return self.rows[each.name]
 
     def product(self, operation: Operation, *, columns: int, blocks: int, period: int) -> str:
         nodes, width, (x, matrix) = self.nodes, operation.out.width, operation.inputs
         assert isinstance(matrix, Value)
-        weight = self.program.weights[matrix.name]
+        weight = self.formula.weights[matrix.name]
         if blocks == 1:
             return nodes.linear(self.given(x), matrix.name, weight, None, shared=matrix.name in self.tables)
         of_blocks = weight.view(-1, blocks, period // blocks, columns).permute(1, 3, 0, 2).flatten(2)

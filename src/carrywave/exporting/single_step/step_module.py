@@ -1,4 +1,4 @@
-"""A `Program` in torch: the module that torch.export writes, and what runs a program here."""
+"""A `Formula` in torch: the module that torch.export writes, and what runs a formula here."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.exporting.portable import Port
-from carrywave.exporting.single_step.program import BINARY, UNARY, Operation, Program, Value
+from carrywave.exporting.single_step.formula import BINARY, UNARY, Formula, Operation, Value
 
 
 class StepModule(nn.Module):
-    """From the inputs of a step and the states to the result and the states after it, in the order of the program's ports."""
+    """From the inputs of a step and the states to the result and the states after it, in the order of the formula's ports."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, formula: Formula) -> None:
         super().__init__()
-        self.program, self.operations = program, program.needed
-        self._places = {name: f"weight_{place}" for place, name in enumerate(program.weights)}
-        for name, weight in program.weights.items():
+        self.formula, self.operations = formula, formula.needed
+        self._places = {name: f"weight_{place}" for place, name in enumerate(formula.weights)}
+        for name, weight in formula.weights.items():
             self.register_buffer(self._places[name], weight.clone())
 
     @property
     def inputs(self) -> tuple[Port, ...]:
         """What goes in."""
-        return self.program.inputs
+        return self.formula.inputs
 
     def sample(self, lanes: int, steps: int, seed: int) -> list[Tensor]:
         """Inputs of a first step for so many lanes; all zeros, as no number of them matters to a tracer."""
-        given = (torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.program.given)
-        return [*given, *(state.clone() for state in self.program.initial(lanes))]
+        given = (torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.formula.given)
+        return [*given, *(state.clone() for state in self.formula.initial(lanes))]
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """One step."""
-        program = self.program
-        assert program.result is not None
+        formula = self.formula
+        assert formula.result is not None
         weights = ((name, getattr(self, place)) for name, place in self._places.items())
         rows = {name: weight[None] if weight.dim() == 1 else weight for name, weight in weights}
-        for port, tensor in zip(program.inputs, given, strict=True):
+        for port, tensor in zip(formula.inputs, given, strict=True):
             rows[port.name] = tensor if len(port.shape) == 2 else tensor.flatten(1) if len(port.shape) > 2 else tensor[:, None]
         for operation in self.operations:
             rows[operation.out.name] = _computed(operation, rows)
-        port, value = program.result
+        port, value = formula.result
         result = rows[value.name]
-        return _shaped(result, port), *(rows[program.after[name].name] for name in program.states)
+        return _shaped(result, port), *(rows[formula.after[name].name] for name in formula.states)
 
 
 def _shaped(row: Tensor, port: Port) -> Tensor:

@@ -18,37 +18,46 @@ from carrywave.data.tables.moments import VISIBLE
 from carrywave.data.tables.transform import LARGEST
 from carrywave.errors import UserError
 from carrywave.exporting.portable import BATCH, Port, Portable
+from carrywave.exporting.single_step.formula import Formula, Value
 from carrywave.exporting.single_step.network import deviation, through
-from carrywave.exporting.single_step.program import Program, Value
 from carrywave.model.encoders import Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
 
-def in_units(task: Task, portable: Portable) -> Program:
+def in_units(task: Task, portable: Portable) -> Formula:
     """One step from a row of the data, or a token, to probabilities, values or forecasts."""
-    program, codec, model = Program(portable.model.lstm.dtype), task.codec, portable.model
+    formula, codec, model = Formula(portable.model.lstm.dtype), task.codec, portable.model
     if codec.own_scale and codec.task != "forecasting":
-        raise UserError("data.standardize=sequence needs the whole sequence for its scale; train with true or false, or export without it")
+        raise UserError(
+            "data.standardize=sequence needs the whole sequence for its scale; train with true or false, or use --to onnx --step"
+        )
+    if codec.masked or isinstance(model.head, DistributionForecast):
+        what = "the parameters of a distribution" if codec.task == "forecasting" else "data.missing=mask"
+        raise UserError(f"a C file has no form of {what}; use --to onnx --step, which computes what the model does, in its own units")
     _check(codec)
     if codec.task == "forecasting":
-        return _Forecaster(program, task, portable).build()
+        return _Forecaster(formula, task, portable).build()
+    inputs = {}
     if codec.kind is None:
-        raw = program.input(Port("x", program.dtype, (BATCH, len(codec.columns))))
-        x = (raw - _weight(program, "mean", codec.mean)) / _weight(program, "std", codec.std)
+        raw = formula.input(Port("x", formula.dtype, (BATCH, len(codec.columns))))
+        inputs["x"] = (raw - _weight(formula, "mean", codec.mean)) / _weight(formula, "std", codec.std)
     else:
-        x = program.input(Port("token", torch.int64, (BATCH,)))
-    out = through(program, model, {"x": x})
+        inputs["x"] = formula.input(Port("token", torch.int64, (BATCH,)))
+    if isinstance(encoder := model.encoder, Features):
+        inputs["codes"] = formula.input(Port("codes", torch.int64, (BATCH, len(encoder.inputs.places))))
+    out = through(formula, model, inputs)
     name = "values" if codec.task == "regression" else "probabilities"
     if codec.task == "regression":
-        out = out * _weight(program, "target_std", codec.target_std) + _weight(program, "target_mean", codec.target_mean)
+        out = out * _weight(formula, "target_std", codec.target_std) + _weight(formula, "target_mean", codec.target_mean)
     elif task.spec.data.multi_label:
         out = out.sigmoid()
     else:
         out = out.exp() if isinstance(model.head, AdaptiveSoftmax) else out.softmax()
-    program.result = Port(name, program.dtype, (BATCH, out.width)), out
-    return program
+    formula.result = Port(name, formula.dtype, (BATCH, out.width)), out
+    return formula
 
 
 def _check(codec: Codec) -> None:
@@ -64,8 +73,8 @@ def _check(codec: Codec) -> None:
                 raise UserError(f"{fact}; scale it in the data and train again, or export what the model reads with --to onnx --step")
 
 
-def _weight(program: Program, name: str, values: Sequence[float]) -> Value:
-    return program.weight(f"data.{name}", torch.tensor(values, dtype=program.dtype))
+def _weight(formula: Formula, name: str, values: Sequence[float]) -> Value:
+    return formula.weight(f"data.{name}", torch.tensor(values, dtype=formula.dtype))
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -77,7 +86,7 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _picked(value: Value, places: Sequence[int]) -> Value:
     """Some elements of a row."""
-    return value.program.joined([value.part(low, high) for low, high in _runs(places)])
+    return value.formula.joined([value.part(low, high) for low, high in _runs(places)])
 
 
 def _replaced(value: Value, places: Sequence[int], by: Value) -> Value:
@@ -87,7 +96,7 @@ def _replaced(value: Value, places: Sequence[int], by: Value) -> Value:
         parts += [value.part(done, low)] if low > done else []
         parts.append(by.part(used, used + high - low))
         done, used = high, used + high - low
-    return value.program.joined([*parts, *([value.part(done, value.width)] if done < value.width else [])])
+    return value.formula.joined([*parts, *([value.part(done, value.width)] if done < value.width else [])])
 
 
 def _spread(value: Value, times: int) -> Value:
@@ -96,21 +105,21 @@ def _spread(value: Value, times: int) -> Value:
 
 
 class _Forecaster:
-    def __init__(self, program: Program, task: Task, portable: Portable) -> None:
-        self.program, self.portable, self.spec, self.codec = program, portable, task.spec, task.codec
+    def __init__(self, formula: Formula, task: Task, portable: Portable) -> None:
+        self.formula, self.portable, self.spec, self.codec = formula, portable, task.spec, task.codec
         self.at, self.horizon = Layout.of(task.codec), task.spec.data.horizon
         self.targets = list(task.codec.targets)
         self.levels = len(task.spec.data.quantiles or (0.5,))
         self._begun: Value | None = None
 
-    def build(self) -> Program:
-        program, columns = self.program, len(self.codec.columns)
+    def build(self) -> Formula:
+        formula, columns = self.formula, len(self.codec.columns)
         known = len(self.at.known)
         mean, std = self.scale()
-        raw = program.input(Port("x", program.dtype, (BATCH, columns + self.horizon * known)))
+        raw = formula.input(Port("x", formula.dtype, (BATCH, columns + self.horizon * known)))
         inputs = {}
         if isinstance(encoder := self.portable.model.encoder, Features):
-            inputs["codes"] = program.input(Port("codes", torch.int64, (BATCH, len(encoder.inputs.places))))
+            inputs["codes"] = formula.input(Port("codes", torch.int64, (BATCH, len(encoder.inputs.places))))
         row = raw.part(0, columns)
         last = _picked(row, self.targets)
         now = (_replaced(row, self.targets, self.transformed(last)) - mean) / std
@@ -128,32 +137,32 @@ class _Forecaster:
         if known:
             later, places = raw.part(columns, raw.width), self.at.known.tolist()
             x.append((later - _picked(mean, places).repeated(self.horizon)) / _picked(std, places).repeated(self.horizon))
-        inputs["x"] = program.joined(x)
+        inputs["x"] = formula.joined(x)
         if self.spec.past_steps:
             inputs["past"] = window[0]
-        out = through(program, self.portable.model, inputs)
+        out = through(formula, self.portable.model, inputs)
         base = self.base(now)
         out = out if base is None else out + _spread(base, self.levels)
         of_std, of_mean = (_spread(_picked(each, self.targets).repeated(self.horizon), self.levels) for each in (std, mean))
         sizes = (self.horizon, len(self.targets), *(() if self.spec.data.quantiles is None else (self.levels,)))
-        program.result = Port("forecast", program.dtype, (BATCH, *sizes)), self.restored(out * of_std + of_mean, last)
-        return program
+        formula.result = Port("forecast", formula.dtype, (BATCH, *sizes)), self.restored(out * of_std + of_mean, last)
+        return formula
 
     def scale(self) -> tuple[Value, Value]:
         """Mean and deviation of each column: those of the series that a step belongs to, if each has its own."""
-        program, codec = self.program, self.codec
+        formula, codec = self.formula, self.codec
         if not codec.names:
-            return _weight(program, "mean", codec.mean), _weight(program, "std", codec.std)
-        series = program.input(Port("series", torch.int64, (BATCH,)))
-        tables = (torch.tensor(values, dtype=program.dtype) for values in (codec.means, codec.stds))
-        mean, std = (program.row(f"data.{name}", table, series) for name, table in zip(("means", "stds"), tables, strict=True))
+            return _weight(formula, "mean", codec.mean), _weight(formula, "std", codec.std)
+        series = formula.input(Port("series", torch.int64, (BATCH,)))
+        tables = (torch.tensor(values, dtype=formula.dtype) for values in (codec.means, codec.stds))
+        mean, std = (formula.row(f"data.{name}", table, series) for name, table in zip(("means", "stds"), tables, strict=True))
         return mean, std
 
     def begun(self) -> Value:
         """0 at the first step, 1 at all others."""
         if self._begun is None:
-            self._begun = self.program.begin("begun", torch.zeros(1))
-            self.program.end("begun", self._begun.maximum(1.0))
+            self._begun = self.formula.begin("begun", torch.zeros(1))
+            self.formula.end("begun", self._begun.maximum(1.0))
         return self._begun
 
     def transformed(self, last: Value) -> Value:
@@ -163,8 +172,8 @@ class _Forecaster:
             case "log1p":
                 return last.log1p()
             case "diff":
-                before = self.program.begin("last_row", torch.zeros(last.width))
-                self.program.end("last_row", last)
+                before = self.formula.begin("last_row", torch.zeros(last.width))
+                self.formula.end("last_row", last)
                 return (last - before) * self.begun()
         return last
 
@@ -179,7 +188,7 @@ class _Forecaster:
                 ahead = [last]  # there are no quantiles of changes
                 for step in made.chunk(self.horizon):
                     ahead.append(ahead[-1] + step)
-                return self.program.joined(ahead[1:])
+                return self.formula.joined(ahead[1:])
         return made
 
     def window(self, now: Value) -> tuple[Value, Value]:
@@ -192,11 +201,11 @@ class _Forecaster:
         row = _picked(now, kept)
         whole = row
         if steps > 1:
-            before, begun = self.program.begin("window", torch.zeros((steps - 1) * row.width)), self.begun()
-            whole = self.program.joined([before * begun + row.repeated(steps - 1) * (1.0 - begun), row])
-            self.program.end("window", whole.part(row.width, whole.width))
+            before, begun = self.formula.begin("window", torch.zeros((steps - 1) * row.width)), self.begun()
+            whole = self.formula.joined([before * begun + row.repeated(steps - 1) * (1.0 - begun), row])
+            self.formula.end("window", whole.part(row.width, whole.width))
         of_columns = whole.turned(steps).chunk(len(kept))
-        found = [self.program.joined([of_columns[kept.index(place)] for place in wanted]) for wanted in (self.targets, scaled) if wanted]
+        found = [self.formula.joined([of_columns[kept.index(place)] for place in wanted]) for wanted in (self.targets, scaled) if wanted]
         return found[0], found[-1]
 
     def changes(self, now: Value) -> Value | None:
@@ -205,15 +214,15 @@ class _Forecaster:
         seasonal = self.spec.data.residual == "season"
         if not self.spec.reads_changes and not seasonal:
             return None
-        program, season, width = self.program, self.spec.data.season, now.width
-        before, valid = program.begin("season", torch.zeros(season * width)), program.begin("season_rows", torch.zeros(season))
+        formula, season, width = self.formula, self.spec.data.season, now.width
+        before, valid = formula.begin("season", torch.zeros(season * width)), formula.begin("season_rows", torch.zeros(season))
         first = valid.part(0, 1)
         rows, marks = [now], [first.maximum(1.0)]
         if season > 1:
             rows, marks = [before.part(width, before.width), now], [valid.part(1, season), *marks]
-        self._season, self._valid = program.joined(rows), program.joined(marks)
-        program.end("season", self._season)
-        program.end("season_rows", self._valid)
+        self._season, self._valid = formula.joined(rows), formula.joined(marks)
+        formula.end("season", self._season)
+        formula.end("season_rows", self._valid)
         return (now - before.part(0, width)) * first if self.spec.reads_changes else None
 
     def base(self, now: Value) -> Value | None:
@@ -227,7 +236,7 @@ class _Forecaster:
                 assert self._valid is not None
                 season = self.spec.data.season
                 of_columns = self._season.turned(season).chunk(now.width)
-                values = self.program.joined([of_columns[place] for place in self.targets]).turned(count)  # [S, C]
+                values = self.formula.joined([of_columns[place] for place in self.targets]).turned(count)  # [S, C]
                 valid = _spread(self._valid, count)
                 filled = values * valid + last.repeated(season) * (1.0 - valid)
                 return filled.repeated(-(-self.horizon // season)).part(0, self.horizon * count)

@@ -1,4 +1,4 @@
-"""`Program`: one step of a model as a list of plain operations on rows of numbers, from which ONNX, torch and C are written.
+"""`Formula`: one step of a model as a list of plain operations on rows of numbers, from which ONNX, torch and C are written.
 
 It is recorded, not traced: a `Value` has the methods of a tensor that a cell's step calls, and each call adds an operation. Every value is
 one row of numbers for each lane, so no operation has to know more than widths.
@@ -26,26 +26,26 @@ BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 class Value:
     """A row of numbers for each lane: an input, a state, a weight that all lanes share, or what an operation returns."""
 
-    def __init__(self, program: Program, name: str, width: int) -> None:
-        self.program, self.name, self.width = program, name, width
+    def __init__(self, formula: Formula, name: str, width: int) -> None:
+        self.formula, self.name, self.width = formula, name, width
 
     def __add__(self, other: Value | Number) -> Value:
-        return self.program.both("add", self, other)
+        return self.formula.both("add", self, other)
 
     def __sub__(self, other: Value | Number) -> Value:
-        return self.program.both("sub", self, other)
+        return self.formula.both("sub", self, other)
 
     def __rsub__(self, other: Number) -> Value:
-        return self.program.both("sub", other, self)
+        return self.formula.both("sub", other, self)
 
     def __mul__(self, other: Value | Number) -> Value:
-        return self.program.both("mul", self, other)
+        return self.formula.both("mul", self, other)
 
     def __truediv__(self, other: Value | Number) -> Value:
-        return self.program.both("div", self, other)
+        return self.formula.both("div", self, other)
 
     def __rtruediv__(self, other: Number) -> Value:
-        return self.program.both("div", other, self)
+        return self.formula.both("div", other, self)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -55,9 +55,9 @@ class Value:
     def __getattr__(self, name: str) -> Callable[..., Value]:
         """The operations on elements, by their names in torch."""
         if name in UNARY:
-            return lambda: self.program.add(name, (self,), self.width)
+            return lambda: self.formula.add(name, (self,), self.width)
         if name in BINARY:
-            return lambda other: self.program.both(name, self, other)
+            return lambda other: self.formula.both(name, self, other)
         if name.startswith("__"):
             raise AttributeError(name)
         raise UserError(f"a step has no plain form of {name}; export without --step")
@@ -92,39 +92,39 @@ class Value:
 
     def part(self, low: int, high: int) -> Value:
         """Elements from `low` until `high`."""
-        return self if (low, high) == (0, self.width) else self.program.add("part", (self,), high - low, low=low)
+        return self if (low, high) == (0, self.width) else self.formula.add("part", (self,), high - low, low=low)
 
     def turned(self, rows: int) -> Value:
         """The row taken as a matrix of so many rows, row by row, is written column by column."""
         if rows in (1, self.width):
             return self
-        return self.program.add("turned", (self,), self.width, rows=rows)
+        return self.formula.add("turned", (self,), self.width, rows=rows)
 
     def repeated(self, times: int) -> Value:
         """The row so many times."""
-        return self.program.joined([self] * times)
+        return self.formula.joined([self] * times)
 
     def mean(self, groups: int = 1) -> Value:
         """The mean of each of so many equal parts."""
-        return self.program.add("mean", (self,), groups)
+        return self.formula.add("mean", (self,), groups)
 
     def highest(self) -> Value:
-        return self.program.add("highest", (self,), 1)
+        return self.formula.add("highest", (self,), 1)
 
     def linear(self, name: str, weight: Tensor, bias: Tensor | None = None, *, blocks: int = 1, period: int = 0) -> Value:
         """The product with a matrix [rows, columns]. Of several `blocks`, each reads its own part of the value; in every period of rows,
         the blocks take their turns.
         """
         rows = len(weight)
-        matrix = self.program.weight(name, weight)
-        found = self.program.add("linear", (self, matrix), rows, columns=weight.shape[1], blocks=blocks, period=period or rows)
-        return found if bias is None else found + self.program.weight(f"{name}.bias", bias)
+        matrix = self.formula.weight(name, weight)
+        found = self.formula.add("linear", (self, matrix), rows, columns=weight.shape[1], blocks=blocks, period=period or rows)
+        return found if bias is None else found + self.formula.weight(f"{name}.bias", bias)
 
     def normed(self, name: str, gain: Tensor, bias: Tensor | None, epsilon: float) -> Value:
         """Layer norm."""
         centred = self - self.mean()
-        found = centred / (centred.square().mean() + epsilon).sqrt() * self.program.weight(f"{name}.gain", gain)
-        return found if bias is None else found + self.program.weight(f"{name}.bias", bias)
+        found = centred / (centred.square().mean() + epsilon).sqrt() * self.formula.weight(f"{name}.gain", gain)
+        return found if bias is None else found + self.formula.weight(f"{name}.bias", bias)
 
     def log_softmax(self) -> Value:
         below = self - self.highest()
@@ -157,7 +157,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Program:
+class Formula:
     """One step: rows of numbers go in and come out, and so does each state."""
 
     dtype: torch.dtype
