@@ -24,7 +24,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
 from carrywave.step.row_parts import cutter
-from carrywave.step.worker_setup import check_uncut, holding_of, tensors_of
+from carrywave.step.worker_setup import check_saved_whole, check_uncut, holding_of, tensors_of
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train.start.run_start import Start
 
@@ -58,6 +58,7 @@ def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss |
         model = OpaqueModel(model, loss, pooled=spec.task in POOLED)
     if not isinstance(model, Model | OpaqueModel):
         raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
+    check_saved_whole(model)
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
         raise SpecError(
             "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"
