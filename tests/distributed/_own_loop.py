@@ -214,6 +214,9 @@ def fails(*args: Any) -> Any:
     raise ValueError("mine")
 
 
+fails.splittable = True  # type: ignore[attr-defined]
+
+
 def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 

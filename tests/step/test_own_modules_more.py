@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.plan.plan import Plan
 from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.own_modules.probe_sample import few_of
 from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects
 from carrywave.step.trainer import Trainer
@@ -273,3 +275,89 @@ def test_a_hook_that_would_not_be_called_is_refused(part: str, kind: str, late: 
         UserError, match=r"the hook on the (model \(Model|layers \(LSTM)\) would not be called: .*; register it on the encoder"
     ):
         (trainer or Trainer(net, {}, device="cpu")).step(given)
+
+
+def clip_norm(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+def test_a_hook_on_the_optimizers_step_is_refused_where_it_would_see_a_part() -> None:
+    net = square()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(clip_norm)
+    parameters = dict(net.named_parameters())
+    assert Hooks(parameters, net, Plan(replicas=2)).any_registered(optimizer)
+    for hooks in (Hooks(parameters, net, Plan(stages=2)), Hooks(parameters, net, Plan(replicas=2), in_pieces=True)):
+        with pytest.raises(UserError, match=r"would see only the parameters of a (stage|piece); use train.clip for a norm over all"):
+            hooks.any_registered(optimizer)
+    vouched = torch.optim.SGD(net.parameters(), lr=0.1)
+    vouched.register_step_post_hook(Vouched())
+    assert Hooks(parameters, net, Plan(stages=2)).any_registered(vouched)
+
+
+class Vouched:
+    """A hook that treats each parameter by itself."""
+
+    splittable = True
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+
+class Detached(Linear):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total.detach(), count
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}, {"micro_batches": 2}])
+def test_a_loss_without_a_graph_is_refused(plan: dict[str, int]) -> None:
+    trainer = Trainer(cw.Model(nn.Linear(4, 4), cw.LSTM(4, 4), Detached(4, 4)), {}, plan=plan, device="cpu")
+    with pytest.raises(UserError, match="the loss of the head Detached does not depend on what it was given"):
+        trainer.step(Batch.of(torch.zeros(4, 2, 4), torch.zeros(4, 2)))
+
+
+class Differences(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:1], x[1:] - x[:-1]])
+
+
+class Smooth(Linear):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total + (y[1:] - y[:-1]).square().sum(), count
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("part", ["encoder", "head", "none"])
+def test_what_looks_at_other_steps_is_refused_where_sequences_begin_inside_a_lane(part: str, bidirectional: bool) -> None:
+    """On one device too: it would look into another sequence. A batch without resets is no problem."""
+    head = (Smooth if part == "head" else Linear)(8 if bidirectional else 4, 4)
+    net = cw.Model(Differences() if part == "encoder" else nn.Identity(), cw.LSTM(4, 4, bidirectional=bidirectional), head)
+    trainer = Trainer(net, {}, device="cpu", keep_state=False)
+    x, target, resets = torch.randn(6, 3, 4), torch.zeros(6, 3), torch.zeros(6, 3, dtype=torch.bool)
+    trainer.step(Batch.of(x, target))
+    resets[4, 1] = True
+    if part == "none":
+        trainer.step(Batch.of(x, target, resets=resets))
+        return
+    with pytest.raises(PlanError, match=rf"{part} .*(by|depending on the other) (time|steps).*"):
+        trainer.step(Batch.of(x, target, resets=resets))
+
+
+class Extra(nn.Identity):
+    def get_extra_state(self) -> object:
+        return {"calls": 3}
+
+
+def test_a_state_that_would_not_be_saved_is_refused_where_it_is_saved(tmp_path: Path) -> None:
+    """It trains, but neither a state nor a run would have it."""
+    net = cw.Model(Extra(), cw.LSTM(4, 4), Linear(4, 4))
+    trainer = Trainer(net, {}, device="cpu")
+    trainer.step(Batch.of(torch.zeros(4, 2, 4), torch.zeros(4, 2)))
+    words = r"encoder \(Extra\) has a state of its own .*; keep it in a buffer"
+    with pytest.raises(UserError, match=words):
+        trainer.state_dict()
+    with pytest.raises(UserError, match=words):
+        cw.fit(net, (torch.zeros(40, 3, 4), torch.zeros(40, 3).long()), task="tagging", batch={"tokens": 64}, run=tmp_path / "run")

@@ -168,6 +168,11 @@ class Stage(nn.Module):
                 given, target = state.ended, self._by_sequence(target, chunk, torch.nan if target.is_floating_point() else IGNORED)
             score = self.head.loss(given, self._in_own_dtype(target), *self._beside(y, chunk), **self._weights(target, state, chunk))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
+        if torch.is_grad_enabled() and y.requires_grad and not scored[0].requires_grad and bool(scored[1] > 0):
+            raise UserError(
+                f"the loss of the head {type(self.head).__name__} does not depend on what it was given, so nothing would be learned; "
+                "return it with its graph, without detach(), item() or no_grad()"
+            )
         if self.audit is not None:
             self.audit.enter(y)
             self.audit(scored[0])

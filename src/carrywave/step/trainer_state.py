@@ -25,7 +25,7 @@ from carrywave.step.optim import optimizer_state, piece_state
 from carrywave.step.optim.piece_state import Wanted
 from carrywave.step.sync.own_loop import check_unsaved
 from carrywave.step.trainer_view import TrainerView
-from carrywave.step.worker_setup import owned, tensors_of
+from carrywave.step.worker_setup import check_saved_whole, owned, tensors_of
 
 FORMAT = 2
 _GROUPS = ("weights", "optimizer", "carry", "scaler")
@@ -56,6 +56,7 @@ def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 def state_dict(trainer: TrainerView) -> dict[str, Any]:
     """On rank 0, the state in host memory; empty on other ranks. Collective: every rank must call it."""
     check_unsaved(trainer.spec.sync)
+    check_saved_whole(trainer.model)
     trainer.check_unbroken()
     trainer.agreement.settle()
     world = trainer.mesh.world

@@ -340,6 +340,16 @@ def _check_values(model: Model | OpaqueModel, world: World) -> None:
     )
 
 
+def check_saved_whole(model: nn.Module) -> None:
+    """Refuse to save a model with state that is neither in a parameter nor in a buffer."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UserError(
+                f"{name} ({type(module).__name__}) has a state of its own (get_extra_state), but only parameters and buffers are saved; "
+                "keep it in a buffer (register_buffer)"
+            )
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by name, each once (a tied one under its first name); detached, not copied."""
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}

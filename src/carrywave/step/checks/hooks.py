@@ -2,7 +2,8 @@
 
 A step runs backward once per chunk and defers some weight gradients, so torch would call a hook with part of a sum, or with nothing. The
 trainer therefore calls `register_post_accumulate_grad_hook` hooks itself: once per step, when the gradient is what the optimizer will see
-(summed over workers, divided, clipped). Hooks on the optimizer (`register_step_pre_hook`) are called by the optimizer at the same point.
+(summed over workers, divided, clipped). Hooks on the optimizer (`register_step_pre_hook`) are called by the optimizer at the same point;
+they may use a norm over all parameters, so they are refused where a worker has only some of these, unless their owner vouches for them.
 `register_hook` hooks and modules' backward hooks are called by torch: if the plan cuts nothing they see the undivided sum over all lanes;
 otherwise they are refused.
 """
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.plan.plan import Plan
+from carrywave.step.checks.own_modules.parts import VOUCHED
 
 Hook = Callable[[Tensor], None]
+_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Hooks:
@@ -28,15 +31,21 @@ class Hooks:
         self.held, self.model = held, model
         self.modules = list(model.modules())
         self.is_cut = plan.workers > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None
+        self.splits_layers = plan.stages > 1
         self.in_pieces = in_pieces  # True if a worker need not have more than a piece of a gradient
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 
     def any_registered(self, optimizer: object) -> bool:
         """True if there are any hooks, which a captured step would not call. Refuses hooks that cannot work under this plan."""
         # During a step, the hooks that `call` will run have been removed from their parameters.
-        found = bool(
-            self._put_off or getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None)
-        )
+        of_steps = [each for name in _OF_STEPS for each in getattr(optimizer, name, {}).values()]
+        if (self.splits_layers or self.in_pieces) and not all(getattr(hook, VOUCHED, False) is True for hook in of_steps):
+            raise UserError(
+                f"a hook on the optimizer's step would see only the parameters of {'a stage' if self.splits_layers else 'a piece'}; use "
+                "train.clip for a norm over all, register_post_accumulate_grad_hook for a single one, or, if it treats each element by "
+                f"itself, set hook.{VOUCHED} = True"
+            )
+        found = bool(self._put_off or of_steps)
         for name, parameter in self.held.items():
             if parameter._backward_hooks:
                 self._refuse(f"the hook on the gradient of {name} (register_hook)")

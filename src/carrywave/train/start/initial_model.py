@@ -24,8 +24,13 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
 from carrywave.step.row_parts import cutter
+<<<<<<< HEAD
 from carrywave.step.worker_setup import check_uncut, holding_of, tensors_of
 from carrywave.tasks.task import Task
+=======
+from carrywave.step.worker_setup import check_saved_whole, check_uncut, holding_of, tensors_of
+from carrywave.tasks.task import POOLED, Task
+>>>>>>> h8
 from carrywave.train.start.run_start import Start
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known
@@ -58,6 +63,7 @@ def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss |
         model = OpaqueModel(model, loss, pooled=spec.pooled)
     if not isinstance(model, Model | OpaqueModel):
         raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
+    check_saved_whole(model)
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
         raise SpecError(
             "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"

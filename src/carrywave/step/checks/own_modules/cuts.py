@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from carrywave.step.passes.micro_batches import bounds, count_of
 
 Axis = Literal["time", "lanes", "both"]
 Span = tuple[int, int]  # half-open
+MOST_RESETS = 8  # steps with which new sequences begin inside a lane, at which time is cut
 
 
 class Piece(NamedTuple):
@@ -39,6 +41,13 @@ class Cut:
     def none(steps: int, lanes: int) -> Cut:
         """Everything in one piece."""
         return Cut(((0, steps),), ((0, lanes),))
+
+    def at_resets(self, resets_TB: Tensor) -> Cut:
+        """The cut with time also cut where new sequences begin inside a lane, at some of these steps."""
+        begins = [step for step in resets_TB.any(1).nonzero().flatten().tolist() if step]
+        some = begins[:: max(1, len(begins) // MOST_RESETS)]
+        edges = sorted({*some, *(first for first, _ in self.times), self.times[-1][1]})
+        return replace(self, times=tuple(pairwise(edges)))
 
     @property
     def pieces(self) -> list[Piece]:

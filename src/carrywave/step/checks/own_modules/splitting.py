@@ -74,6 +74,7 @@ class SplitCheck:
         self._any = any_of or self._gathered
         self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head or stage.has_front
         self._seen = {training: _Seen(stage) for training in (True, False)}
+        self._resets = False  # whether new sequences have begun inside a lane: what looks at other steps then looks into other sequences
         self._concerned: bool | None = None  # whether any worker has something that needs a check, once that is known
 
     def look(self, batches: Sequence[Batch], keys: Sequence[Tensor], *, training: bool) -> None:
@@ -86,9 +87,10 @@ class SplitCheck:
             self._concerned = self._any(any(not is_safe(self.stage, root) or any(True for _ in known(root, "")) for root in roots))
         elif not self._concerned:
             self._concerned = self._concerned_late()
+        before, self._resets = self._resets, self._resets or any(batch.resets is not None for batch in batches)
         if not self._concerned or (seen.sizes and not self._splits):
             return  # what other plans would break was warned about
-        regular = seen.looks + 1 >= seen.next
+        regular = seen.looks + 1 >= seen.next or before != self._resets
         changed = bool(seen.sizes) and seen.changes.due()
         extents = [self._extent(batch, masked=seen.extent is not None and seen.extent.masked) for batch in batches]
         news = [seen.is_new(extent) for extent in extents]
@@ -184,12 +186,14 @@ class SplitCheck:
 
     @property
     def _cuts_time(self) -> bool:
-        return self.mesh.plan.chunk_steps is not None and not self.whole_time
+        return self._resets or (self.mesh.plan.chunk_steps is not None and not self.whole_time)
 
     def _uncut(self, axis: Axis | None) -> str:
         """How to leave time, lanes or both in one piece, of what this plan cuts, as an alternative to what precedes it in a message."""
         plan, ways = self.mesh.plan, []
-        if axis in ("time", "both") and self._cuts_time:
+        if axis in ("time", "both") and self._resets:
+            ways.append("give each sequence a lane of its own, without resets and batch.pack")
+        elif axis in ("time", "both") and self._cuts_time:
             lanes_instead = plan.stages > 1 and plan.micro_batches == 1 and axis == "time"
             ways.append("use plan.micro_batches=2 or more without plan.chunk_steps" if lanes_instead else "remove plan.chunk_steps")
         if axis in ("lanes", "both"):
@@ -211,6 +215,7 @@ class SplitCheck:
         if self._splits:
             own = batch.to(self.mesh.device)
             cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
+            cut = cut if own.resets is None or path == "lstm" else cut.at_resets(own.resets)
             how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), beside)
             real = self._head_input(own, key) if path == "head" else None
             samples = [all_of(own, key, width, pooled=self.stage.pooled, y=real)] if real is not None else []
