@@ -24,13 +24,8 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
 from carrywave.step.row_parts import cutter
-<<<<<<< HEAD
-from carrywave.step.worker_setup import check_uncut, holding_of, tensors_of
-from carrywave.tasks.task import Task
-=======
 from carrywave.step.worker_setup import check_saved_whole, check_uncut, holding_of, tensors_of
-from carrywave.tasks.task import POOLED, Task
->>>>>>> h8
+from carrywave.tasks.task import Task
 from carrywave.train.start.run_start import Start
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known
