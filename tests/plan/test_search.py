@@ -264,6 +264,13 @@ def test_layers_that_read_both_ways_are_not_cut_in_time_and_pooled_heads_not_sha
     assert all(plan.chunk_steps is None and not plan.share_head for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals)))
 
 
+def test_sequences_of_a_crf_are_not_cut_and_its_head_is_not_shared() -> None:
+    spec = {"task": "tagging", "model": {"hidden": 512, "layers": 6, "crf": True}, "batch": {"tokens": 64 * 32}}
+    units = Units.of(Spec.model_validate(spec), DataFacts(features=12, labels=("a", "b"), longest=32))
+    choice = search(units, Cluster.uniform(machine(memory_bytes=GIB // 4), 4))
+    assert all(plan.chunk_steps is None and not plan.share_head for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals)))
+
+
 def test_a_reproducible_run_has_one_two_four_or_eight_replicas_and_no_micro_batches() -> None:
     units = units_of(train={"reproducible": True}, batch={"lanes": 60, "steps": 32})
     choice = search(units, Cluster.uniform(machine(), 6))
