@@ -80,6 +80,7 @@ def test_a_shared_matrix_is_stored_once() -> None:
     [
         ("tagging, both ways", "bidirectional layers read the end of a sequence first"),
         ("tagging, front", "a front reads over time"),
+        ("transcription", "the head Ctc reads whole sequences"),
     ],
 )
 def test_what_reads_whole_sequences_is_refused(name: str, why: str) -> None:

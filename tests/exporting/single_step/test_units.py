@@ -209,6 +209,39 @@ def test_what_is_known_ahead_goes_in_with_each_row(tmp_path: Path) -> None:
         assert "[0] promotion, [1] region, [2] promotion, 1 ahead" in text
 
 
+def rivers(folder: Path, **data: Any) -> tuple[Path, pd.DataFrame]:
+    """A run that estimates y0 from y1 and a category, row by row."""
+    frame = table(folder, columns=2, series=2).assign(kind=["wet", "dry", "dry"] * 60)
+    if "missing" in data:
+        frame = frame.assign(y1=frame["y1"].where(frame["kind"] == "dry"))
+    frame.to_csv(folder / "table.csv", index=False)
+    asked = {"each_step": True, "targets": ["y0"], "categorical": ["kind"], "train": str(folder / "table.csv"), "series": "unique_id"}
+    run = learn(folder, "regression", {**asked, **data}, {"bidirectional": False, "front": "none"}, batch={"lanes": 2, "steps": 8})
+    return run, frame
+
+
+def test_estimates_at_every_step_are_those_of_predict(tmp_path: Path) -> None:
+    run, frame = rivers(tmp_path)
+    saved, formula = step_of(run)
+    own = frame[frame["unique_id"] == "s1"]
+    codes = [saved.task.codec.categories[0].index(kind) + 1 for kind in own["kind"]]
+    found = torch.cat(after(formula, torch.tensor(own[["y1"]].to_numpy()), torch.tensor(codes)[:, None]))
+    right = [row["y0"] for row in cw.predict(run, frame, device="cpu", note=lambda line: None) if row["unique_id"] == "s1"]
+    torch.testing.assert_close(found, torch.tensor(right, dtype=torch.float64), rtol=CLOSE, atol=CLOSE)
+
+
+def test_what_has_no_form_in_c_is_refused(tmp_path: Path) -> None:
+    run, _ = rivers(tmp_path, missing="mask")
+    with pytest.raises(UserError, match=r"a C file has no form of data.missing=mask; use --to onnx --step"):
+        export_run(run, "c", tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    table(tmp_path / "other")
+    data = {"train": str(tmp_path / "other" / "table.csv"), "horizon": 2, "distribution": "normal"}
+    run = learn(tmp_path / "other", "forecasting", data, {"linear": 0}, batch={"lanes": 2, "steps": 8})
+    with pytest.raises(UserError, match=r"a C file has no form of the parameters of a distribution; use --to onnx --step"):
+        export_run(run, "c", tmp_path / "out")
+
+
 @needs_compiler
 def test_the_exported_file_forecasts_a_series(tmp_path: Path) -> None:
     frame = table(tmp_path)
