@@ -74,10 +74,11 @@ def run_of(task: str, folder: Path) -> Path:
         "transcription": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps[::2]]},
         "regression": lambda steps: {"label": 100 + sum(map(sum, steps))},
     }
+    one_way = {"bidirectional": False, "front": "none"}
     model = {
-        "classification": {"projection": 4},
+        "classification": {**one_way, "projection": 4},
         "tagging": {"bidirectional": True},
-        "regression": {"pool": "mean"},
+        "regression": {**one_way, "pool": "mean"},
         "transcription": {"upsample": 2},
     }
     return learn(folder, task, {"train": rows(folder, labels[task])}, model[task], batch={"tokens": 64})
