@@ -18,13 +18,15 @@ from carrywave.exporting.single_step.formula import Formula
 
 STEPS = 1000
 NAMES = [name for name in (*MODELS, *OWN) if not any(word in name for word in WHOLE)]
+# Some of them in short runs, and all in long ones: the steps themselves are compared in float64 for all (test_network).
+SOME = [name if number % 5 == 0 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(NAMES)]
 # One for each thing that a layer can be: every cell, several layers, widths, norms around and inside, projections, heads, a learned carry.
 LAYERS = [
     "language",
     "language, widths, norms, learned carry",
-    "language, projection",
+    pytest.param("language, projection", marks=pytest.mark.slow),
     "language, gru",
-    "tagging, another cell",
+    pytest.param("tagging, another cell", marks=pytest.mark.slow),
     pytest.param("tagging, heads", marks=pytest.mark.slow),
     pytest.param("tagging, norms inside the cell, zoneout", marks=pytest.mark.slow),
 ]

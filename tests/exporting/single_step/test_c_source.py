@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _steps import LAYERS, NAMES, over_many, stateful
+from _steps import LAYERS, SOME, over_many, stateful
 
 from carrywave.errors import UserError
 from carrywave.exporting.comparison import largest_step_difference
@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C comp
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_the_file_computes_the_steps_of_the_model(name: str) -> None:
     portable = stateful(name)
     formula = network(portable)

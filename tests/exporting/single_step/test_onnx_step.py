@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _steps import LAYERS, NAMES, over_many, stateful
+from _steps import LAYERS, SOME, over_many, stateful
 
 pytest.importorskip("onnx", reason="the extra onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
@@ -23,7 +23,7 @@ FUNCTIONS = {"Abs", "Add", "Div", "Exp", "Log", "MatMul", "Max", "Min", "Mul", "
 PLAIN = FUNCTIONS | {"Concat", "Gather", "Identity", "ReduceMax", "ReduceMean", "Reshape", "Slice", "Transpose"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_onnxruntime_computes_the_steps_of_the_model(name: str) -> None:
     portable = stateful(name)
     formula = network(portable)
