@@ -391,7 +391,7 @@ def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )
     files = ([Path("r")], Path("in.jsonl"), Path("out.jsonl"))
-    asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
+    asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto", "beam": None, "samples": None, "steps": None}
     assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto", "as_csv": False}
     assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
     assert seen["files"] == ([Path("r")], "-", None)

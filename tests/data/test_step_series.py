@@ -173,7 +173,7 @@ def test_weights_of_steps() -> None:
     assert found.train.step_weights is not None
     np.testing.assert_allclose(found.train.step_weights, frame.trust, rtol=1e-6)
     asked = spec(targets=["flow"], weight="trust")
-    with pytest.raises(DataError, match=r"has no column trust \(data.weight\), which the training data has; add it"):
+    with pytest.raises(DataError, match=r"has no column 'trust' \(data.weight\); use one of"):
         read_python(table(), found.codec, asked)
     assert read_python(table(), found.codec, asked, labelled=False).step_weights is None
     with pytest.raises(DataError, match="train: every weight in it is 0"):

@@ -64,7 +64,7 @@ def test_a_carried_field_that_a_row_lacks_is_told(tmp_path: Path) -> None:
 def test_carried_fields_that_cannot_be(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         KeptColumns.of(words, "classification")
-    with pytest.raises(UserError, match="is for rows, but this is a forecast"):
+    with pytest.raises(UserError, match="is for rows, but predictions for series have"):
         KeptColumns.of(words[:1], "forecasting")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads.scoring import IGNORED, class_weights, score_classes, score_labels, weighted_targets
+from carrywave.model.heads.scoring import IGNORED, class_weights, keyword, score_classes, score_labels, weighted_targets
 from carrywave.model.vocabulary import rows as vocabulary_rows
 from carrywave.model.vocabulary.rows import Rows
 
@@ -63,7 +63,7 @@ class Softmax(nn.Module):
         if self.rows is not None:
             target_TB = weighted_targets(target_TB, weights)
             return vocabulary_rows.summed_cross_entropy(y_TBW, self.weight, self.bias, target_TB, IGNORED, self.rows, weights)
-        return self.score(self(y_TBW), target_TB, weights)
+        return self.score(self(y_TBW), target_TB, **keyword(weights))
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.classes}"

@@ -12,7 +12,7 @@ from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.heads.alignments import negative_log_likelihood
-from carrywave.model.heads.scoring import IGNORED, at_least_float32, weighted, weighted_targets
+from carrywave.model.heads.scoring import IGNORED, at_least_float32, keyword, weighted, weighted_targets
 
 
 class Ctc(nn.Module):
@@ -59,7 +59,7 @@ class Ctc(nn.Module):
 
     def loss(self, y_TBW: Tensor, target_BL: Tensor, lengths_B: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        return self.score(self(y_TBW, lengths_B), target_BL, weights)
+        return self.score(self(y_TBW, lengths_B), target_BL, **keyword(weights))
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.classes - 1}, upsample={self.upsample}"

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
 from carrywave.model.heads.forecast import Forecast, deviation
-from carrywave.model.heads.scoring import at_least_float32, count_of, numbers, weighted, weighted_targets
+from carrywave.model.heads.scoring import at_least_float32, count_of, keyword, numbers, weighted, weighted_targets
 from carrywave.spec.data_spec import COUNTS, PARAMETERS
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
@@ -108,7 +108,7 @@ class DistributionForecast(Forecast):
         self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        return self.score(self(y_TBW, past_TBCN), target_TBKC, weights)
+        return self.score(self(y_TBW, past_TBCN), target_TBKC, **keyword(weights))
 
     def extra_repr(self) -> str:
         return f"{self.distribution}, horizon={self.horizon}, outputs={self.outputs}"

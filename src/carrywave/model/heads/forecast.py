@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
-from carrywave.model.heads.scoring import at_least_float32, check_loss, count_of, numbers, score_numbers, weighted, weighted_targets
+from carrywave.model.heads.scoring import (
+    at_least_float32,
+    check_loss,
+    count_of,
+    keyword,
+    numbers,
+    score_numbers,
+    weighted,
+    weighted_targets,
+)
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 
@@ -98,7 +107,7 @@ class Forecast(nn.Module):
         self, y_TBW: Tensor, target_TBKC: Tensor, past_TBCN: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        return self.score(self(y_TBW, past_TBCN), target_TBKC, weights)
+        return self.score(self(y_TBW, past_TBCN), target_TBKC, **keyword(weights))
 
 
 class Line(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads.scoring import check_loss, class_weights, count_of, numbers, score_classes, score_labels, score_numbers
+from carrywave.model.heads.scoring import check_loss, class_weights, count_of, keyword, numbers, score_classes, score_labels, score_numbers
 from carrywave.model.over_time import pooling, segments
 
 Accumulator = tuple[Tensor, Tensor]  # (what was seen of each lane [B, R], as `pooling` keeps it; steps so far [B] int64)
@@ -101,7 +101,7 @@ class PooledSoftmax(Pooled):
 
     def loss(self, acc: Accumulator, label_B: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
-        return self.score(self(acc), label_B, weights)
+        return self.score(self(acc), label_B, **keyword(weights))
 
 
 class PooledSigmoid(PooledSoftmax):
@@ -132,4 +132,4 @@ class PooledNumbers(Pooled):
 
     def loss(self, acc: Accumulator, target_BC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
-        return self.score(self(acc), target_BC, weights)
+        return self.score(self(acc), target_BC, **keyword(weights))

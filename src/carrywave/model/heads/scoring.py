@@ -29,6 +29,11 @@ def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     return values if weights is None else values * weights.to(values.dtype).reshape(*weights.shape, *[1] * (values.dim() - weights.dim()))
 
 
+def keyword(weights: Tensor | None) -> dict[str, Tensor]:
+    """The weights by the name of an argument, and nothing if there are none: a score of a user's own then need not take them."""
+    return {} if weights is None else {"weights": weights}
+
+
 def weighted_targets(target: Tensor, weights: Tensor | None) -> Tensor:
     """Targets, missing where their weight is 0: whatever is computed there, even what is not finite, must not reach the loss."""
     if weights is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import UserError
-from carrywave.model.heads.scoring import count_of, numbers, score_numbers
+from carrywave.model.heads.scoring import count_of, keyword, numbers, score_numbers
 
 LOSSES = ("mse", "mae", "nse")
 
@@ -46,7 +46,7 @@ class StepNumbers(nn.Module):
 
     def loss(self, y_TBW: Tensor, target: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        return self.score(self(y_TBW), target, weights)
+        return self.score(self(y_TBW), target, **keyword(weights))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.outputs}, loss={self.kind!r}"
