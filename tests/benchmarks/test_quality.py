@@ -82,6 +82,7 @@ def test_the_naive_forecast_of_the_bench_is_that_of_the_run(tmp_path: Path) -> N
     assert found["ridge"] < found["seasonal naive"] < found["last value"]
 
 
+@pytest.mark.slow
 def test_a_forecast_from_the_end_of_train_is_scored_as_backtest_scores_it(tmp_path: Path) -> None:
     files = data_sets._joined(long_files(tmp_path), tmp_path, None)
     words = ["task=forecasting", f"data.train={files['train']}", "data.horizon=6", "data.season=12", f"data.cache={tmp_path / 'cache'}"]

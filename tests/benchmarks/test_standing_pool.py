@@ -33,6 +33,7 @@ def pool(module: str, workers: int = 1, **environment: str) -> StandingPool:
     return StandingPool(module, workers, job={"one": 1}, environment=environment, name="bench test")
 
 
+@pytest.mark.slow
 def test_two_pools_take_turns_in_processes_that_stay(module: str) -> None:
     with pool(module, OF_POOL="small") as small, pool(module, 2, OF_POOL="large") as large:
         assert small.ask(other=2) == [{"rank": 0, "sum": 3, "own": "small"}]

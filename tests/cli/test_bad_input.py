@@ -908,6 +908,7 @@ def test_a_process(run: Path, work: Path) -> None:
     assert contents(work) == before
 
 
+@pytest.mark.slow
 def test_a_process_that_may_not_write_large_files(work: Path) -> None:
     """A limit of the system's own, met in mid-run: weights of 40 kB where a file may have 16 kB."""
     script = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); from carrywave.cli.main import main; main()"

@@ -39,7 +39,7 @@ def test_a_wave_is_the_definition(given_stack: Stack, piece: int) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("piece", [2, 7])
+@pytest.mark.parametrize("piece", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_wave_of_each_kind_is_the_definition(kind: dict[str, Any], piece: int) -> None:
     given_stack = Stack(2, 7, 4, 5, short=True, learned=True, **kind)
     assert_same(given_stack.at_once(Wave(SHAPE, 1, piece)), given_stack.defined())

@@ -43,7 +43,7 @@ def collapsed(path: tuple[int, ...], blank: int) -> list[int]:
 lanes = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, LABELS - 1), max_size=4)), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lanes=lanes, upsample=st.integers(1, 3), seed=st.integers(0, 2**16), missing=st.booleans(), data=st.data())
 def test_loss_and_gradients_are_those_of_a_plain_recursion(
     lanes: list[tuple[int, list[int]]], upsample: int, seed: int, missing: bool, data: st.DataObject
