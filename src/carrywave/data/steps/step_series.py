@@ -29,9 +29,8 @@ from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
 MOST_NOTES = 8  # of blocks, which may all be alike
-LEAST_SPREAD = (
-    0.1  # added to a series' deviation in the NSE loss, as in Kratzert et al. (2019): a nearly dry one does not outweigh all others
-)
+# Added to a series' deviation in the NSE loss, as in Kratzert et al. (2019): a nearly dry one does not outweigh all others.
+LEAST_SPREAD = 0.1
 
 Cut = dict[str, SeriesPart]
 
@@ -41,11 +40,9 @@ def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec:
     train, own_valid = sources["train"], "valid" not in sources
     cuts = _Cuts(spec, separate=train.separate, valid_file=not own_valid, test_file="test" in sources)
     notes: list[str] = []
+    taught = codec is None
     if codec is None:
         codec = _learn(train, spec, cuts, notes)
-        taught = True
-    else:
-        taught = False
     writer = _Writer(codec, spec, new, labelled=True)
     for table in cuts.over(train.open(codec, True)):
         notes += [] if taught else table.notes[1:]
