@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from carrywave.benchmarks import gpu_pipeline, plan
 from carrywave.benchmarks.gpu_pipeline import SETTINGS, WHOLE, Measured, Setting, Variant
+from carrywave.benchmarks.stages.gpu_variants import TRANSPORTS
 from carrywave.benchmarks.stages.gpu_worker import Split, SummedStack
 from carrywave.cli.main import app
 from carrywave.errors import RunError, UserError
@@ -26,6 +27,7 @@ COLUMNS = (
     "shares",
     "multiprocessors",
     "variant",
+    "transport",
     "how",
     "ms",
     "spread",
@@ -56,7 +58,11 @@ def test_every_way_to_run_stages_is_tried() -> None:
     wanted = gpu_pipeline.variants(SETTINGS)
     of_stack = [each for each in wanted if each.setting == STACK]
     assert of_stack[0].is_base
-    names = {(each.shares, each.name, each.how) for each in of_stack}
+    names = {(each.shares, each.name, each.how) for each in of_stack if each.transport != "NCCL"}
+    over_nccl = {(each.shares, each.name, each.how) for each in of_stack if each.transport == "NCCL"}
+    assert over_nccl - names == {("2 x 25%", "2 replicas DDP", "launched")}
+    assert {(shares, f"wavefront {chunks} chunks", "recorded") for shares in ("2 x 25%", "4 x 25%") for chunks in (2, 32)} <= over_nccl
+    assert {("4 x 25%", "wavefront 8 chunks", "launched"), ("2 x 25%", "2 replicas", "recorded")} <= over_nccl
     for shares in ("2 x 25%", "4 x 25%"):
         assert (shares, "sequential", "recorded") in names
         for chunks in (2, 4, 8, 16, 32):
@@ -65,7 +71,7 @@ def test_every_way_to_run_stages_is_tried() -> None:
     assert {("4 x 25%", f"gpipe {parts} micro-batches", "recorded") for parts in (4, 8)} <= names
     assert {("2 x 25%", "2 replicas", "recorded"), ("4 x 25%", "2 replicas wavefront 8 chunks", "recorded")} <= names
     assert {("1 x 25%", "one share", "recorded"), ("1 x 25%", "one share", "launched"), ("whole GPU", "whole GPU", "recorded")} <= names
-    assert len(names) == len(of_stack)
+    assert len(names) + len(over_nccl) == len(of_stack)
     assert {each.split.workers for each in wanted if each.setting == SMALL} == {1, 8}
 
 
@@ -77,7 +83,7 @@ def test_chunks_are_not_shorter_than_a_few_steps() -> None:
 
 
 def test_rows_are_chosen_by_words_and_one_share_is_always_there() -> None:
-    found = gpu_pipeline.variants(SETTINGS, rows=["8x512 25% 4shares wavefront recorded 8chunks"])
+    found = gpu_pipeline.variants(SETTINGS, rows=["8x512 25% 4shares wavefront recorded 8chunks memory"])
     assert [each.name for each in found] == ["one share", "wavefront 8 chunks", "2 replicas wavefront 8 chunks"]
     assert [each.name for each in gpu_pipeline.variants(SETTINGS, rows=["8x1024 whole"])] == ["one share", "whole GPU"]
     with pytest.raises(UserError, match="no row of bench gpu-pipeline matches 9x9; use words such as 8x512"):
@@ -184,13 +190,15 @@ class FakePool:
         return [{**answer, **({"ms": answer["ms"] + rank} if "ms" in answer else {})} for rank in range(self.workers)]
 
 
-def fakes(log: list[str], **how: Any) -> dict[tuple[int, int], Any]:
-    return {(percent, workers): FakePool(workers, log, **how) for percent in (12, 25, WHOLE) for workers in (1, 2, 4, 8)}
+def fakes(log: list[str], **how: Any) -> dict[tuple[int, int, str], Any]:
+    some = [(workers, transport) for workers in (2, 4, 8) for transport in TRANSPORTS]
+    keys = [(percent, workers, transport) for percent in (12, 25, WHOLE) for workers, transport in [(1, ""), *some]]
+    return {key: FakePool(key[1], log, **how) for key in keys}
 
 
 def test_variants_take_turns_and_the_slowest_worker_counts() -> None:
     log: list[str] = []
-    wanted = gpu_pipeline.variants([TINY], chunks=[2], rows=["wavefront recorded"])
+    wanted = gpu_pipeline.variants([TINY], chunks=[2], rows=["wavefront recorded memory"])
     described, found = gpu_pipeline.measure(wanted, fakes(log), rounds=2)
     assert log == ["describe 1", "prepare 1", "prepare 2", *["time 1", "time 2"] * 2, "forget 1", "forget 2"]
     assert [each.ms for each in found.values()] == [[11.0, 12.0], [12.0, 13.0]]
@@ -207,12 +215,12 @@ def test_what_was_not_recorded_says_so() -> None:
 @pytest.mark.parametrize("when", ["prepare", "time"])
 def test_a_pool_that_is_gone_is_a_note_and_the_others_go_on(when: str) -> None:
     pools = fakes([])
-    pools[25, 2] = FakePool(2, [], broken=when)
+    pools[25, 2, "nccl"] = FakePool(2, [], broken=when)
     wanted = gpu_pipeline.variants([TINY], chunks=[2])
     _, found = gpu_pipeline.measure(wanted, pools, rounds=2)
     for each, measured in found.items():
-        assert len(measured.ms) == (0 if each.split.workers == 2 else 2)
-        assert ("exited with code 9" in " ".join(measured.notes)) == (each.split.workers == 2)
+        assert len(measured.ms) == (0 if each.transport == "NCCL" else 2)
+        assert ("exited with code 9" in " ".join(measured.notes)) == (each.transport == "NCCL")
 
 
 def test_a_share_too_small_for_the_kernel_is_left_out() -> None:
@@ -230,7 +238,7 @@ def test_a_share_too_small_for_the_kernel_is_left_out() -> None:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[gpu_pipeline.Measurements, str]:
-    wanted = gpu_pipeline.variants([TINY], chunks=[2])
+    wanted = [each for each in gpu_pipeline.variants([TINY], chunks=[2]) if each.transport != "NCCL"]
     file = tmp_path_factory.mktemp("trace") / "step.svg"
     with gpu_pipeline.pools(wanted, {}, {"device": "cpu", "precision": "fp32", "whole_step": False}) as ready:
         _, found = gpu_pipeline.measure(wanted, ready, rounds=2)
@@ -282,10 +290,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
         yield {"CUDA_MPS_PIPE_DIRECTORY": "/nowhere", PERCENT: str(percent)}
 
     @contextmanager
-    def pools(wanted: Any, environment: Mapping[str, str], job: Mapping[str, Any]) -> Iterator[dict[tuple[int, int], Any]]:
+    def pools(wanted: Any, environment: Mapping[str, str], job: Mapping[str, Any]) -> Iterator[dict[tuple[int, int, str], Any]]:
         assert environment["CUDA_MPS_PIPE_DIRECTORY"] == "/nowhere"
         assert job["precision"] == "bf16"
-        yield {key: FakePool(key[1], []) for key in {(each.percent, each.split.workers) for each in wanted}}
+        yield {key: FakePool(key[1], []) for key in map(gpu_pipeline._pool_of, wanted)}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_pipeline, "shares", shares)
@@ -318,7 +326,7 @@ def test_bench_plan_runs_on_shares(fake_gpu: list[tuple[int, int | None]], monke
     result = CliRunner().invoke(app, ["bench", "plan", "--shares", "--quick"])
     assert result.exit_code == 0, result.output
     assert "median error" in result.stdout
-    assert asked == [("25", (1, 2))]
+    assert asked == [("25", (1, 2)), ("25", (2,))]
 
 
 def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

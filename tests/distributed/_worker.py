@@ -36,6 +36,7 @@ from carrywave.parallel import mesh as mesh_module
 from carrywave.parallel import process_groups
 from carrywave.parallel.links import pair_links
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.startup import nccl
 from carrywave.parallel.sums import host_sums
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
@@ -48,11 +49,14 @@ TRANSPORTS = {"nccl": "pair_links", "device": "device_links", "gloo": "transport
 class Worker:
     """This process in one world after the other."""
 
-    def __init__(self, rank: int, device: str, backend: str) -> None:
-        # Several workers share a GPU, except under NCCL, which wants one for each.
-        self.device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device("cpu")
+    def __init__(self, rank: int, size: int, device: str, backend: str) -> None:
+        # Several workers share a GPU, except under NCCL, if there is one for each.
+        gpus = torch.cuda.device_count() if backend == "nccl" else 1
+        self.device = torch.device(device, rank % gpus) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self.device)
+        if backend == "nccl":
+            nccl.prepare(rank, [str(each % gpus) for each in range(size)], one_host=True)
         host_sums.LEAST_BYTES = 0  # small models are summed as large ones are
         if backend in ("in order", "one at a time"):
             pair_links.takes_order = lambda backend: True
@@ -78,6 +82,7 @@ class Worker:
 
     def _meet(self, path: str, size: int) -> None:
         if dist.is_initialized():
+            process_groups.leave()
             dist.destroy_process_group()
         self.meshes.clear()
         process_groups.limit(60)
@@ -128,7 +133,7 @@ def main() -> None:
                 if other != rank:
                     for end in ends:
                         os.close(end)
-            serve(rank, Worker(rank, device, backend), folder, incoming, outgoing)
+            serve(rank, Worker(rank, len(pipes), device, backend), folder, incoming, outgoing)
             os._exit(0)
     for pair in pipes:
         for end in pair:

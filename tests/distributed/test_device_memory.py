@@ -89,7 +89,7 @@ def test_a_message_that_does_not_come_though_everybody_lives() -> None:
     ended, _ = train("run", f'{{"0": [1, {IN_TRAINING}, "sleep"]}}', PATIENCE_SECONDS="4", CARRYWAVE_TIMEOUT_SECONDS="4")
     assert (ended.code, ended.died, ended.trace) == (1, True, "")
     assert re.fullmatch(
-        r"a message in device memory did not come within 4 s, until [\d:]+, though no worker of this host has ended; restart all workers, "
+        r"a message between devices did not come within 4 s, until [\d:]+, though no worker of this host has ended; restart all workers, "
         r"and if one may take that long, set CARRYWAVE_TIMEOUT_SECONDS",
         ended.message,
     )

@@ -1,7 +1,7 @@
 """Workers on shares of one GPU that are killed: the run goes on by itself, and ends with the bytes of an undisturbed one.
 
-Messages and sums are in device memory, so the others see a CUDA error, and steps are recorded. The data is numbers: the gradient of an
-embedding is a sum whose order CUDA does not fix.
+Messages and sums are in device memory, so that the others see a CUDA error, or go over NCCL, so that they wait on the device until the
+launcher ends them; and steps are recorded. The data is numbers: the gradient of an embedding is a sum whose order CUDA does not fix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
 def write_numbers(folder: Path) -> None:
     """Write the same rows as numbers, with a label for every step: nothing in training on them is a sum whose order CUDA leaves open."""
     rows = [json.loads(line)["tokens"] for line in (folder / "rows.jsonl").read_text().splitlines()]
@@ -38,6 +37,7 @@ def write_numbers(folder: Path) -> None:
     (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbered))
 
 
+@pytest.fixture(autouse=True)
 def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_SHARE_GPU", raising=False)
 
@@ -45,14 +45,18 @@ def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("plan", CASES)
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_kills_do_not_change_the_answer(kills: int, plan: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["device", "nccl"])
+def test_kills_do_not_change_the_answer(
+    transport: str, kills: int, plan: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARRYWAVE_TRANSPORT", transport)
     case = CASES[plan]
     case = RunSetup(case.name, 2, (*case.words, f"train.precision={precision}"), steps=60 if kills == 1 else 150, shares=2)
     disturbed_run.write_data(tmp_path)
     write_numbers(tmp_path)
     calm = disturbed_run.calm(tmp_path, case)
     assert calm.code == 0, calm.lines
-    assert "in device memory; whole steps are recorded" in calm.out
+    assert f"{'in device memory' if transport == 'device' else 'over NCCL'}; whole steps are recorded" in calm.out
     told = disturbed_run.disturbed(tmp_path, case, kills, seed=kills)
     assert told.code == 0, told.lines
     assert (len(told.faults), told.restarts) == (kills, kills), told.lines

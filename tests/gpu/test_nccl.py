@@ -1,11 +1,12 @@
-"""A self-test for machines with two or more GPUs: the same cases with a GPU for each worker, messages over NCCL and in device memory, sums
-over NCCL. Run it with `pytest tests/gpu`."""
+"""A self-test over NCCL: drawn cases and every kind of plan on 2, 3 and 4 ranks, with a GPU for each, or on shares of the one there is.
+With several GPUs messages go through device memory as well. Run it with `pytest tests/gpu`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,23 @@ from _check import check, check_drawn
 from _crew import Crew
 from _fixed import LONG, PLANS, SHARED, a_case, a_plan, sequences
 
+from carrywave.launch.shares.mps import shares
+
 # Counted without starting CUDA, and 0 where there is none.
 GPUS = min(4, torch.cuda.device_count())
-SIZES = [size for size in (2, 3, 4) if size <= GPUS]
+MOST = GPUS if GPUS > 1 else 4  # ranks
+SIZES = [size for size in (2, 3, 4) if size <= MOST]
 CASES = PLANS | SHARED | LONG
+VOCABULARY = {name: {**a_plan(replicas=size), "split_vocabulary": True} for name, size in (("two", 2), ("four", 4)) if size <= MOST}
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(GPUS < 2, reason="NCCL wants a GPU for each worker: needs two or more"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", params=["nccl", "device"])
 def transport(request: pytest.FixtureRequest) -> str:
     """How messages between stages travel."""
+    if request.param == "device" and GPUS < 2:
+        pytest.skip("tests/gpu/test_recorded_gpu.py has this on shares")
     if request.param == "device" and not peers():
         pytest.skip("messages in device memory need GPUs that reach each other's: torch.cuda.can_device_access_peer says no")
     return str(request.param)
@@ -38,29 +41,39 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def crew(transport: str) -> Iterator[Crew]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CARRYWAVE_TRANSPORT", transport)  # the workers check that it is the one they got
-        with Crew(GPUS, device="cuda", backend="nccl") as workers:
+    with shares(MOST) if GPUS < 2 else nullcontext({}) as environment:
+        environment["CARRYWAVE_TRANSPORT"] = transport  # the workers check that it is the one they got
+        with Crew(MOST, device="cuda", backend="nccl", environment=environment) as workers:
             yield workers
 
 
 @pytest.mark.parametrize("workers", SIZES or [2])
 def test_a_gpu_for_each_worker_gives_the_answer_of_one_process(workers: int, transport: str, crew: Crew) -> None:
-    check_drawn(workers, 20, crew, where=f" on a GPU each, messages by {transport}")
+    check_drawn(workers, 20, crew, where=f" on {'shares of a GPU' if GPUS < 2 else 'a GPU each'}, messages by {transport}")
 
 
 @pytest.mark.parametrize("plan", CASES)
 def test_one_case_on_every_kind_of_plan(plan: str, crew: Crew) -> None:
     asked = CASES[plan]
-    if asked["replicas"] * asked["stages"] > GPUS:
+    if asked["replicas"] * asked["stages"] > MOST:
         pytest.skip(f"the plan needs {asked['replicas'] * asked['stages']} GPUs")
     check(a_case(plan=asked), crew)
+
+
+@pytest.mark.parametrize("plan", VOCABULARY)
+def test_a_split_vocabulary(plan: str, crew: Crew) -> None:
+    check(a_case(plan=VOCABULARY[plan]), crew)
+
+
+@pytest.mark.parametrize("plan", [name for name, plan in CASES.items() if plan["replicas"] > 1])
+def test_a_divided_optimizer_state(plan: str, crew: Crew) -> None:
+    check(a_case(plan=CASES[plan], model__widths=[16, 12], model__input=12, train__shard_optimizer=True), crew)
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
 def test_bits_repeat(bucket_bytes: int | None, crew: Crew) -> None:
     # Not an embedding: its gradient is a sum over words whose order CUDA does not fix.
-    case = sequences(plan=a_plan(replicas=GPUS), bucket_bytes=bucket_bytes, train__precision="fp32")
+    case = sequences(plan=a_plan(replicas=MOST), bucket_bytes=bucket_bytes, train__precision="fp32")
     first, second = crew.run(case).bits(), crew.run(case).bits()
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 
@@ -68,7 +81,7 @@ def test_bits_repeat(bucket_bytes: int | None, crew: Crew) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bits_repeat_over_stages(precision: str, crew: Crew) -> None:
     """However messages and tasks interleave on the devices, what is computed is the same."""
-    case = sequences(plan=a_plan(stages=GPUS, cuts=list(range(1, GPUS)), chunk_steps=1), train__precision=precision)
+    case = sequences(plan=a_plan(stages=MOST, cuts=list(range(1, MOST)), chunk_steps=1), train__precision=precision)
     first, second = crew.run(case).bits(), crew.run(case).bits()
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 

@@ -100,13 +100,13 @@ def test_a_signal_that_does_not_come(text: str, waited_seconds: float, is_timeou
     error = torch.AcceleratorError(text)
     assert lost_contact.lost(error) == is_timeout
     if is_timeout:
-        assert str(lost_contact.of(error)).startswith("a message in device memory did not come within 10 s")
+        assert str(lost_contact.of(error)).startswith("a message between devices did not come within 10 s")
 
 
 ENDS = """
 import atexit, sys
 from carrywave.parallel.liveness import lost_contact
-lost_contact.use_device_memory()
+lost_contact.use_device()
 atexit.register(print, "torn down")
 print("printed", end="")
 raise ValueError("oops")

@@ -1,17 +1,15 @@
-"""One process: which pairs connect and in which order, what is issued as one batch, and what NCCL is told before it starts. Real messages:
+"""One process: which pairs connect and in which order, and what is issued as one batch. Real messages:
 tests/distributed/test_pair_links.py."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from carrywave.kernels.hopper import persistent
+from carrywave.kernels.hopper import chip
 from carrywave.parallel import process_groups
 from carrywave.parallel.links import pair_links
 from carrywave.parallel.links.pair_links import PairLinks, connect
@@ -30,8 +28,9 @@ class Groups:
         self.asked: list[tuple[int, ...]] = []
         self.dropped: list[Any] = []
 
-    def group(self, ranks: Any, use: str) -> Any:
+    def group(self, ranks: Any, use: str, backend: str | None = None, options: Any = None) -> Any:
         assert use == "messages"
+        assert (backend == "nccl") == (options is not None)
         self.asked.append(tuple(ranks))
         return tuple(ranks)
 
@@ -94,13 +93,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def _unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NCCL asks of the whole process is taken back."""
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    before = list(persistent._standing_aside)
-    yield
-    persistent._standing_aside[:] = before
+    monkeypatch.setattr(chip, "_kept_free", [0])
 
 
 def middle() -> PairLinks:
@@ -119,19 +114,21 @@ def test_every_worker_creates_all_groups_in_one_order_and_greets_its_own(rank: i
 
 
 @pytest.mark.usefixtures("groups", "device", "_unchanged")
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_nccl_keeps_the_order_of_issue_and_has_the_multiprocessors(backend: str) -> None:
-    persistent._standing_aside.clear()
-    connect(World(0, 2, 0, 2, CPU, backend), Plan(stages=2))
-    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == ("1" if backend == "nccl" else None)
-    assert bool(persistent._standing_aside) == (backend == "nccl")
+@pytest.mark.parametrize(("backend", "kept_free"), [("gloo", [0, 0, 0]), ("nccl", [1, 2, 1])])
+def test_kernels_leave_a_multiprocessor_for_every_pair_over_nccl(backend: str, kept_free: list[int]) -> None:
+    for stage, count in enumerate(kept_free):
+        chip._kept_free[0] = 0
+        links = connect(World(stage, 3, stage, 3, CPU, backend), Plan(stages=3))
+        assert chip._kept_free[0] == count
+        assert links.on_device == (backend == "nccl")
 
 
 @pytest.mark.usefixtures("groups", "device", "_unchanged")
-def test_what_the_user_says_to_nccl_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
-    connect(World(0, 2, 0, 2, CPU, "nccl"), Plan(stages=2))
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
+def test_what_is_on_the_device_is_not_destroyed(groups: Groups) -> None:
+    links = connect(World(0, 2, 0, 2, CPU, "nccl"), Plan(stages=2))
+    links.close()
+    assert links.closed
+    assert groups.dropped == []
 
 
 def test_batches_are_issued_in_order_and_end_with_a_receive(device: Device) -> None:

@@ -25,7 +25,7 @@ def _world(tmp_path: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        process_groups.forget()
+        process_groups.leave()
 
 
 def links() -> GroupLinks:

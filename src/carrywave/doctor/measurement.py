@@ -67,7 +67,7 @@ def _links(world: World, rounds: Sequence[Sequence[Pair]]) -> list[MeasuredLink]
     if world.device.type == "cuda":
         mesh = Mesh(world, Plan(world.size))
         transport = mesh.sums
-        if mesh.on_device:  # then all are on one host, and the host takes no part in their messages
+        if mesh.in_device_memory:  # then all are on one host, and the host takes no part in their messages
             rows = [row["link"] for row in device_memory.rows_of(mesh) if "link" in row]
             return [_measured(Pair(0, 1, "within a host"), row) for row in rows]
     for each in rounds:

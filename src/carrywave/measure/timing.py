@@ -64,6 +64,7 @@ def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Thread-local: NCCL has a thread that asks for the state of earlier work meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         kept = call()
     return graph, kept

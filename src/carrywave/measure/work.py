@@ -2,7 +2,7 @@
 
 It yields rows that `measure.profiles` merges into a profile: `sample`, `lag`, `reduction`, `link`, `overheads`. On a GPU every unit is
 timed in CUDA graphs, as a window of its own and as one chunk of a window; and, unless the job says that no plan needs it, launched by the
-host, as in stages that exchange messages over NCCL.
+host, as in stages that exchange messages through it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch import distributed as dist
 
 from carrywave.cells.cell import names
 from carrywave.data.batch import Batch
-from carrywave.kernels.hopper import persistent
-from carrywave.measure import device_memory
+from carrywave.measure import device_memory, nccl_links
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Rig, time_task, time_unit
 from carrywave.measure.timing import call_seconds, settle
@@ -67,8 +66,6 @@ def work(world: World, job: Row) -> Iterator[Row]:
     for name in job["optimizers"]:
         for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
-    if on_gpu and job.get("launched", True):
-        persistent.stand_aside("stages over NCCL do not use it")  # nor are CUDA graphs captured there
     for ask in asks:
         if ask.layers == 1 and (not on_gpu or job.get("launched", True)):
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
@@ -82,8 +79,11 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
     if world.device.type == "cpu":
         yield _lag(world, next((ask for ask in asks if ask.kind in names()), Ask("lstm", 128, 128, 8, 32, precision=precision)))
     mesh = Mesh(world, Plan(world.size))
-    if mesh.on_device:
+    if mesh.in_device_memory:
         yield from device_memory.rows_of(mesh)
+        return
+    if mesh.on_device:
+        yield from nccl_links.rows_of(mesh)
         return
     yield from time_reductions(world, cast(GroupSum, mesh.replicas_of([0])))
     yield from time_messages(world, mesh.sums)

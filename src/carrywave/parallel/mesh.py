@@ -24,7 +24,7 @@ from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.memory import peer_access
 from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.parallel.memory.symmetric import symmetric_memory
-from carrywave.parallel.startup.environment import TRANSPORT
+from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
@@ -88,6 +88,11 @@ class Mesh:
         return self._all is None or self._all.on_device
 
     @property
+    def in_device_memory(self) -> bool:
+        """True if sums over all workers are in device memory."""
+        return isinstance(self._all, DeviceSum)
+
+    @property
     def messages_on_device(self) -> bool:
         """True if there are messages between stages, and they are work of the device, so that a pass can be captured."""
         return self.links is not None and self.links.on_device
@@ -95,15 +100,15 @@ class Mesh:
     @property
     def messages(self) -> Transport:
         """What carries messages between stages; "": there is one."""
-        return "" if self.plan.stages == 1 else self._carrier(on_device=self.messages_on_device)
+        return "" if self.plan.stages == 1 else self._carrier(in_device_memory=isinstance(self.links, DeviceLinks))
 
     @property
     def sums(self) -> Transport:
         """What carries sums over all workers; "": there is one."""
-        return "" if self.world.size == 1 else self._carrier(on_device=self.on_device)
+        return "" if self.world.size == 1 else self._carrier(in_device_memory=self.in_device_memory)
 
-    def _carrier(self, *, on_device: bool) -> Transport:
-        return DEVICE_MEMORY if on_device else BY_BACKEND[self.world.backend]
+    def _carrier(self, *, in_device_memory: bool) -> Transport:
+        return DEVICE_MEMORY if in_device_memory else BY_BACKEND[self.world.backend]
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         """What sums over these stages in all replicas; None if it would be this worker alone.
@@ -181,6 +186,8 @@ class Mesh:
         process_groups.agree(lambda text: all_gather_text(world, text))
         self._there = peer_access.neighbours(world)
         self._check_transport()
+        if world.backend == "nccl":
+            lost_contact.use_device()
         self._all = self._summing(range(world.size), ALL)
         if plan.replicas > 1:
             for stage in range(plan.stages):
@@ -218,7 +225,12 @@ class Mesh:
                 PlanError(f"{TRANSPORT}=device needs GPUs of one host that reach each other's memory; unset it, or set it to auto")
             )
         if asked == "nccl" and self.world.backend != "nccl":
-            raise on_every_rank(PlanError(f"{TRANSPORT}=nccl needs a GPU of its own for every worker; unset it, or set it to auto"))
+            raise on_every_rank(
+                PlanError(
+                    f"{TRANSPORT}=nccl needs a GPU for every worker, or a share of one ({SHARE_GPU}=N divides each among N); unset it, or "
+                    "set it to auto"
+                )
+            )
 
     def _in_device_memory(self, ranks: Sequence[int]) -> bool:
         return peer_access.asked() in ("auto", "device") and peer_access.in_reach(self._there, ranks)
@@ -242,14 +254,14 @@ class Mesh:
         group = cast(dist.ProcessGroup, dist.group.WORLD) if world else process_groups.group(ranks, use)
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
-            summing = HostSum(group) if self._in_host_memory(ranks) else GroupSum(group)
+            summing = HostSum(group) if self._in_host_memory(ranks) else GroupSum(group, on_device=self.world.backend == "nccl")
             process_groups.use(group, summing.close)
             return summing
-        lost_contact.use_device_memory()
+        lost_contact.use_device()
         return DeviceSum(len(ranks), lambda size: symmetric_memory(group, size, self.device))
 
     def _device_links(self) -> DeviceLinks:
-        lost_contact.use_device_memory()
+        lost_contact.use_device()
         pairs = pairs_of(channels_of(self.plan.stages, share_head=self.plan.shares_head))
         groups: dict[Pair, dist.ProcessGroup] = {}
         for replica in range(self.plan.replicas):  # every worker creates every group, in the same order

@@ -22,6 +22,7 @@ class _Made:
     world: Callable[[], dist.ProcessGroup | None] = lambda: None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # noqa: RUF012
     users: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()  # noqa: RUF012
+    leaving: list[WeakMethod[Callable[[], None]]] = []  # noqa: RUF012
     spoils = 0  # failures of collective work in this process
     agreed = 0  # total over all processes at the last agreement
     timeout: timedelta | None = None  # message timeout; None: torch's default
@@ -37,9 +38,18 @@ def seconds() -> float:
     return (_Made.timeout or dist.default_pg_timeout).total_seconds()
 
 
-def forget() -> None:
-    """Forget all groups, because their world has been left."""
-    _Made.groups, _Made.timeout = {}, None
+def before_leaving(release: Callable[[], None]) -> None:
+    """Have a method called before the groups are destroyed: NCCL waits until no CUDA graph holds its work any more."""
+    _Made.leaving.append(WeakMethod(release))
+
+
+def leave() -> None:
+    """Have everything released that holds on to the groups, and forget them, because their world is being left."""
+    for known in _Made.leaving:
+        release = known()
+        if release is not None:
+            release()
+    _Made.groups, _Made.timeout, _Made.leaving = {}, None, []
 
 
 def spoil() -> None:
@@ -84,9 +94,11 @@ def use(group: dist.ProcessGroup, close: Callable[[], None]) -> None:
         _Made.users.setdefault(group, []).append(WeakMethod(close))
 
 
-def group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.ProcessGroup:
-    """The group of these workers for this use, with the world's backend unless given. Collective: every rank must call it, including those
-    outside the group.
+def group(
+    ranks: Sequence[int], use: str, backend: str | None = None, options: Callable[[timedelta | None], object] = lambda timeout: None
+) -> dist.ProcessGroup:
+    """The group of these workers for this use, with the world's backend unless given. `options`: makes those of the backend, for a timeout.
+    Collective: every rank must call it, including those outside the group.
     """
     world = dist.group.WORLD
     if _Made.world() is not world:
@@ -94,5 +106,5 @@ def group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.Pr
         _Made.world, _Made.groups = weakref.ref(world), {}
     key = use, tuple(ranks)
     if key not in _Made.groups:
-        _Made.groups[key] = dist.new_group(list(ranks), timeout=_Made.timeout, backend=backend)
+        _Made.groups[key] = dist.new_group(list(ranks), timeout=_Made.timeout, backend=backend, pg_options=options(_Made.timeout))
     return _Made.groups[key]

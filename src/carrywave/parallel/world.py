@@ -27,7 +27,7 @@ from carrywave.errors import UserError, WorkerError, short
 from carrywave.parallel import process_groups
 from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import heartbeat, lost_contact
-from carrywave.parallel.startup import door, environment, native_logs
+from carrywave.parallel.startup import door, environment, native_logs, nccl
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
 from carrywave.parallel.startup.launcher_env import WORKER, launched, own
@@ -115,11 +115,12 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     place = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
     workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
     check_hosts(workers_seen)
-    # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
     gpus = [one["gpu"] for one in workers_seen]
     check_gpus(workers_seen)
-    apart = "" not in gpus and len(set(gpus)) == size
-    backend = "nccl" if apart and os.environ.get(environment.TRANSPORT) != "gloo" else "gloo"
+    hosts = host_names(workers_seen)
+    backend = nccl.backend_for(gpus)
+    if backend == "nccl":
+        nccl.prepare(rank, gpus, one_host=len(set(hosts)) == 1)
     lost_contact.remember(workers_seen)
     environment.check_descriptors(size)
     process_groups.limit(timeout)
@@ -141,7 +142,6 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         ) from error
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
-    hosts = host_names(workers_seen)
     local_ranks = tuple(int(one["local"]) for one in workers_seen)
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, hosts, local_ranks)
 
@@ -171,7 +171,7 @@ def host_names(workers_seen: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def leave(world: World) -> None:
     """Undo what `join` created. A group that the user created is kept, and a second call does nothing."""
     if world.size > 1 and _Joined.made_group and dist.is_initialized():
-        process_groups.forget()
+        process_groups.leave()
         dist.destroy_process_group()
         _Joined.made_group = False
         _Joined.waits = None

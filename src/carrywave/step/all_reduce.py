@@ -74,7 +74,7 @@ class AllReduce(Gradients):
             self._summed |= buffers.by_id
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):
                 start = 0
-                for run in _runs(part, bucket_bytes or (DEVICE_BUCKET_BYTES if each.group.on_device else BUCKET_BYTES)):
+                for run in _runs(part, bucket_bytes or (BUCKET_BYTES if each.group.overlaps else DEVICE_BUCKET_BYTES)):
                     size = sum(p.numel() for p in run)
                     owned = _owned(each, [self._summed[id(p)] for p in run])
                     self.buckets.append(

@@ -188,9 +188,9 @@ def engine_of(
         gradients = _fixed_tree(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
     else:
         gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces if scatters else None)
-    # If all workers are replicas and add up all gradients through the host, each knows their norm without asking the others.
-    through_host = mesh.plan.stages == 1 and not (mesh.on_device or spec.reproducible)
-    has_whole_gradient = through_host and bool(named) and all(gradients.reduces(p) for _, p in named)
+    # If all workers are replicas, and each adds up all gradients, it knows their norm without asking the others.
+    replicas_alone = mesh.plan.stages == 1 and not (mesh.in_device_memory or spec.reproducible)
+    has_whole_gradient = replicas_alone and mesh.world.size > 1 and bool(named) and all(gradients.reduces(p) for _, p in named)
     # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once. Rows of a split vocabulary are
     # on one replica only, and so are gradients that are summed to their owners.
     first = mesh.replica == 0 or gradients.scattered or has_whole_gradient
@@ -228,8 +228,8 @@ def _all_reduce(
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
         # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
-        # stream would hold up the rest of backward.
-        during_backward = not group.on_device and (mesh.links is None or not mesh.links.in_order)
+        # stream itself would hold up the rest of backward.
+        during_backward = group.overlaps and (mesh.links is None or not mesh.links.in_order)
         wanted.append(Reduced(group, [p for name, p in named if name not in names], during_backward=during_backward, owners=pieces))
     own = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):

@@ -6,16 +6,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from carrywave.benchmarks.peers.gpu_replicas import DDP
 from carrywave.benchmarks.stages.gpu_worker import Split, SummedStack
 from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.errors import UserError
 from carrywave.parallel.worker_pool import Row
+from carrywave.plan.cost.transports import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.schedule import schedule as schedules
 
 CHUNKS = (2, 4, 8, 16, 32)
 SHORTEST_CHUNK = 4  # steps
 MOST_LAUNCHED = 8  # chunks: the host takes as long for any chunk, so that more of them only get slower
 WHOLE = 100  # percent
+TRANSPORTS = {"device": DEVICE_MEMORY, "nccl": BY_BACKEND["nccl"]}
 FEWEST_PASSES = 2
 
 
@@ -54,7 +57,7 @@ class Variant:
         if split.workers == 1:
             return "whole GPU" if self.percent == WHOLE else "one share"
         parts = [f"{split.replicas} replicas"] if split.replicas > 1 else []
-        if split.stages > 1:
+        if split.stages > 1 or split.family == DDP:
             parts.append(split.family)
             parts += [f"{split.micro_batches} micro-batches"] if split.micro_batches > 1 else []
             parts += [f"{split.chunks} chunks"] if split.chunks > 1 else []
@@ -66,6 +69,11 @@ class Variant:
         return "whole GPU" if self.percent == WHOLE else f"{self.split.workers} x {self.percent}%"
 
     @property
+    def transport(self) -> str:
+        """What carries messages and sums; empty for one worker."""
+        return "" if self.split.workers == 1 else TRANSPORTS[self.split.transport]
+
+    @property
     def how(self) -> str:
         """Who launches the work."""
         return "recorded" if self.split.recorded else "launched"
@@ -75,7 +83,7 @@ class Variant:
         """The words that select the row."""
         case, split = self.setting.case, self.split
         counts = {f"{split.workers}shares", f"{self.setting.percent}%", f"{split.chunks}chunks"}
-        return frozenset({*case.name.split(), *self.name.split(), self.how, *counts})
+        return frozenset({*case.name.split(), *self.name.split(), self.how, *self.transport.split(), *counts})
 
     @property
     def is_base(self) -> bool:
@@ -150,6 +158,17 @@ def splits_of(setting: Setting, chunks: Sequence[int]) -> list[Split]:
         splits += [Split("gpipe", stages, micro_batches=parts) for parts in (stages, 2 * stages) if case.lanes % parts == 0]
         splits += [Split("wavefront", stages, chunks=count) for count in counts]
         splits += [Split("wavefront", stages, chunks=count, recorded=False) for count in counts if count <= MOST_LAUNCHED]
+        splits += [
+            Split("wavefront", stages, chunks=count, recorded=recorded, transport="nccl")
+            for recorded in (True, False)
+            for count in counts
+            if recorded or count <= MOST_LAUNCHED
+        ]
     for replicas, stages in setting.replicas:
-        splits += [Split("wavefront", stages, replicas, chunks=count) for count in (counts if stages > 1 else (1,))]
+        splits += [
+            Split("wavefront", stages, replicas, chunks=count, transport=transport)
+            for transport in TRANSPORTS
+            for count in (counts if stages > 1 else (1,))
+        ]
+        splits += [Split(DDP, 1, replicas, recorded=False, transport="nccl")] if stages == 1 else []
     return splits

@@ -22,6 +22,7 @@ from carrywave.benchmarks.harness.gpu_timing import one_line
 from carrywave.benchmarks.harness.shapes import StackShape
 from carrywave.benchmarks.harness.standing_pool import requests
 from carrywave.benchmarks.harness.workers import TimedWorkers, environment
+from carrywave.benchmarks.peers.gpu_replicas import DDP, DataParallelStack
 from carrywave.benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.data.batch import Batch
@@ -94,12 +95,13 @@ class Total(nn.Module):
 class Split:
     """One way to split a case over shares."""
 
-    family: str  # a schedule: sequential, gpipe or wavefront; replicas of single shares run a wavefront of one stage
+    family: str  # a schedule: sequential, gpipe or wavefront; replicas of single shares run a wavefront of one stage. Or DDP, the peer
     stages: int = 1
     replicas: int = 1
     chunks: int = 1
     micro_batches: int = 1
     recorded: bool = True
+    transport: str = "device"  # of messages and sums, as CARRYWAVE_TRANSPORT names it
 
     @property
     def workers(self) -> int:
@@ -119,7 +121,7 @@ class Loop:
         plan = split.plan(case)
         with _capturing(split.recorded):
             self.trainer = Trainer(case.model(), {**TRAIN, "precision": precision}, plan=plan, mesh=Mesh(world, plan), keep_state=False)
-        self.split, self.batch = split, case.batch()
+        self.recorded, self.batch = split.recorded, case.batch()
         self.trainer.compute.scheduler = SCHEDULERS[split.family]
         self.clock = DeviceClock(world.device) if clock else None
         self.trainer.compute.clock = self.clock
@@ -131,6 +133,10 @@ class Loop:
     def update(self) -> Tensor:
         """One optimizer step; returns its mean loss."""
         return self.trainer.step(self.batch)
+
+    def whole_step(self) -> None:
+        """One optimizer step of what the loader hands out."""
+        self.trainer.update(self.part)
 
     def forward_backward(self) -> None:
         """Everything of a step up to its summed gradients; in one graph, if the step as a whole would be."""
@@ -164,13 +170,23 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     yield from ()
 
 
+def loop_of(world: World, case: SummedStack, split: Split, precision: str) -> Loop | DataParallelStack:
+    """The loop of a way to split a case."""
+    if split.family != DDP:
+        return Loop(world, case, split, precision)
+    weights = {name: tensor.detach() for name, tensor in case.model().lstm.state_dict().items()}
+    part = case.batch().inputs.chunk(world.size, dim=1)[world.rank].to(world.device, DTYPES[precision])
+    targets = case.steps * case.lanes
+    return DataParallelStack(weights, part, layers=case.layers, targets=targets, **{name: TRAIN[name] for name in ("lr", "clip")})
+
+
 class _Worker:
     """One worker of a pool, with the loops that it has prepared."""
 
     def __init__(self, world: World, precision: str, *, whole_step: bool) -> None:
         self.world, self.precision, self.whole_step = world, precision, whole_step
         self.crew = TimedWorkers(world)
-        self.loops: dict[tuple[SummedStack, Split], Loop] = {}
+        self.loops: dict[tuple[SummedStack, Split], Loop | DataParallelStack] = {}
 
     def handle(self, request: Row) -> Row:
         """Do one request; a failure on any worker is a note on all."""
@@ -216,7 +232,7 @@ class _Worker:
     def _prepare(self, case: SummedStack, split: Split) -> Row:
         """Build a loop, take the steps whose losses are compared, and time one block roughly."""
         with _capturing(split.recorded):
-            loop = self.loops[case, split] = Loop(self.world, case, split, self.precision)
+            loop = self.loops[case, split] = loop_of(self.world, case, split, self.precision)
             losses = [float(loop.update()) for _ in range(CHECKED)]
             for _ in range(WARM_UP):
                 self._pass(loop)
@@ -224,15 +240,15 @@ class _Worker:
         ms = self._timed(loop, 1)
         return {"losses": losses, "ms": ms, "recorded": loop.replays > before}
 
-    def _pass(self, loop: Loop) -> None:
+    def _pass(self, loop: Loop | DataParallelStack) -> None:
         if self.whole_step:
-            loop.trainer.update(loop.part)
+            loop.whole_step()
         else:
             loop.forward_backward()
 
-    def _timed(self, loop: Loop, steps: int) -> float:
+    def _timed(self, loop: Loop | DataParallelStack, steps: int) -> float:
         """Milliseconds per pass over a block of them, on this worker. Collective: all begin together."""
-        with _capturing(loop.split.recorded):
+        with _capturing(loop.recorded):
             settle(self.world.device)
             self.crew.barrier()
             return 1e3 * call_seconds(lambda: self._pass(loop), steps, self.world.device)

@@ -26,12 +26,13 @@ class Chip:
     in_sixteens: int = 0
 
     @staticmethod
-    def with_multiprocessors(count: int, clusters: Mapping[int, int]) -> Chip:
-        """The chip with this many multiprocessors. A few of them stay free for concurrent work such as NCCL's kernels. `clusters`: how
-        many clusters of each size run at once.
+    def with_multiprocessors(count: int, clusters: Mapping[int, int], kept_free: int = 0) -> Chip:
+        """The chip with this many multiprocessors. A few of them stay free for concurrent work. `clusters`: how many clusters of each size
+        run at once. `kept_free`: multiprocessors that other kernels may occupy for as long as ours run; wherever they are, each leaves room
+        for one cluster less at most.
         """
-        most = count - count // 32
-        return Chip(most, *(min(size * clusters.get(size, 0), most) for size in (4, 8, 16)))
+        most = max(0, count - max(count // 32, kept_free))
+        return Chip(most, *(min(size * max(0, clusters.get(size, 0) - kept_free), most) for size in (4, 8, 16)))
 
     def room(self, cluster: int) -> int:
         """How many blocks run at once, in clusters of this size; 0: without clusters."""

@@ -28,13 +28,6 @@ from carrywave.kernels.window import WindowChunk
 FAILED = "it failed: "  # how a refusal starts when a kernel was tried
 _MOST = 400  # characters of an error: compilers say much
 
-_standing_aside: list[str] = []
-
-
-def stand_aside(why: str) -> None:
-    """Make this backend refuse every layer in this process from now on, for this reason."""
-    _standing_aside[:] = [why]
-
 
 def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell: str = "lstm") -> str:
     """Why this backend cannot run the layer; empty if it can."""
@@ -42,8 +35,6 @@ def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell:
         return "x is not on a GPU"
     if x_TBI.dtype not in HALVES:
         return f"it supports bf16 and fp16, not {str(x_TBI.dtype).removeprefix('torch.')}"
-    if _standing_aside:
-        return _standing_aside[0]
     if weights[0].w_hr is not None:
         return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):

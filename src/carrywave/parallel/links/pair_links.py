@@ -6,12 +6,12 @@ stage issues its own in that order. Consecutive messages with one stage, up to t
 task waits for the batch of its own message alone. Pairs are thus independent of each other where the device has room for them, and
 where it has not, nothing hangs even if the device does one thing at a time: tests/plan proves it for every schedule.
 
-No other NCCL operation runs meanwhile: all-reduces start once all messages of a step have completed (`drain`).
+No other NCCL operation runs meanwhile: all-reduces start once all messages of a step have completed (`drain`). Over NCCL all of this is
+work of the device and can be captured in a CUDA graph, whose order is then that of the messages issued.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.kernels.hopper import persistent
+from carrywave.kernels.hopper import chip
 from carrywave.parallel import process_groups
 from carrywave.parallel.links.transport import PeerLink, Pending
+from carrywave.parallel.startup import nccl
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, channels_of, pairs_of
@@ -51,23 +52,25 @@ def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = 
 
     Without the rank at each position, ranks are positions.
     """
-    if world.backend == "nccl":
-        # A posted NCCL receive occupies multiprocessors until its message arrives, which may be after a persistent kernel that waits
-        # for these multiprocessors.
-        persistent.stand_aside("stages over NCCL may need its multiprocessors")
-        # The device starts the messages of different pairs in the order in which they are issued. Otherwise a later one might take the
-        # last free multiprocessors, and wait for a stage that waits for the earlier one.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    over_nccl = world.backend == "nccl"
     own: dict[int, PeerLink] = {}
     at = range(world.size) if ranks_by_position is None else ranks_by_position
     # Every worker creates every group, in the same order.
     for first in range(0, world.size, plan.stages):
         for low, high in pairs_of(channels_of(plan.stages, share_head=plan.shares_head)):
             ranks = at[first + low], at[first + high]
-            group = process_groups.group(ranks, "messages")
+            group = (
+                process_groups.group(ranks, "messages", "nccl", nccl.message_options)
+                if over_nccl
+                else process_groups.group(ranks, "messages")
+            )
             if world.rank in ranks:
                 own[low if world.rank == ranks[1] else high] = PeerLink(group, sum(ranks) - world.rank)
-    links = PairLinks(own, world.device)
+    if over_nccl:
+        # A posted receive occupies multiprocessors until its message arrives, which may be after a persistent kernel has run. Messages of a
+        # pair follow each other, so that there are at most as many receives on the device as pairs.
+        chip.keep_free(nccl.MESSAGE_BLOCKS * len(own))
+    links = PairLinks(own, world.device, on_device=over_nccl)
     links.greet()
     return links
 
@@ -76,10 +79,9 @@ class PairLinks:
     """Messages in batches. `pairs` holds the communicator with each stage that this one exchanges messages with."""
 
     in_order = True
-    on_device = False
 
-    def __init__(self, pairs: dict[int, PeerLink], device: torch.device) -> None:
-        self.pairs, self.device = pairs, device
+    def __init__(self, pairs: dict[int, PeerLink], device: torch.device, *, on_device: bool = False) -> None:
+        self.pairs, self.device, self.on_device = pairs, device, on_device
         self._next: list[_Batch] = []  # to be issued before the next task
         self._under_way: dict[int, deque[_Batch]] = {stage: deque() for stage in pairs}
         for pair in pairs.values():
@@ -109,12 +111,14 @@ class PairLinks:
 
     def flush(self) -> None:
         """Issue the batches, in order. Each keeps its tensors alive until it has completed; do not wait for that here, which would stall
-        the device.
+        the device. Those of a capture are kept until its end: whether they have completed cannot be asked.
         """
         for batch in self._next:
             batch.works = dist.batch_isend_irecv(batch.operations)
             self._under_way[batch.last.peer].append(batch)
         self._next = []
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         for issued in self._under_way.values():
             while issued and issued[0].completed:
                 issued.popleft()
@@ -134,7 +138,9 @@ class PairLinks:
         for issued in self._under_way.values():
             issued.clear()
         for pair in pairs.values():
-            process_groups.drop(pair.group)
+            # Destroying one of NCCL would wait for messages that are on the device, which is what nobody should do.
+            if not self.on_device:
+                process_groups.drop(pair.group)
 
     def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
         end = MessageEnd(stage, receives=kind is dist.irecv)

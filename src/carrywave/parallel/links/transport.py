@@ -41,7 +41,7 @@ class Links(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """True if the host takes no part: messages are work of the current CUDA stream, in its order, and can be captured."""
+        """True if the host takes no part: messages are work of the device that can be captured."""
 
     @property
     def closed(self) -> bool:

@@ -3,8 +3,8 @@
 torch reports a failed connection as an address and port. Whose it was is found from the workers: a process on this host that is gone can be
 detected, and a worker that lost contact itself says so in the rendezvous store, so that it is not mistaken for the cause.
 
-Where messages and sums are in device memory, a neighbour's end shows as a CUDA error. It is one of lost contact if another worker of this
-host is gone, or if a signal was awaited for as long as a message may take; any other CUDA error is this worker's own.
+Where the device carries messages and sums, a neighbour's end shows as a CUDA error, if at all. It is one of lost contact if another worker
+of this host is gone, or if a signal was awaited for as long as a message may take; any other CUDA error is this worker's own.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _first_broken() -> tuple[int, str] | None:
     return found[0] if found else None
 
 
-def use_device_memory() -> None:
-    """Call this once messages or sums are in device memory: from then on, CUDA errors are looked into, also one that nobody catches."""
+def use_device() -> None:
+    """Call this once the device carries messages or sums: from then on, CUDA errors are looked into, also one that nobody catches."""
     if device_faults.in_use():
         return
     device_faults.use()
@@ -192,7 +192,7 @@ def _judged(error: BaseException) -> ContactLost | None:
     limit_seconds = process_groups.seconds()
     if device_faults.is_timeout(error, limit_seconds):
         return ContactLost(
-            f"a message in device memory did not come within {limit_seconds:g} s, until {time.strftime('%H:%M:%S')}, though no worker of "
+            f"a message between devices did not come within {limit_seconds:g} s, until {time.strftime('%H:%M:%S')}, though no worker of "
             "this host has ended; restart all workers, and if one may take that long, set CARRYWAVE_TIMEOUT_SECONDS"
         )
     return None

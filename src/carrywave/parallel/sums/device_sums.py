@@ -28,6 +28,7 @@ class DeviceSum:
     """All-reduces over one group. `make` creates its memory; every worker must sum tensors of the same sizes in the same order."""
 
     on_device = True
+    overlaps = False  # it is work of the current stream
 
     def __init__(self, workers: int, make: Make) -> None:
         self.workers, self.memory = workers, GrowingMemory(make, SUMS_LEAST_BYTES)

@@ -24,7 +24,11 @@ class Summing(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """True if the host takes no part: the sum is work of the current CUDA stream, in its order, and can be captured."""
+        """True if the host takes no part: a sum begins after the work of the current CUDA stream so far, and can be captured."""
+
+    @property
+    def overlaps(self) -> bool:
+        """True if a sum runs beside the work that follows it, until it is waited for."""
 
     def all_reduce(self, tensor: Tensor) -> Working | None:
         """Replace a contiguous tensor by its sum over the workers, once the returned work has been waited for."""
@@ -45,11 +49,11 @@ def added_up(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
 class GroupSum:
     """Collectives of gloo or NCCL."""
 
-    on_device = False
+    overlaps = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, on_device: bool = False) -> None:
         self._group: dist.ProcessGroup | None = group
-        self.closed = False
+        self.on_device, self.closed = on_device, False
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -263,12 +263,13 @@ class PlanCase(Footprint):
         if self.units.reproducible:  # pairwise exchanges between replicas, one after another, once all gradients are complete
             link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
             return (replicas.bit_length() - 1) * _message(link, num_bytes)
-        buckets = -(-num_bytes // (DEVICE_BUCKET_BYTES if self.transports.recorded else BUCKET_BYTES))
+        buckets = -(-num_bytes // (DEVICE_BUCKET_BYTES if self.transports.sums == DEVICE_MEMORY else BUCKET_BYTES))
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))
-        # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them. Recorded work and sums in device
-        # memory follow each other on one stream.
-        overlap = self.overheads.overlap if self.plan.stages == 1 and not self.transports.recorded else 0.0
+        # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them. So do those after a recorded
+        # pass. Sums in device memory follow the other work of a step on one stream; those over NCCL have their own.
+        alone = self.transports.recorded == "passes" or self.transports.sums == DEVICE_MEMORY
+        overlap = self.overheads.overlap if self.plan.stages == 1 and not alone else 0.0
         return overlap * hidden + (1 - overlap) * buckets * each
 
     def link_of_host(self) -> Link:

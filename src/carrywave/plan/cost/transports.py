@@ -1,7 +1,8 @@
 """Tells how the workers of a plan would reach each other, and what of a step would be recorded: what the runtime will decide, foreseen.
 
 Workers of one host whose GPUs reach each other's memory write messages and sums there, and nothing of a step needs the host: the whole step
-of a worker is recorded as a CUDA graph (`parallel.mesh`, `step.engine`). If messages cross hosts, the host launches every task.
+of a worker is recorded as a CUDA graph (`parallel.mesh`, `step.engine`). So are messages and sums over NCCL, between hosts as well. If
+messages go over gloo, the host launches every task.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def transports_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) ->
     between = between if between not in ("", DEVICE_MEMORY) else "NCCL" if on_gpu else "gloo"
     messages = "" if plan.stages == 1 else between if any(placed.crossing) else within
     sums = "" if plan.workers == 1 else between if placed.hosts > 1 else within
-    if not on_gpu or units.precision == "fp64" or messages not in ("", DEVICE_MEMORY) or plan.splits_vocabulary or units.picks_rows:
+    if not on_gpu or units.precision == "fp64" or messages == "gloo" or plan.splits_vocabulary or units.picks_rows:
         return Transports(messages, sums, "", on_gpu)
-    one_piece = sums in ("", DEVICE_MEMORY) and (plan.stages > 1 or units.accumulate == 1) and not units.reproducible
+    one_piece = sums != "gloo" and (plan.stages > 1 or units.accumulate == 1) and not units.reproducible
     return Transports(messages, sums, "steps" if one_piece else "passes", on_gpu)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from carrywave.data.batch import Batch
+from carrywave.parallel import process_groups
 from carrywave.plan.plan import Plan
 from carrywave.step.graphs.recorded_state import Watch, ours
 from carrywave.step.passes.micro_batches import FlatCarry
@@ -70,6 +71,7 @@ class Capture:
         self.replays: Counter[str] = Counter()  # by kind
         self._kinds: dict[str, _Kind] = {}
         self._pool: Any = None
+        process_groups.before_leaving(self.forget)
 
     @staticmethod
     def of(

@@ -253,7 +253,7 @@ def _here(world: World, workers: int) -> int:
 
 
 def _as_asked(profile: Profile) -> Profile:
-    """The profile with the transport that the environment asks for: without device memory, stages are not recorded."""
+    """The profile with the transport that the environment asks for: over gloo, stages are not recorded."""
     transport = BY_BACKEND.get(os.environ.get(TRANSPORT, ""))
     if transport is not None and profile.within.transport != transport:
         profile = replace(profile, within=replace(profile.within, transport=transport))

@@ -1,4 +1,4 @@
-"""The exactness suite on shares of one GPU: messages and sums in device memory, and whole steps in one recording.
+"""The exactness suite on shares of one GPU: messages and sums in device memory or over NCCL, and whole steps in one recording.
 
 The answer is that of one process on the CPU in float64; in half precision, that of one process on the GPU. What is recorded has the bits of
 what the host launches.
@@ -28,10 +28,13 @@ STEPS = 5  # the first runs as it is, the second is recorded
 EVERY = PLANS | SHARED | {"several micro-batches": a_plan(stages=2, cuts=[2], chunk_steps=2, micro_batches=2)}
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with shares(4) as environment, Crew(4, device="cuda", environment=environment) as workers:
-        yield workers
+@pytest.fixture(scope="module", params=["device", "nccl"])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    with shares(4) as environment:
+        environment["CARRYWAVE_TRANSPORT"] = request.param  # the workers check that it is the one they got
+        backend = "nccl" if request.param == "nccl" else "gloo"
+        with Crew(4, device="cuda", backend=backend, environment=environment) as workers:
+            yield workers
 
 
 def again(case: Case, **fields: Any) -> Case:
