@@ -21,7 +21,7 @@ from carrywave.doctor.meeting import behind
 from carrywave.doctor.network import Network, Target
 from carrywave.doctor.report import Report, lines
 from carrywave.doctor.speed import check_speeds
-from carrywave.doctor.verdicts import failed, fell_silent, of_launch, other_devices, stayed_away, stuck
+from carrywave.doctor.verdicts import failed, fell_silent, of_launch, of_self_test, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
 from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.parallel.memory.peer_access import Neighbour
@@ -413,3 +413,16 @@ def test_words() -> None:
     assert several([str(number) for number in range(12)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 4 others"
     assert [size(number) for number in (5, 1500, 2e9, 3e13)] == ["5 B", "1.5 kB", "2 GB", "30 TB"]
     assert [seconds_text(seconds) for seconds in (5e-6, 0.0015, 3)] == ["5 us", "1.5 ms", "3 s"]
+
+
+def test_a_self_test_that_differs_on_any_worker_is_wrong() -> None:
+    same = {"plan": "2 stages", "over": "NCCL", "precision": "fp32", "error": 3e-7, "limit": 1e-4}
+    [found] = of_self_test({0: [same], 1: [same]}, {0: make(0), 1: make(1)})
+    assert (found.level, found.fact) == ("fine", "2 stages over NCCL in fp32 (3e-07) have the losses of one device, up to this error")
+    for error in (0.02, float("nan")):
+        [found] = of_self_test({0: [same], 1: [{**same, "error": error}]}, {0: make(0), 1: make(1)})
+        assert found.level == "wrong"
+        assert f"rank 1 on a is off by {error:.1g}" in found.fact
+        assert "do not train on these devices" in found.remedy
+    assert of_self_test({}, {}) == []
+    assert of_self_test({0: []}, {0: make(0)}) == []

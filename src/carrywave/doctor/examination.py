@@ -252,6 +252,7 @@ class _Launched:
         links = [MeasuredLink(**link) for row in rows.values() for link in row["links"]]
         clocks = {hosts[int(rank)]: (ahead, doubt) for row in rows.values() for rank, (ahead, doubt) in row["clocks"].items()}
         self.findings += [*agreement.check_clocks(clocks), *check_links(links, hosts), *check_speeds(speeds, names)]
+        self.findings += verdicts.of_self_test({rank: row["self_test"] for rank, row in rows.items()}, self.workers)
         if self.asked.profile is not None and rows:
             self._allow("the profile", PROFILE_SECONDS)
             firsts = len(worker.by_home(list(self.workers.values())))

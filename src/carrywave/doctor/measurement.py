@@ -1,4 +1,5 @@
-"""What workers measure together once they communicate: their devices, clocks and links. Every worker calls it."""
+"""What workers measure together once they communicate: their devices, clocks and links, and that they compute what one device does. Every
+worker calls it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from carrywave.doctor.links import MeasuredLink, Pair, pairs
-from carrywave.measure import device_memory
+from carrywave.measure import device_memory, self_test
 from carrywave.measure.device_speed import time_device
 from carrywave.measure.work import time_messages, time_reductions
 from carrywave.parallel import process_groups
@@ -20,7 +21,7 @@ from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 
-PHASES = ("connecting", "device speed", "waiting for the others", "clocks", "links", "sums between hosts", "done")
+PHASES = ("connecting", "device speed", "waiting for the others", "clocks", "links", "sums between hosts", "self-test", "done")
 CLOCK_ROUNDS = 8
 
 
@@ -32,7 +33,7 @@ def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, su
     """
     firsts = [homes.index(home) for home in dict.fromkeys(homes)]
     at("device speed")
-    row: Row = {"speed": time_device(world.device, _together(world, at)), "links": [], "clocks": {}, "sums": []}
+    row: Row = {"speed": time_device(world.device, _together(world, at)), "links": [], "clocks": {}, "sums": [], "self_test": []}
     if world.size > 1:
         at("clocks")
         row["clocks"] = _clocks(world, firsts)
@@ -44,6 +45,8 @@ def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, su
             if world.rank in firsts:
                 row["sums"] = [each["reduction"] for each in time_reductions(world, GroupSum(group))]
             dist.barrier()
+        at("self-test")
+        row["self_test"] = self_test.run(world)
     at("done")
     return row
 

@@ -77,6 +77,21 @@ def failed(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[int], prese
     )
 
 
+def of_self_test(rows: Mapping[int, Sequence[Mapping[str, Any]]], present: Mapping[int, Worker]) -> list[Finding]:
+    """Whether the workers computed what one device does; `rows` of each rank, as `measure.self_test` returns them."""
+    wrong = [(rank, row) for rank, own in rows.items() for row in own if not row["error"] <= row["limit"]]
+    if wrong:
+        rank, row = wrong[0]
+        tried = f"{row['plan']} over {row['over']} in {row['precision']}"
+        fact = f"{tried} do not show the losses of one device: {present[rank].called} is off by {row['error']:.1g}"
+        remedy = (
+            "do not train on these devices; try another CARRYWAVE_TRANSPORT, and see whether memory or a link is faulty (pytest tests/gpu)"
+        )
+        return [Finding("wrong", "self-test", fact, remedy)]
+    alike = [f"{row['plan']} over {row['over']} in {row['precision']} ({row['error']:.0e})" for row in next(iter(rows.values()), [])]
+    return [Finding("fine", "self-test", f"{several(alike)} have the losses of one device, up to this error")] if alike else []
+
+
 def other_devices(present: Sequence[Worker]) -> list[Finding]:
     """Warn about workers whose devices the profile does not describe."""
     names = [each.device.partition(":")[0] if each.gpu is None else each.gpu.name for each in present]
