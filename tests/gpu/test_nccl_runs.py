@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def _on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, run: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "carrywave", "train", *WORDS, *TRAIN, *words, "--run", run]
+    command = [sys.executable, "-m", "carrywave", "train", *WORDS, *TRAIN, *words, "--devices", "2", "--run", run]
     kept = os.environ | environment
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=kept, timeout=200, stdin=subprocess.DEVNULL)
 
@@ -93,31 +94,32 @@ FAILS = """
 import os, sys
 import torch
 import carrywave as cw
+from carrywave.model.heads.forecast import Forecast
 
 class Encoder(torch.nn.Module):
     width = 4
-    calls = 0
     def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(1, 4)
     def forward(self, x):
-        type(self).calls += 1
-        if self.calls > 40 and os.environ.get("RANK") == "1":
+        if os.environ.get("RANK") == "1" and os.path.exists(sys.argv[1] + ".now"):
             raise ValueError("the encoder of rank 1 fails")
         return self.linear(x)
 
 data = [[float(n % 7 + k) for n in range(30)] for k in range(16)]
-cw.fit(cw.Model(Encoder(), cw.LSTM(4, 8, num_layers=2), cw.Forecast(8, 1, 1)), data, spec={"task": "forecasting", "data": {"horizon": 1},
-       "batch": {"lanes": 4, "steps": 8}}, train={"epochs": 50}, plan={"replicas": 2}, devices=2, device="cuda", run=sys.argv[1])
+cw.fit(cw.Model(Encoder(), cw.LSTM(4, 8, num_layers=2), Forecast(8, 1, 1)), data, spec={"task": "forecasting", "data": {"horizon": 1},
+       "batch": {"lanes": 4, "steps": 8}}, train={"epochs": 100000}, plan={"replicas": 2}, devices=2, device="cuda", run=sys.argv[1])
 """
 
 
 def test_a_worker_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-    )
+    now = threading.Timer(20, (tmp_path / "run.now").touch)  # when it trains
+    now.start()
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    now.cancel()
     assert done.returncode not in (0, 124), done.stderr
     assert "the encoder of rank 1 fails" in done.stderr
 
@@ -150,11 +152,14 @@ import os, sys, time
 import torch, torch.distributed as dist
 rank = int(sys.argv[1])
 os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
 torch.cuda.set_device(0)
 dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 import carrywave as cw
+from carrywave.model.encoders import Numbers
+from carrywave.model.heads.forecast import Forecast
 torch.manual_seed(0)
-model = cw.Model(cw.Numbers(3), cw.LSTM(3, 64, num_layers=2), cw.Forecast(64, 1, 1))
+model = cw.Model(Numbers(3), cw.LSTM(3, 64, num_layers=2), Forecast(64, 1, 1))
 trainer = cw.Trainer(model, {"lr": 0.01}, plan={sys.argv[3]: 2}, device="cuda")
 x, y = torch.randn(8, 4, 3), torch.randn(8, 4, 1, 1)
 for _ in range(5):
@@ -171,9 +176,9 @@ def test_a_process_group_of_the_users_own_can_be_destroyed(split: str, tmp_path:
         command = [sys.executable, "-c", OWN_GROUP]
         crew: list[Any] = []
         for rank in range(2):
-            log = (tmp_path / f"{rank}.log").open("w")
             words = [str(rank), str(tmp_path / "store"), split]
-            crew.append(subprocess.Popen([*command, *words], stdout=log, stderr=log, env=os.environ | environment))
+            with (tmp_path / f"{rank}.log").open("w") as log:
+                crew.append(subprocess.Popen([*command, *words], stdout=log, stderr=log, env=os.environ | environment))
         try:
             codes = [each.wait(90) for each in crew]
         except subprocess.TimeoutExpired:

@@ -26,7 +26,8 @@ class DataParallelStack:
         features = x_TBF.shape[-1]
         stack = nn.LSTM(features, features, layers)
         stack.load_state_dict(dict(weights))
-        self.stack = DistributedDataParallel(stack.to(x_TBF.device, x_TBF.dtype), device_ids=[x_TBF.device], gradient_as_bucket_view=True)
+        on_gpu = [x_TBF.device] if x_TBF.is_cuda else None
+        self.stack = DistributedDataParallel(stack.to(x_TBF.device, x_TBF.dtype), device_ids=on_gpu, gradient_as_bucket_view=True)
         self.x_TBF, self.targets, self.clip = x_TBF, targets, float(str(clip))
         self.optimizer = torch.optim.Adam(self.stack.parameters(), lr=float(str(lr)), fused=True)
         self.workers = torch.distributed.get_world_size()
