@@ -49,7 +49,7 @@ def spec(folder: Path, plan: dict[str, Any] | None = None, **steps: Any) -> dict
         "data": data,
         "model": {"hidden": 5, "layers": 2, "dropout": 0.2, "dropout_input": 0.1},
         "batch": {"lanes": 3, "steps": 8},
-        "train": {"precision": "fp64", "lr": 0.02, "epochs": 2, "log_every": 3, "evaluate_every": 5, **steps},
+        "train": {"precision": "fp64", "lr": 0.02, "schedule": "constant", "epochs": 2, "log_every": 3, "evaluate_every": 5, **steps},
         **({"plan": plan} if plan else {}),
     }
 

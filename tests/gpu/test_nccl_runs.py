@@ -164,7 +164,7 @@ trainer = cw.Trainer(model, {"lr": 0.01}, plan={sys.argv[3]: 2}, device="cuda")
 x, y = torch.randn(8, 4, 3), torch.randn(8, 4, 1, 1)
 for _ in range(5):
     loss = trainer.step(cw.Batch.of(x, y))
-print("loss", float(loss), "recorded", trainer.capture.replays["step"], flush=True)
+print("loss", float(loss), "recorded", trainer.capture and trainer.capture.replays["step"], flush=True)
 dist.destroy_process_group()
 print("destroyed", flush=True)
 """
@@ -188,5 +188,5 @@ def test_a_process_group_of_the_users_own_can_be_destroyed(split: str, tmp_path:
                 each.kill()
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     assert codes == [0, 0], logs
-    assert all("recorded 4" in log and "destroyed" in log for log in logs), logs
+    assert all(("recorded None" if split == "stages" else "recorded 0") in log and "destroyed" in log for log in logs), logs
     assert logs[0].splitlines()[-2] == logs[1].splitlines()[-2]

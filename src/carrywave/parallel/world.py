@@ -54,6 +54,7 @@ class World:
     backend: str  # how tensors on `device` are sent: gloo (through host memory), nccl, or "" for one process
     hosts: tuple[str, ...] = ()  # the host of each rank, by a name that no other host has; empty if all are on one
     local_ranks: tuple[int, ...] = ()  # of each rank; empty if they are the ranks
+    users: bool = False  # True if the user created the default process group, and may destroy it at any time
     group: dist.ProcessGroup | None = None  # None: the default group; otherwise these are some of its processes, and `rank` counts them
 
     @staticmethod
@@ -336,7 +337,7 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     where = made_current(pick_device(device, local_rank))
-    world = World(rank, size, local_rank, local_size, where, "")
+    world = World(rank, size, local_rank, local_size, where, "", users=not _Joined.made_group)
     if size == 1:
         return world
     workers_seen = all_gather_json(world, _self(where, local_rank))

@@ -70,7 +70,7 @@ def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = 
         # A posted receive occupies multiprocessors until its message arrives, which may be after a persistent kernel has run. Messages of a
         # pair follow each other, so that there are at most as many receives on the device as pairs.
         chip.keep_free(nccl.MESSAGE_BLOCKS * len(own))
-    links = PairLinks(own, world.device, on_device=over_nccl)
+    links = PairLinks(own, world.device, over_nccl=over_nccl, on_device=over_nccl and not world.users)
     links.greet()
     return links
 
@@ -80,8 +80,8 @@ class PairLinks:
 
     in_order = True
 
-    def __init__(self, pairs: dict[int, PeerLink], device: torch.device, *, on_device: bool = False) -> None:
-        self.pairs, self.device, self.on_device = pairs, device, on_device
+    def __init__(self, pairs: dict[int, PeerLink], device: torch.device, *, over_nccl: bool = False, on_device: bool = False) -> None:
+        self.pairs, self.device, self.over_nccl, self.on_device = pairs, device, over_nccl, on_device
         self._next: list[_Batch] = []  # to be issued before the next task
         self._under_way: dict[int, deque[_Batch]] = {stage: deque() for stage in pairs}
         for pair in pairs.values():
@@ -139,7 +139,7 @@ class PairLinks:
             issued.clear()
         for pair in pairs.values():
             # Destroying one of NCCL would wait for messages that are on the device, which is what nobody should do.
-            if not self.on_device:
+            if not self.over_nccl:
                 process_groups.drop(pair.group)
 
     def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
