@@ -212,6 +212,7 @@ def test_the_python_on_a_page_runs(page: str) -> None:
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "page"})
 
 
+@pytest.mark.slow
 def test_a_cell_of_ones_own_on_two_stages_has_the_loss_of_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program of docs/python.md as it stands, and without its devices."""
     blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)

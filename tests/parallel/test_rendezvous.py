@@ -222,7 +222,7 @@ def settings_of(draw: st.DrawFn) -> tuple[int, Plan, list[tuple[int, list[int]]]
     return layers, plan, [(steps, draw(st.lists(st.integers(0, steps), min_size=lanes, max_size=lanes))) for steps, lanes in shapes]
 
 
-@settings(max_examples=45)
+@settings(max_examples=25)
 @given(drawn=settings_of(), pooled=st.booleans(), tie=st.booleans(), learned=st.booleans())
 def test_stages_that_meet_strictly_give_the_gradients_of_one(
     drawn: tuple[int, Plan, list[tuple[int, list[int]]]], pooled: bool, tie: bool, learned: bool

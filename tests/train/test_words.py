@@ -71,6 +71,7 @@ def test_vectors_from_elsewhere_stay_or_are_trained(tmp_path: Path) -> None:
         assert torch.equal(row, torch.full((8,), 0.5)) == frozen
 
 
+@pytest.mark.slow
 def test_other_runtimes_get_words_and_their_characters(tmp_path: Path) -> None:
     """An export compares itself with the run."""
     fitted(tmp_path / "run", "cnn", train={"lr": 0.02, "epochs": 1})
