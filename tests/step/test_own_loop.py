@@ -151,6 +151,16 @@ def test_a_parameter_that_was_replaced_is_refused() -> None:
         trainer.step(batch())
 
 
+def test_a_model_that_was_converted_is_refused() -> None:
+    net = model()
+    trainer = cw.Trainer(net, SGD)
+    trainer.step(batch())
+    net.float()
+    was, now = r"was float64 \[3, 2\] on cpu", r"is float32 \[3, 2\] on cpu now"
+    with pytest.raises(UserError, match=rf"{was} when the trainer was created, and {now}; convert and move the model first"):
+        trainer.step(batch())
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_encoder_trains() -> None:
     net = model()
@@ -290,7 +300,28 @@ def test_batches_that_cannot_be_meant_are_said_in_our_words() -> None:
     trainer.step(cw.Batch.of(tokens, torch.full_like(target, -100)))  # nothing to learn in this one is no mistake
 
 
+def test_batches_of_anything_but_numbers_are_refused() -> None:
+    x, target = torch.zeros(T, B, 2), torch.zeros(T, B, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"the inputs of a batch are a dict, .*; put the parts side by side in one tensor"):
+        cw.Batch.of({"price": x, "mask": x}, target)  # type: ignore[arg-type]
+    for given in ("text", [[1.0], [1.0, 2.0]], object(), x.to(torch.complex64)):
+        with pytest.raises(UserError, match="the inputs of a batch are a .*, not numbers in a fixed shape"):
+            cw.Batch.of(given, target)  # type: ignore[arg-type]
+    for name in ("targets", "weights", "lengths", "fresh", "lanes", "resets", "history"):
+        with pytest.raises(UserError, match=rf"the {name} of a batch are a dict"):
+            cw.Batch.of(x, **{"targets": target, name: {}})
+
+
 # --- Hooks
+
+
+def test_post_accumulate_hooks_are_called_in_the_order_of_the_parameters() -> None:
+    net, called = model(), list[str]()
+    for name, parameter in reversed(list(net.named_parameters())):
+        for place in (1, 2):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, place=place: called.append(f"{name} {place}"))
+    cw.Trainer(net, SGD, plan={"chunk_steps": 2}, keep_state=False).step(batch())
+    assert called == [f"{name} {place}" for name, _ in net.named_parameters() for place in (1, 2)]
 
 
 @pytest.mark.parametrize("plan", CHUNKS)
