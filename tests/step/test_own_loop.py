@@ -305,7 +305,7 @@ def test_batches_of_anything_but_numbers_are_refused() -> None:
     with pytest.raises(UserError, match=r"the inputs of a batch are a dict, .*; put the parts side by side in one tensor"):
         cw.Batch.of({"price": x, "mask": x}, target)  # type: ignore[arg-type]
     for given in ("text", [[1.0], [1.0, 2.0]], object(), x.to(torch.complex64)):
-        with pytest.raises(UserError, match="the inputs of a batch are a .*, not numbers in a fixed shape"):
+        with pytest.raises(UserError, match=r"the inputs of a batch are a .*, not numbers in a fixed shape"):
             cw.Batch.of(given, target)  # type: ignore[arg-type]
     for name in ("targets", "weights", "lengths", "fresh", "lanes", "resets", "history"):
         with pytest.raises(UserError, match=rf"the {name} of a batch are a dict"):
