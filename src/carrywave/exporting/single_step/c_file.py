@@ -92,6 +92,8 @@ def _words(task: Task, formula: Formula, name: str) -> Words:
         *(_input(task, port.name) for port in formula.given),
         f"Out: {_output(task)}.",
     ]
+    if data.reset is not None:
+        about.append(f"A document ends with data.reset={data.reset}: call model_init before the step after it.")
     constants = {}
     if data.multi_label:
         about.append("A label holds if its probability is at least MODEL_THRESHOLD.")
