@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,18 @@ def test_no_room_or_no_right_to_write(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(cache.tempfile, "mkdtemp", full)
     with pytest.raises(ResourceError, match=message):
         cache.fetch(tmp_path, "k", build)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_keeps_no_draft(tmp_path: Path) -> None:
+    """Of a file that cannot be closed either: what is buffered does not fit, as here by a limit of file sizes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"the cache .* cannot be written \(File too large\); raise the limit of file sizes"):
+            cache.fetch(tmp_path, "k", build)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 
