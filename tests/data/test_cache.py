@@ -142,6 +142,11 @@ def test_no_room_or_no_right_to_write(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_below_a_home_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DataError, match=r"the cache ~nobody-here/c has no place, .*; set \$CARRYWAVE_CACHE to a folder"):
+        cache.folder("~nobody-here/c")
+
+
 def test_a_disk_that_is_full_keeps_no_draft(tmp_path: Path) -> None:
     """Of a file that cannot be closed either: what is buffered does not fit, as here by a limit of file sizes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -172,6 +172,13 @@ def test_a_step_of_which_nothing_is_there_may_be_null() -> None:
             from_python({"train": [*rows, rows[1] | {name: [1.0, 1.0]}]}, spec(missing="mask"))
 
 
+@pytest.mark.parametrize("how", [{"task": "regression", "data": {"each_step": True}}, {"task": "forecasting", "data": {"horizon": 1}}])
+def test_rows_of_several_sequences_are_refused(how: dict[str, Any]) -> None:
+    rows = [{"steps": [[1.0], [2.0], [4.0]], "labels": [1.0, 2.0, 3.0], "resets": [False, True, False]}] * 3
+    with pytest.raises(DataError, match="train item 0: resets begin new sequences, but here a row is one sequence; write a row for each"):
+        from_python({"train": rows}, parse({**how, "batch": {"lanes": 2, "steps": 2}}))
+
+
 def test_named_rows_have_the_deviation_of_their_name() -> None:
     rows = [{"id": name, "steps": [1.0, 2.0, 3.0], "labels": [0.0, size, 2 * size]} for name, size in (("x", 1.0), ("y", 5.0))]
     asked = spec(series="id", share=0.0)

@@ -55,7 +55,10 @@ Build = Callable[[NewArray], Entry]
 
 def folder(asked: str | None) -> Path:
     """Return the cache directory."""
-    return Path(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
+    found = os.path.expanduser(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave")
+    if found.startswith("~"):
+        raise DataError(f"the cache {found} has no place, because there is no such home folder; set $CARRYWAVE_CACHE to a folder")
+    return Path(found)
 
 
 def place_of(where: Path, key: str) -> Path:

@@ -152,6 +152,7 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
     weights: list[float | fields.Matrix | None] = []
     for number, row in rows:
         where = rows.where(number)
+        fields.refuse_resets(row, where)
         steps.append(_matrix(row, "steps", where, columns, missing=data.missing))
         columns = _width(steps[-1]) or columns
         if labelled:
