@@ -51,6 +51,14 @@ def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "carrywave", *words], capture_output=True, text=True, cwd=folder, timeout=60)
 
 
+def test_a_folder_that_was_removed_is_no_place_to_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, said = call("schema")
+    assert (code, said) == (2, "carrywave: the current folder no longer exists; change to another one (cd)\n")
+
+
 # As processes: these three pay for the start of Python.
 
 
