@@ -327,6 +327,15 @@ def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseE
     assert len(err.splitlines()) == 1 or code == 1
 
 
+def test_a_restarted_run_that_is_stopped_before_its_first_row_ends_in_order(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="terminated", run=tmp_path))
+    assert call("train", "--json", str(tmp_path / "rows.json")) == (75, "", "")
+    assert json.loads((tmp_path / "rows.json").read_text()) == []
+
+
 def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: Path) -> None:
     left: list[str] = []
 

@@ -6,6 +6,9 @@ import errno
 import json
 import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,26 @@ def test_no_room_or_no_right_to_write(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(cache.tempfile, "mkdtemp", full)
     with pytest.raises(ResourceError, match=message):
         cache.fetch(tmp_path, "k", build)
+    assert list(tmp_path.iterdir()) == []
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from pathlib import Path
+from carrywave.data.files import cache
+
+def build(new):
+    new("u1", None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+cache.fetch(Path(sys.argv[1]), "k", build)
+"""
+
+
+def test_a_process_that_is_asked_to_stop_keeps_no_draft(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", SIGNALLED, str(tmp_path)], timeout=60)
+    assert ended.returncode == -signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 

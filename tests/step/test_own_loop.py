@@ -300,18 +300,6 @@ def test_batches_that_cannot_be_meant_are_said_in_our_words() -> None:
     trainer.step(cw.Batch.of(tokens, torch.full_like(target, -100)))  # nothing to learn in this one is no mistake
 
 
-def test_batches_of_anything_but_numbers_are_refused() -> None:
-    x, target = torch.zeros(T, B, 2), torch.zeros(T, B, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"the inputs of a batch are a dict, .*; put the parts side by side in one tensor"):
-        cw.Batch.of({"price": x, "mask": x}, target)  # type: ignore[arg-type]
-    for given in ("text", [[1.0], [1.0, 2.0]], object(), x.to(torch.complex64)):
-        with pytest.raises(UserError, match=r"the inputs of a batch are a .*, not numbers in a fixed shape"):
-            cw.Batch.of(given, target)  # type: ignore[arg-type]
-    for name in ("targets", "weights", "lengths", "fresh", "lanes", "resets", "history"):
-        with pytest.raises(UserError, match=rf"the {name} of a batch are a dict"):
-            cw.Batch.of(x, **{"targets": target, name: {}})
-
-
 # --- Hooks
 
 
