@@ -1,5 +1,6 @@
-"""Batches of a user's own loop: those with an autograd graph, and the carry of lanes that change their number, their order or fail; and those that cannot be
-learned."""
+"""Batches of a user's own loop: those with an autograd graph, the carry of lanes that change their number, their order or fail, and
+batches from which nothing can be learned.
+"""
 
 from __future__ import annotations
 
