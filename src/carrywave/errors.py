@@ -1,13 +1,16 @@
 """Exception types: user errors, which state the problem and the remedy and become one line and exit code 2, `ResourceError`, which is the
-machine's fault and becomes one line and exit code 74, and `ContactLost`.
+machine's fault and becomes one line and exit code 74, and `ContactLost`; and how a signal ends what has something to clear away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import textwrap
+import threading
 from collections.abc import Iterator
+from types import FrameType
 
 
 class UserError(Exception):
@@ -123,3 +126,33 @@ def option(name: str, value: str | int | None = None) -> str:
         return "resume=True"
     argument = name.replace("-", "_")
     return f"{argument}=..." if value is None else f"{argument}={value!r}"
+
+
+class _Ended(BaseException):
+    """A signal that ends this process."""
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Let a signal that would end this process at once, as it does a worker that has not begun to train, unwind this context first.
+
+    It is for what leaves temporary files and does not wait inside a library: no signal is handled there.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Ended(number)
+
+    main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
+    taken = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if main and signal.getsignal(number) is signal.SIG_DFL]
+    asked: int | None = None
+    try:
+        for number in taken:
+            signal.signal(number, end)
+        yield
+    except _Ended as ended:
+        asked = int(ended.args[0])
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if asked is not None:
+            signal.raise_signal(asked)

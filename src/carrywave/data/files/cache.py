@@ -12,14 +12,11 @@ import json
 import os
 import re
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,7 +26,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
 from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError, ResourceError, from_system, remedy_for
+from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
 
 FORMAT = 6  # part of every key, so that entries of another format, or read in another way, are never used
 CHECKS = 5  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
@@ -77,7 +74,7 @@ def fetch(where: Path, key: str, build: Build) -> Entry:
     except OSError as error:
         _refuse(where, error)
     if not there:
-        with _unwinding():
+        with unwinding():
             _write(where, place, build)
     return _open(place)
 
@@ -117,33 +114,6 @@ def _write(where: Path, place: Path, build: Build) -> None:
         for writer in writers:
             writer.abandon()
         shutil.rmtree(draft, ignore_errors=True)  # already gone if it was published
-
-
-class _Ended(BaseException):
-    """A signal that ends this process."""
-
-
-@contextlib.contextmanager
-def _unwinding() -> Iterator[None]:
-    """Let a signal that would end this process at once, as it does a worker that has not begun to train, first clear away the draft."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _Ended(number)
-
-    main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
-    taken = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if main and signal.getsignal(number) is signal.SIG_DFL]
-    asked: int | None = None
-    try:
-        for number in taken:
-            signal.signal(number, end)
-        yield
-    except _Ended as ended:
-        asked = int(ended.args[0])
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-        if asked is not None:
-            signal.raise_signal(asked)
 
 
 def _sweep(where: Path) -> None:
