@@ -9,7 +9,7 @@ import errno
 import signal
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -128,19 +128,23 @@ def option(name: str, value: str | int | None = None) -> str:
     return f"{argument}=..." if value is None else f"{argument}={value!r}"
 
 
-class _Ended(BaseException):
+class _Ended(KeyboardInterrupt):
     """A signal that ends this process."""
 
 
 @contextlib.contextmanager
-def unwinding() -> Iterator[None]:
+def unwinding(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Let a signal that would end this process at once, as it does a worker that has not begun to train, unwind this context first.
 
-    It is for what leaves temporary files and does not wait inside a library: no signal is handled there.
+    It is for what leaves files behind and does not wait inside a library for long: no signal is handled there. `unless`: by then it is to
+    end at once after all.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise _Ended(number)
+        if not unless():
+            raise _Ended(number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
     taken = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if main and signal.getsignal(number) is signal.SIG_DFL]

@@ -17,7 +17,7 @@ from carrywave import __version__, heap
 from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import PlanError, UserError, unwinding
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
 from carrywave.launch.restart_policy import RESTARTS
@@ -270,7 +270,7 @@ def _train(
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")
         return Result(folder.path, None, {}, shown(model), task)
-    with folder:
+    with unwinding(launch_record.trains), folder:
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, OpaqueModel))
             data = Data(prepared.fingerprint, files, dealing)
