@@ -97,7 +97,7 @@ def fit(
     spec: Spec | Mapping[str, Any] | str | Path | None = None,
     run: str | Path | None = None,
     resume: bool = False,
-    init: str | None = None,
+    init: str | Path | None = None,
     devices: int = 1,
     restarts: int = RESTARTS,
     min_devices: int | None = None,
@@ -160,7 +160,8 @@ def fit(
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)
         with _left_at_the_end(world), seen as watching:
             place = run if run is None or is_address(run) else Path(run)
-            start = begin(asked, world, place, resume, init, watching, from_files=False)
+            weights = None if init is None else str(init)
+            start = begin(asked, world, place, resume, weights, watching, from_files=False)
             with start.folder:
                 files: dict[str, str] = {}
                 if start.spec.data.train is not None:
