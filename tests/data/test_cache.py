@@ -193,6 +193,15 @@ def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [cache.place_of(tmp_path, "k").name]
 
 
+def test_an_entry_clears_away_the_drafts_of_those_who_were_killed_over_it(tmp_path: Path) -> None:
+    left = [tmp_path / f".draft-{cache.place_of(tmp_path, key).name}-abc" for key in ("k", "l")]
+    for each in left:
+        each.mkdir()
+        (each / "a0.npy").touch()
+    cache.fetch(tmp_path, "k", build)
+    assert {path.name for path in tmp_path.iterdir()} == {cache.place_of(tmp_path, "k").name, left[1].name}
+
+
 def test_old_drafts_are_swept(tmp_path: Path) -> None:
     for name, age_seconds in ((".draft-old", 8 * 24 * 3600), (".draft-new", 3600)):
         (tmp_path / name).mkdir()

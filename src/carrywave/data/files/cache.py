@@ -35,7 +35,7 @@ ARRAYS = (
     *("units", "means", "spreads"),
 )
 STALE_SECONDS = 7 * 24 * 3600
-MANIFEST, CONTENT = "manifest.json", "content.json"
+MANIFEST, CONTENT, DRAFT = "manifest.json", "content.json", ".draft-"
 PLAIN_NAME = re.compile(r"[a-z0-9_]+\.(npy|json)")
 
 Parts = dict[str, Sequences]
@@ -83,7 +83,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
     try:
         where.mkdir(parents=True, exist_ok=True)
         _sweep(where)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=where))
+        draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{place.name}-", dir=where))
         draft.chmod(where.stat().st_mode & 0o777)  # anyone who may read the cache may read its entries
     except OSError as error:
         _refuse(where, error)
@@ -109,7 +109,8 @@ def _write(where: Path, place: Path, build: Build) -> None:
         _seal(draft, content)
         _publish(draft, place)
     except OSError as error:
-        _refuse(where, error)
+        if not place.exists():  # else another process was faster, and has cleared this draft away
+            _refuse(where, error)
     finally:
         for writer in writers:
             writer.abandon()
@@ -118,7 +119,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
 
 def _sweep(where: Path) -> None:
     """Remove drafts left behind by processes that were killed long ago."""
-    for draft in where.glob(".draft-*"):
+    for draft in where.glob(f"{DRAFT}*"):
         with contextlib.suppress(OSError):  # its owner may have just published it
             if time.time() - draft.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -163,6 +164,8 @@ def _publish(draft: Path, place: Path) -> None:
             raise
         return  # another process published the same entry first
     _sync(place.parent)
+    for other in place.parent.glob(f"{DRAFT}{place.name}-*"):  # of a process that was killed, or of one that will find this entry
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
