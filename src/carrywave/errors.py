@@ -1,13 +1,16 @@
 """Exception types: user errors, which state the problem and the remedy and become one line and exit code 2, `ResourceError`, which is the
-machine's fault and becomes one line and exit code 74, and `ContactLost`.
+machine's fault and becomes one line and exit code 74, and `ContactLost`; and how a signal ends what has something to clear away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 
 class UserError(Exception):
@@ -123,3 +126,37 @@ def option(name: str, value: str | int | None = None) -> str:
         return "resume=True"
     argument = name.replace("-", "_")
     return f"{argument}=..." if value is None else f"{argument}={value!r}"
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal that ends this process."""
+
+
+@contextlib.contextmanager
+def unwinding(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Let a signal that would end this process at once, as it does a worker that has not begun to train, unwind this context first.
+
+    It is for what leaves files behind and does not wait inside a library for long: no signal is handled there. `unless`: by then it is to
+    end at once after all.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if not unless():
+            raise _Ended(number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
+    taken = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if main and signal.getsignal(number) is signal.SIG_DFL]
+    asked: int | None = None
+    try:
+        for number in taken:
+            signal.signal(number, end)
+        yield
+    except _Ended as ended:
+        asked = int(ended.args[0])
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if asked is not None:
+            signal.raise_signal(asked)

@@ -51,6 +51,14 @@ def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "carrywave", *words], capture_output=True, text=True, cwd=folder, timeout=60)
 
 
+def test_a_folder_that_was_removed_is_no_place_to_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, said = call("schema")
+    assert (code, said) == (2, "carrywave: the current folder no longer exists; change to another one (cd)\n")
+
+
 # As processes: these three pay for the start of Python.
 
 
@@ -317,6 +325,15 @@ def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseE
     assert err.splitlines()[0] == line
     assert ("Traceback" in err) == (code == 1)
     assert len(err.splitlines()) == 1 or code == 1
+
+
+def test_a_restarted_run_that_is_stopped_before_its_first_row_ends_in_order(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="terminated", run=tmp_path))
+    assert call("train", "--json", str(tmp_path / "rows.json")) == (75, "", "")
+    assert json.loads((tmp_path / "rows.json").read_text()) == []
 
 
 def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -141,6 +145,43 @@ def test_no_room_or_no_right_to_write(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
+SIGNALLED = """
+import os, signal, sys, time
+from pathlib import Path
+from carrywave.data.files import cache
+
+def build(new):
+    new("u1", None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+cache.fetch(Path(sys.argv[1]), "k", build)
+"""
+
+
+def test_a_process_that_is_asked_to_stop_keeps_no_draft(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", SIGNALLED, str(tmp_path)], timeout=60)
+    assert ended.returncode == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_below_a_home_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DataError, match=r"the cache ~nobody-here/c has no place, .*; set \$CARRYWAVE_CACHE to a folder"):
+        cache.folder("~nobody-here/c")
+
+
+def test_a_disk_that_is_full_keeps_no_draft(tmp_path: Path) -> None:
+    """Of a file that cannot be closed either: what is buffered does not fit, as here by a limit of file sizes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"the cache .* cannot be written \(File too large\); raise the limit of file sizes"):
+            cache.fetch(tmp_path, "k", build)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
     def slow(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
         cache.fetch(tmp_path, "k", build)  # another process is faster
@@ -150,6 +191,15 @@ def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
 
     assert cache.fetch(tmp_path, "k", slow).parts["train"].inputs.tolist() == [0, 1, 1, 0]
     assert [path.name for path in tmp_path.iterdir()] == [cache.place_of(tmp_path, "k").name]
+
+
+def test_an_entry_clears_away_the_drafts_of_those_who_were_killed_over_it(tmp_path: Path) -> None:
+    left = [tmp_path / f".draft-{cache.place_of(tmp_path, key).name}-abc" for key in ("k", "l")]
+    for each in left:
+        each.mkdir()
+        (each / "a0.npy").touch()
+    cache.fetch(tmp_path, "k", build)
+    assert {path.name for path in tmp_path.iterdir()} == {cache.place_of(tmp_path, "k").name, left[1].name}
 
 
 def test_old_drafts_are_swept(tmp_path: Path) -> None:

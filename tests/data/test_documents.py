@@ -122,7 +122,7 @@ def test_rows_that_are_documents() -> None:
         (
             {"tokens": [1, 2], "label": "x", "resets": [True, False]},
             Codec("classification", "tokens", "int", size=9, labels=("x",)),
-            "classification has one label for a row; write a row for each",
+            "here a row is one sequence; write a row for each",
         ),
     ],
 )

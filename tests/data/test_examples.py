@@ -121,6 +121,7 @@ GOOD = {"steps": [[1.0, 2.0]], "label": "a"}
 BAD_ROWS = [
     ("{", r"the line is not JSON .*; write one object per line"),
     ('{"steps": [[1, 2]], "label": "a"', "the line is not JSON"),
+    ('{"steps": [[1, 2]], "label": "a", "label": "b"}', "field 'label' is given twice; remove one of them"),
     ("[1]", "is a JSON list, not an object"),
     ({"label": "a"}, r"the field steps is missing \(the row has label\); add it"),
     ({"steps": [[1, 2]]}, "the field label is missing"),

@@ -57,6 +57,7 @@ def test_a_run_reads_an_array_as_it_reads_lines(task: str, tmp_path: Path) -> No
         ("[1, 2]", r"rows\.json: row 1 begins with '1'; write an array of objects: \[\{"),
         ('[{"a": 1}, [2]]', r"rows\.json: row 2 begins with '\['"),
         ('[{"a": 1}, {"b": ]', r"rows\.json: row 2 is not JSON \(Expecting value\)"),
+        ('[{"a": 1}, {"b": 1, "c": 2, "b": 3}]', r"rows\.json: row 2: field 'b' is given twice; remove one of them"),
         ('[{"a": 1}, {"b": "c', r"rows\.json: row 2 is not JSON \(Unterminated string"),
         ('[{"a": 1} {"b": 2}]', r"rows\.json: row 2: there is no comma before it"),
         ('[{"a": 1}', r"rows\.json: row 2: there is no comma before it"),

@@ -240,7 +240,17 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "classification",
         (STEPS, LABELS, [0, 0, 0]),
-        "train: every weight is 0, so nothing could be learned or measured; set data.weight=none",
+        "train: every weight is 0, so nothing could be learned or measured; change them, or set data.weight=none",
+    ),
+    (
+        "classification",
+        (STEPS, LABELS, [1.0, 1e30, 1.0]),
+        "train: the largest weight is 1e\\+30, and float32 cannot hold sums of such weights",
+    ),
+    (
+        "classification",
+        (STEPS, LABELS, [1e-30] * 3),
+        "train: every weight is at most 1e-30, .*; multiply or divide all of them by the same",
     ),
     (
         "classification",

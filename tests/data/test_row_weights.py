@@ -254,6 +254,7 @@ def test_parts_of_a_table_and_other_tables_have_weights() -> None:
         (frame_of(w=-1.0), {}, r"train: row 1, column w \(data.weight\) is -1; write a number from 0 on, 0 for no target"),
         (frame_of(w=[1.0] * 11 + [None]), {}, r"train: row 12, column w \(data.weight\) is empty"),
         (frame_of(w=0.0), {}, "train: every weight in it is 0, so nothing could be learned or measured"),
+        (frame_of(w=1e12), {}, r"train: the largest weight in it is 1e\+12, and float32 cannot hold sums of such weights"),
         (frame_of(), {"weight": "ds"}, r"train: column ds \(data.weight\) holds the times; name another"),
         (frame_of(), {"columns": ["y", "w"]}, r"column w \(data.weight\) is in data.columns as well; name another"),
         (np.zeros((9, 1)), {}, "train is a list of numbers, but data.weight names a column"),

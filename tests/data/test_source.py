@@ -82,6 +82,8 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"data\.train=~nobody-here/d\.txt: file not found"):
+        find("~nobody-here/d.txt", field="data.train")
     with pytest.raises(DataError, match=r"data\.valid=no\.txt: file not found in .*; use the path of an existing file"):
         find("no.txt", field="data.valid")
     with pytest.raises(DataError, match="is a folder"):

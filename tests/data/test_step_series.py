@@ -155,6 +155,30 @@ def test_rows_of_steps(tmp_path: Path) -> None:
     assert (given.lengths.tolist(), given.tags) == ([3], None)
 
 
+def test_a_step_of_which_nothing_is_there_may_be_null() -> None:
+    """Also where steps have several numbers, and where a whole row has none."""
+    rows = [
+        {"steps": [None, None], "labels": [None, None]},
+        {"steps": [[1.0, 2.0], None], "labels": [None, [3.0, 4.0]]},
+        {"steps": [[5.0, None], [7.0, 8.0]], "labels": [[1.0, None], [9.0, 10.0]]},
+    ]
+    found = from_python({"train": rows, "valid": rows}, spec(missing="mask"))
+    assert found.codec.columns == ("0", "1", "0_seen", "1_seen", "0_age", "1_age")
+    assert found.train.tags is not None
+    targets = found.codec.restore(np.asarray(found.train.tags, np.float64))
+    np.testing.assert_allclose(targets[2:], [[np.nan, np.nan], [3, 4], [1, np.nan], [9, 10]], rtol=1e-6)
+    for name in ("steps", "labels"):
+        with pytest.raises(DataError, match=rf"a step has 1 numbers in {name}, but others have 2; use 2 in every step"):
+            from_python({"train": [*rows, rows[1] | {name: [1.0, 1.0]}]}, spec(missing="mask"))
+
+
+@pytest.mark.parametrize("how", [{"task": "regression", "data": {"each_step": True}}, {"task": "forecasting", "data": {"horizon": 1}}])
+def test_rows_of_several_sequences_are_refused(how: dict[str, Any]) -> None:
+    rows = [{"steps": [[1.0], [2.0], [4.0]], "labels": [1.0, 2.0, 3.0], "resets": [False, True, False]}] * 3
+    with pytest.raises(DataError, match="train item 0: resets begin new sequences, but here a row is one sequence; write a row for each"):
+        from_python({"train": rows}, parse({**how, "batch": {"lanes": 2, "steps": 2}}))
+
+
 def test_named_rows_have_the_deviation_of_their_name() -> None:
     rows = [{"id": name, "steps": [1.0, 2.0, 3.0], "labels": [0.0, size, 2 * size]} for name, size in (("x", 1.0), ("y", 5.0))]
     asked = spec(series="id", share=0.0)

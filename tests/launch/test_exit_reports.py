@@ -76,6 +76,8 @@ def test_a_signal_that_was_passed_on() -> None:
     assert of([-9, -9], asked=2, killed=(0, 1)).code == 130
     assert "since the last snapshot" in of([-9, -9], asked=2, killed=(0, 1)).message
     assert of([130, 130], cause(0, "user", code=130, message="interrupted"), cause(1, "lost"), asked=2) == Ended(130, "interrupted")
+    assert of([1, 1], asked=2) == of([1, 130], asked=2) == Ended(130, "interrupted")  # Python itself ends so while it starts
+    assert of([1, 1], asked=15).code == 1
 
 
 def test_a_cause_travels_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

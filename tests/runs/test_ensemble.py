@@ -115,6 +115,16 @@ def test_numbers_are_averaged_in_the_units_of_the_data(folder: Path) -> None:
     assert found["loss"] == pytest.approx((((both - truth) / np.array(codec.target_std)) ** 2).mean(), rel=1e-5)
 
 
+def test_numbers_of_steps_are_averaged_whatever_series_were_held_out(folder: Path) -> None:
+    draw = np.random.default_rng(4)
+    rows = [{"steps": (x := draw.normal(size=(9, 2))).tolist(), "labels": (x.sum(1) * number).tolist()} for number in range(12)]
+    data = {"train": write(folder / "steps.jsonl", rows), "each_step": True, "share": 0.4}
+    runs = [learn(folder, f"steps-{seed}", "regression", data, seed, batch={"lanes": 2, "steps": 4}) for seed in (1, 2)]
+    given = [{"steps": row["steps"]} for row in rows[:3]]
+    one, two, both = ([row["label"] for row in cw.predict(each, given, device="cpu")] for each in (runs[0], runs[1], runs))
+    assert both == pytest.approx(np.mean([one, two], axis=0), rel=1e-9)
+
+
 @pytest.fixture(scope="module")
 def series(folder: Path) -> Path:
     draw = np.random.default_rng(4)

@@ -20,7 +20,7 @@ from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
 
-def predict_run(run: Path, given: Path | None = None, output: Path | None = None, **how: Any) -> list[dict[str, Any]]:
+def predict_run(run: Path, given: Any = None, output: Path | None = None, **how: Any) -> list[dict[str, Any]]:
     """The rows; those that are written to a file are the same."""
     if output is None:
         return cw.predict(run, given, **how)
@@ -35,7 +35,7 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def learn(tmp_path: Path, task: str, data: dict[str, Any], **sections: Any) -> Path:
-    spec = parse({"task": task, "data": data, "model": {"hidden": 10, "layers": 1}, **sections})
+    spec = parse({"task": task, "data": data, **{"model": {"hidden": 10, "layers": 1}, **sections}})
     train(spec, run=tmp_path / "run", device="cpu")
     return tmp_path / "run"
 
@@ -122,6 +122,21 @@ def test_tags_are_one_for_each_step(tmp_path: Path, batch: dict[str, int]) -> No
     wanted = [sentence() for _ in range(20)]
     rows = predict_run(run, lines(tmp_path / "given.jsonl", [{"tokens": row["tokens"]} for row in wanted]), device="cpu")
     assert [row["labels"] for row in rows] == [row["labels"] for row in wanted]
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_sequences_that_begin_inside_a_row_are_predicted_as_if_they_were_alone(tmp_path: Path, both_ways: bool) -> None:
+    draw = np.random.default_rng(3)
+    rows = [{"steps": draw.normal(size=(9, 2)).tolist(), "resets": [step in (4, 7) for step in range(9)]} for _ in range(12)]
+    tags = [["up" if total > 0 else "down" for total in np.cumsum(row["steps"], axis=0)[:, 0]] for row in rows]
+    given = [row | {"labels": own} for row, own in zip(rows, tags, strict=True)]
+    data, how = {"train": str(lines(tmp_path / "train.jsonl", given))}, {"epochs": 10, "lr": 0.05}
+    run = learn(tmp_path, "tagging", data, model={"hidden": 10, "layers": 1, "bidirectional": both_ways}, batch={"tokens": 64}, train=how)
+    parts = [{"steps": row["steps"][low:high]} for row in rows for low, high in ((0, 4), (4, 7), (7, 9))]
+    alone = [label for row in predict_run(run, lines(tmp_path / "parts.jsonl", parts)) for label in row["labels"]]
+    assert [label for row in predict_run(run, lines(tmp_path / "rows.jsonl", rows)) for label in row["labels"]] == alone
+    joined = [label for row in predict_run(run, [{"steps": row["steps"]} for row in rows]) for label in row["labels"]]
+    assert joined != alone  # it is not for nothing
 
 
 def test_numbers_come_back_in_the_units_of_the_file(tmp_path: Path) -> None:

@@ -115,6 +115,26 @@ def test_the_next_token_is_as_likely_as_in_the_whole_text(softmax: str, tmp_path
         stepper.step({"text": "ß"})
     with pytest.raises(DataError, match=rf"client 7: {len(stepper.labels)} is not a token; pass its text, or an id from 0 to"):
         stepper.step({7: len(stepper.labels)})
+    for bad in (torch.tensor(3.7), torch.tensor([1, 2]), 1.0, True):
+        with pytest.raises(DataError, match="is not a token"):
+            stepper.step({7: bad})
+
+
+@pytest.mark.parametrize("reset", ["|", "blank line"])
+def test_what_ends_a_document_ends_it_for_a_client_too(reset: str, tmp_path: Path) -> None:
+    text = ("the carry goes on" + ("|" if reset == "|" else "\n\n")) * 12
+    result = learn("language", text, tmp_path, {"hidden": 8, "layers": 1}, batch={"lanes": 2, "steps": 16}, data={"reset": reset})
+    stepper, document = result.stepper(), text[: 18 + (reset != "|")]
+    first, second = ([stepper.step({"text": letter})["text"] for letter in document] for _ in range(2))
+    torch.testing.assert_close(first, second, **EXACT)
+    stepper.step({"other": "|" if reset == "|" else "\n"})
+    stepper.save(tmp_path / "clients.safetensors")
+    again = result.stepper()
+    again.load(tmp_path / "clients.safetensors")
+    for letter, wanted in zip(document, first, strict=True):
+        torch.testing.assert_close(again.step({"text": letter, "third": letter})["text"], wanted, **EXACT)
+    likeliest = "".join(stepper.labels[int(out.argmax())] for out in first[-1:])
+    assert cw.predict(result.run, prompt=document * 2, tokens=1, temperature=0)[0]["continuation"] == likeliest
 
 
 def test_clients_are_reset_forgotten_saved_and_loaded(tmp_path: Path) -> None:

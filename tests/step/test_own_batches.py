@@ -1,4 +1,6 @@
-"""Batches of a user's own loop: those with an autograd graph, and the carry of lanes that change their number, their order or fail."""
+"""Batches of a user's own loop: those with an autograd graph, the carry of lanes that change their number, their order or fail, and
+batches from which nothing can be learned.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import carrywave as cw
 from carrywave.errors import UserError
+from carrywave.model.heads.classes import Sigmoid
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 
-T, B, WIDTH = 4, 4, 5
+T, B, WIDTH, CLASSES = 4, 4, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
 PLANS: list[dict[str, Any]] = [{}, {"chunk_steps": 2}, {"micro_batches": 2}]
 
@@ -198,3 +203,42 @@ def test_checkpointing_of_dropout_is_refused_and_of_anything_else_is_not() -> No
         trainer.step(cw.Batch.of(*tensors()))
     for a, b in zip(nets[0].parameters(), nets[2].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+# --- That cannot be learned
+
+
+def test_targets_that_a_head_cannot_learn_are_said_in_our_words() -> None:
+    """Instead of a loss that is not finite, or a wrong one."""
+    x, target = torch.zeros(T, B, 2), torch.zeros(T, B, dtype=torch.int64)
+
+    def refused(head: nn.Module, targets: Tensor, words: str, **more: Any) -> None:
+        trainer = cw.Trainer(cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH), head), {"lr": 0.1})
+        for use in (trainer.step, lambda batch: trainer.evaluate([batch])):
+            with pytest.raises(UserError, match=words):
+                use(cw.Batch.of(x, targets, **more))
+
+    refused(CRF(WIDTH, CLASSES), target + CLASSES, "contain class 3, but the head knows 0 to 2")
+    refused(CRF(WIDTH, CLASSES), target - 1, "contain class -1, but the head knows 0 to 2")
+    refused(CRF(WIDTH, CLASSES), target.double(), "the head CRF learns classes; pass whole numbers")
+    refused(CRF(WIDTH, CLASSES), target[..., None], r"the head CRF learns a label for each step; pass \[time, lane\]")
+    refused(Sigmoid(WIDTH, CLASSES), torch.full((T, B, CLASSES), 2.0), "contain 2, but a label holds or does not; pass 1 or 0 for each")
+    rows = torch.tensor([[0, 1, -1]] * B)
+    refused(Ctc(WIDTH, CLASSES), rows.roll(1, 1), "lane 0 have a label after their end, which is what -1 says", pooled=True)
+    short = torch.full((B,), 1)
+    refused(
+        Ctc(WIDTH, CLASSES), rows, "labels of lane 0 need 2 answers, .*, but the head gives 1 for its 1 steps", lengths=short, pooled=True
+    )
+    refused(Ctc(WIDTH, CLASSES), torch.zeros(B, T, dtype=torch.int64), f"labels of lane 0 need {2 * T - 1} answers", pooled=True)
+
+
+def test_batches_of_anything_but_numbers_are_refused() -> None:
+    x, target = torch.zeros(T, B, 2), torch.zeros(T, B, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"the inputs of a batch are a dict, .*; put the parts side by side in one tensor"):
+        cw.Batch.of({"price": x, "mask": x}, target)  # type: ignore[arg-type]
+    for given in ("text", [[1.0], [1.0, 2.0]], object(), x.to(torch.complex64)):
+        with pytest.raises(UserError, match=r"the inputs of a batch are a .*, not numbers in a fixed shape"):
+            cw.Batch.of(given, target)  # type: ignore[arg-type]
+    for name in ("targets", "weights", "lengths", "fresh", "lanes", "resets", "history"):
+        with pytest.raises(UserError, match=rf"the {name} of a batch are a dict"):
+            cw.Batch.of(x, **{"targets": target, name: {}})

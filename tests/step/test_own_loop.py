@@ -151,6 +151,16 @@ def test_a_parameter_that_was_replaced_is_refused() -> None:
         trainer.step(batch())
 
 
+def test_a_model_that_was_converted_is_refused() -> None:
+    net = model()
+    trainer = cw.Trainer(net, SGD)
+    trainer.step(batch())
+    net.float()
+    was, now = r"was float64 \[3, 2\] on cpu", r"is float32 \[3, 2\] on cpu now"
+    with pytest.raises(UserError, match=rf"{was} when the trainer was created, and {now}; convert and move the model first"):
+        trainer.step(batch())
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_encoder_trains() -> None:
     net = model()
@@ -291,6 +301,15 @@ def test_batches_that_cannot_be_meant_are_said_in_our_words() -> None:
 
 
 # --- Hooks
+
+
+def test_post_accumulate_hooks_are_called_in_the_order_of_the_parameters() -> None:
+    net, called = model(), list[str]()
+    for name, parameter in reversed(list(net.named_parameters())):
+        for place in (1, 2):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, place=place: called.append(f"{name} {place}"))
+    cw.Trainer(net, SGD, plan={"chunk_steps": 2}, keep_state=False).step(batch())
+    assert called == [f"{name} {place}" for name, _ in net.named_parameters() for place in (1, 2)]
 
 
 @pytest.mark.parametrize("plan", CHUNKS)

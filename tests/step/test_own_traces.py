@@ -9,6 +9,7 @@ from array import array
 from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cache, lru_cache
 from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, cast
@@ -116,6 +117,16 @@ def tallies(scale: Tensor) -> Tensor:
 tallies.calls = 0  # type: ignore[attr-defined]
 
 
+@cache
+def kept_for_ever() -> dict[str, int]:
+    return {}
+
+
+@lru_cache(maxsize=4)
+def kept_for_a_while(name: str) -> list[float]:
+    return [0.0]
+
+
 class Helper:
     def __call__(self) -> int:
         Settings.calls += 1
@@ -183,6 +194,8 @@ RESTORABLE: dict[str, Callable[[], Uses]] = {
     "argument": lambda: Uses(torch.ones(()), counts),
     "function": lambda: Uses(torch.ones(()), tallies),
     "through a function": lambda: Uses(torch.ones(()), lambda held: tallies(held)),
+    "result of a cached function": lambda: Uses(None, lambda held: counted(kept_for_ever())),
+    "result of a function with a small cache": lambda: Uses(None, lambda held: added(kept_for_a_while("calls"))),
     "argument of forward": lambda: Defaulted(None, float),
     "array": lambda: Uses(array("d", [0.0]), added),
     "bytearray": lambda: Uses(bytearray(1), added),
@@ -203,6 +216,8 @@ LOST: dict[str, Callable[[], Uses]] = {
 
 def _reset() -> None:
     Settings.calls = tallies.calls = 0  # type: ignore[attr-defined]
+    kept_for_ever.cache_clear()
+    kept_for_a_while.cache_clear()
     counts.__defaults__[0]["calls"] = Defaulted.forward.__defaults__[0][0] = 0  # type: ignore[index]
 
 
@@ -215,6 +230,17 @@ def test_state_in_any_place_is_refused_when_split_and_left_alone_on_one_device(k
     assert train(SERIAL, make) == pytest.approx(expected, rel=1e-12)
     lost, changed = f"what it takes from the {kind} in its held cannot be put back", "changes its (held|take|class attribute|variable)"
     refused(MICRO, rf"encoder \((Uses|Defaulted)\) .*{lost if kind in LOST else changed}", make)
+
+
+@cache
+def ramp(steps: int) -> Tensor:
+    return torch.linspace(0.0, 1.0, steps, dtype=torch.float64)
+
+
+def test_a_cache_that_is_filled_is_no_state() -> None:
+    """A table for each number of steps, made when it is first asked for."""
+    make = lambda: Uses(None, lambda held: ramp(8).sum())  # noqa: E731
+    assert train(MICRO, make) == pytest.approx(plain(make), rel=1e-12)
 
 
 class Counting:

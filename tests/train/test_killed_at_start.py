@@ -1,4 +1,6 @@
-"""A process that is killed while it writes a run's initial files leaves a folder in which the same command works."""
+"""A process that is killed while it writes a run's initial files leaves a folder in which the same command works; one that is asked to stop
+leaves none.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import os, signal
 from pathlib import Path
 import carrywave as cw
 from carrywave.runs.run import Run
-Run.{method} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Run.{method} = lambda *_: os.kill(os.getpid(), {number})
 cw.fit({{"hidden": 4}}, {text!r}, task="language", batch={{"lanes": 2, "steps": 8}}, train={{"max_steps": 1}}, run=Path({run!r}))
 """
 
@@ -25,10 +27,16 @@ cw.fit({{"hidden": 4}}, {text!r}, task="language", batch={{"lanes": 2, "steps": 
 @pytest.mark.parametrize("method", ["expect_snapshot", "write_spec"])
 def test_the_same_call_trains_after_a_kill_among_the_initial_files(tmp_path: Path, method: str) -> None:
     run = tmp_path / "run"
-    program = PROGRAM.format(method=method, text=TEXT, run=str(run))
+    program = PROGRAM.format(method=method, text=TEXT, run=str(run), number=int(signal.SIGKILL))
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert (run / "facts.json").is_file()
     assert not (run / "spec.yaml").exists()
     result = cw.fit({"hidden": 4}, TEXT, task="language", batch={"lanes": 2, "steps": 8}, train={"max_steps": 1}, run=run, progress=False)
     assert result.ending == "done"
     assert (run / "weights.safetensors").is_file()
+
+
+def test_a_stop_among_the_initial_files_leaves_no_folder(tmp_path: Path) -> None:
+    program = PROGRAM.format(method="write_history", text=TEXT, run=str(tmp_path / "runs" / "run"), number=int(signal.SIGTERM))
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

@@ -525,3 +525,10 @@ def test_the_lstm_drops_in(options: dict[str, Any]) -> None:
     again, _ = nn.utils.rnn.pad_packed_sequence(again, batch_first=bool(options.get("batch_first")))
     for a, b in ((again, expected), (our_h, h), (our_c, c)):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_run_begins_with_the_weights_in_the_folder_of_another(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"task": "language", "batch": LANES, "train": {"max_steps": 1, "lr": 1e-9}, "device": "cpu"}
+    first = cw.fit(NARROW, TEXT, run=tmp_path / "first", **how)
+    second = cw.fit(NARROW, TEXT, run=tmp_path / "second", init=first.run, **how)
+    torch.testing.assert_close(second.model.state_dict(), first.model.state_dict(), rtol=0, atol=1e-6)  # a step of 1e-9

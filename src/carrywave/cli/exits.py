@@ -130,6 +130,7 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             environment.check()
+            _check_folder()
             with by_command():
                 command(*args, **kwargs)
         except UserError as error:
@@ -151,6 +152,14 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
             _leave(FAULT)
 
     return run
+
+
+def _check_folder() -> None:
+    """Refuse to work in a folder that was removed: relative paths mean nothing there, and some libraries abort when they are loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder no longer exists; change to another one (cd)") from None
 
 
 def _leave(code: int) -> NoReturn:

@@ -206,5 +206,6 @@ def _is_there(run: str | None) -> bool:
 
 
 def _evaluations(run: Path) -> list[dict[str, object]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()] if is_first() else []
+    file = run / "metrics.jsonl"  # not there yet if the run was stopped early
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if is_first() and file.is_file() else []
     return [row for row in rows if row["split"] != "train"]

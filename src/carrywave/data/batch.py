@@ -6,7 +6,7 @@ targets, and a loss needs no other argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from carrywave.errors import UserError
+from carrywave.errors import UserError, one_line
 
 IGNORED = -100  # integer target that is left out of the loss; the counterpart of NaN among float targets
 
@@ -80,8 +80,8 @@ class Batch:
         """
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
-        inputs = torch.as_tensor(inputs)
-        history = None if history is None else torch.as_tensor(history)
+        inputs = _tensor(inputs, "inputs")
+        history = None if history is None else _tensor(history, "history")
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
             raise UserError(f"batch inputs have shape {list(inputs.shape)}; pass [time, lane, …] with at least one step and one lane")
         steps, count = inputs.shape[:2]
@@ -108,7 +108,7 @@ class Batch:
             begun, sequences = (count if begun is None else begun) + inside, int(resets.sum(0).max()) + 1
         known = pooled
         if targets is not None:
-            targets = torch.as_tensor(targets, device=device)
+            targets = _tensor(targets, "targets").to(device)
             each_step, each_lane = _readings(targets, steps, count)
             known = each_lane if pooled is None and each_step != each_lane and resets is None else pooled
             by_lane = pooled if resets is None else False
@@ -264,7 +264,7 @@ def _unpacked(inputs: Any, targets: Any, lengths: Any) -> tuple[Any, Any, Any]:
 
 def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return one value per lane, broadcasting a scalar."""
-    value_B = torch.as_tensor(value)
+    value_B = _tensor(value, name)
     if value_B.dim() == 0:
         value_B = value_B.expand(count)
     if value_B.shape != (count,) or value_B.is_floating_point() or (value_B.dtype == torch.bool) != (dtype == torch.bool):
@@ -275,7 +275,7 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
 
 def _resets(resets: Any, lengths_B: Tensor, steps: int, count: int) -> tuple[Tensor, int]:
     """Resets at real steps, on the device of the lengths, and how many of them come after a lane's first step."""
-    resets_TB = torch.as_tensor(resets)
+    resets_TB = _tensor(resets, "resets")
     if resets_TB.shape != (steps, count) or resets_TB.dtype != torch.bool:
         raise UserError(
             f"resets has shape {list(resets_TB.shape)} and dtype {resets_TB.dtype}; pass true or false for each of the {steps} steps of "
@@ -299,11 +299,26 @@ def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
         )
 
 
+def _tensor(given: Any, name: str) -> Tensor:
+    """A tensor of what was given; refuses what has no numbers in a fixed shape."""
+    try:
+        found = torch.as_tensor(given)
+        if found.is_complex():
+            raise TypeError("complex numbers")
+        return found
+    except (TypeError, ValueError, RuntimeError) as error:
+        several = "put the parts side by side in one tensor, and have the encoder take them apart" if isinstance(given, Mapping) else ""
+        raise UserError(
+            f"the {name} of a batch are a {type(given).__name__}, not numbers in a fixed shape ({one_line(error, 100)}); "
+            f"{several or f'pass the {name} as one tensor or array'}"
+        ) from None
+
+
 def _weights(weights: Any, targets: Tensor | None, lengths_B: Tensor | None, steps: int, count: int, *, by_lane: bool | None) -> Tensor:
     """Weights as floats on the device of the targets, 0 where there is only padding."""
     if targets is None:
         raise UserError("weights are those of targets, but the batch has none; pass Batch.of(inputs, targets, weights=...)")
-    given = torch.as_tensor(weights)
+    given = _tensor(weights, "weights")
     found = given.to(targets.device, given.dtype if given.is_floating_point() else torch.float32)
     shape = tuple(found.shape)
     if shape != (count,) and (by_lane or shape[:2] != (steps, count) or shape != targets.shape[: found.dim()]):

@@ -357,10 +357,9 @@ class _Writer:
             to.append(label_sets.encode(sets, self.codec.label_sets, self.codec.label_numbers, where))
 
     def _add_resets(self, steps: int, row: Row, where: str) -> None:
-        given = row.get("resets") is not None
-        if given and self.codec.task not in RESETS:
-            raise DataError(f"{where}: resets begin new sequences, but {self.codec.task} has one label for a row; write a row for each")
-        if given and self.codec.field == "text":
+        if self.codec.task not in RESETS:
+            fields.refuse_resets(row, where)
+        if row.get("resets") is not None and self.codec.field == "text":
             raise DataError(f"{where}: resets are for tokens and steps, and this row has text; set data.reset to what ends a document")
         found = fields.resets_of(row, steps, where)
         if self.resets is None and (found is not None or self.documents):

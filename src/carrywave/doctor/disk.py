@@ -51,7 +51,7 @@ def look(use: str, folder: Path, seconds: float = TRIAL_SECONDS) -> Disk:
 
 def existing(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
-    folder = folder.expanduser().absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 

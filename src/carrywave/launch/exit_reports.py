@@ -75,6 +75,8 @@ class WorkerEnds:
             return _died(rank, number, size)
         for rank, code in self.codes.items():
             if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in self.causes:
+                if code == FAULT and self.asked == signal.SIGINT:
+                    return Ended(INTERRUPTED, "interrupted")  # how Python ends if it is interrupted while it starts
                 what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
                 return Ended(code, what, rank=rank, died=code not in (MISTAKE, RESOURCE))
         if self.asked is not None and -self.asked in self.codes.values() and not accounted - set(self.causes):

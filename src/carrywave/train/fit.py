@@ -17,7 +17,7 @@ from carrywave import __version__, heap
 from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import PlanError, UserError, unwinding
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
 from carrywave.launch.restart_policy import RESTARTS
@@ -97,7 +97,7 @@ def fit(
     spec: Spec | Mapping[str, Any] | str | Path | None = None,
     run: str | Path | None = None,
     resume: bool = False,
-    init: str | None = None,
+    init: str | Path | None = None,
     devices: int = 1,
     restarts: int = RESTARTS,
     min_devices: int | None = None,
@@ -160,7 +160,8 @@ def fit(
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)
         with _left_at_the_end(world), seen as watching:
             place = run if run is None or is_address(run) else Path(run)
-            start = begin(asked, world, place, resume, init, watching, from_files=False)
+            weights = None if init is None else str(init)
+            start = begin(asked, world, place, resume, weights, watching, from_files=False)
             with start.folder:
                 files: dict[str, str] = {}
                 if start.spec.data.train is not None:
@@ -270,7 +271,7 @@ def _train(
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")
         return Result(folder.path, None, {}, shown(model), task)
-    with folder:
+    with unwinding(launch_record.trains), folder:
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, OpaqueModel))
             data = Data(prepared.fingerprint, files, dealing)

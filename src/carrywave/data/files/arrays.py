@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,7 +83,8 @@ class FileAppender:
 
     def abandon(self) -> None:
         """Close the file without finishing it."""
-        self._file.close()
+        with suppress(OSError):  # what is buffered may not fit on the disk, which is why it is abandoned
+            self._file.close()
 
 
 def open_array(path: Path) -> NDArray[Any]:

@@ -26,16 +26,16 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
 from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError, ResourceError, from_system, remedy_for
+from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
 
 FORMAT = 6  # part of every key, so that entries of another format, or read in another way, are never used
-CHECKS = 4  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
+CHECKS = 5  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
 ARRAYS = (
     *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),
     *("units", "means", "spreads"),
 )
 STALE_SECONDS = 7 * 24 * 3600
-MANIFEST, CONTENT = "manifest.json", "content.json"
+MANIFEST, CONTENT, DRAFT = "manifest.json", "content.json", ".draft-"
 PLAIN_NAME = re.compile(r"[a-z0-9_]+\.(npy|json)")
 
 Parts = dict[str, Sequences]
@@ -55,7 +55,10 @@ Build = Callable[[NewArray], Entry]
 
 def folder(asked: str | None) -> Path:
     """Return the cache directory."""
-    return Path(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
+    found = os.path.expanduser(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave")
+    if found.startswith("~"):
+        raise DataError(f"the cache {found} has no place, because there is no such home folder; set $CARRYWAVE_CACHE to a folder")
+    return Path(found)
 
 
 def place_of(where: Path, key: str) -> Path:
@@ -71,7 +74,8 @@ def fetch(where: Path, key: str, build: Build) -> Entry:
     except OSError as error:
         _refuse(where, error)
     if not there:
-        _write(where, place, build)
+        with unwinding():
+            _write(where, place, build)
     return _open(place)
 
 
@@ -79,7 +83,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
     try:
         where.mkdir(parents=True, exist_ok=True)
         _sweep(where)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=where))
+        draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{place.name}-", dir=where))
         draft.chmod(where.stat().st_mode & 0o777)  # anyone who may read the cache may read its entries
     except OSError as error:
         _refuse(where, error)
@@ -105,7 +109,8 @@ def _write(where: Path, place: Path, build: Build) -> None:
         _seal(draft, content)
         _publish(draft, place)
     except OSError as error:
-        _refuse(where, error)
+        if not place.exists():  # else another process was faster, and has cleared this draft away
+            _refuse(where, error)
     finally:
         for writer in writers:
             writer.abandon()
@@ -114,7 +119,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
 
 def _sweep(where: Path) -> None:
     """Remove drafts left behind by processes that were killed long ago."""
-    for draft in where.glob(".draft-*"):
+    for draft in where.glob(f"{DRAFT}*"):
         with contextlib.suppress(OSError):  # its owner may have just published it
             if time.time() - draft.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -159,6 +164,8 @@ def _publish(draft: Path, place: Path) -> None:
             raise
         return  # another process published the same entry first
     _sync(place.parent)
+    for other in place.parent.glob(f"{DRAFT}{place.name}-*"):  # of a process that was killed, or of one that will find this entry
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -16,6 +16,7 @@ from carrywave.errors import DataError
 FIELDS = ("steps", "tokens", "text")
 TARGETS = ("label", "labels")
 IGNORED = -100
+LEAST_WEIGHT, MOST_WEIGHT = 1e-9, 1e9  # of the largest weight: times some millions of targets, float32 holds it well
 Matrix = NDArray[np.float64]
 
 
@@ -203,6 +204,12 @@ def resets_of(row: Row, steps: int, where: str) -> NDArray[np.bool_] | None:
     return array
 
 
+def refuse_resets(row: Row, where: str) -> None:
+    """Refuse a row of several sequences where each row is one."""
+    if row.get("resets") is not None:
+        raise DataError(f"{where}: resets begin new sequences, but here a row is one sequence; write a row for each")
+
+
 def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
     """Return the weight of a row, or those of its steps; None if the row does not say."""
     if WEIGHT not in row:
@@ -220,6 +227,16 @@ def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
             f"{where}: {WEIGHT} is {shown}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
         )
     return found if found.ndim else float(found)
+
+
+def check_largest_weight(largest: float, every: str, otherwise: str) -> None:
+    """Refuse weights that are all 0, and those of which the sums of float32 would overflow or vanish. `every`: what they are called."""
+    if not largest:
+        raise DataError(f"{every} is 0, so nothing could be learned or measured; change them, or {otherwise}")
+    if not LEAST_WEIGHT <= largest <= MOST_WEIGHT:
+        fact = f"{every} is at most {largest:g}" if largest < LEAST_WEIGHT else f"{every.replace('every', 'the largest')} is {largest:g}"
+        remedy = "multiply or divide all of them by the same number, which changes nothing else"
+        raise DataError(f"{fact}, and float32 cannot hold sums of such weights; {remedy}, or {otherwise}")
 
 
 def _ignored(label: Any) -> bool:

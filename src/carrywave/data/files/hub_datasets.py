@@ -117,8 +117,8 @@ def _load(name: str, field: str) -> Any:
     except ImportError as error:
         raise DataError(f"{field}={name} needs the package datasets; install it with: pip install 'carrywave[datasets]'") from error
     rest, _, split = name.removeprefix(PREFIX).partition("#")
-    where, _, config = (rest, "", "") if Path(rest).expanduser().exists() else rest.partition("@")
-    path = Path(where).expanduser()
+    where, _, config = (rest, "", "") if Path(os.path.expanduser(rest)).exists() else rest.partition("@")
+    path = Path(os.path.expanduser(where))
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(str(path))

@@ -15,6 +15,21 @@ NEAR_END = 16  # a mistake this close to the end of what was read may be a value
 EXAMPLE = '[{"steps": [[0.1, 0.2], …], "label": "a"}, …]'
 
 
+class GivenTwice(ValueError):
+    """An object has two fields of one name, of which Python would silently take the last."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise GivenTwice(f"field {next(name for name in names if names.count(name) > 1)!r:.60} is given twice; remove one of them")
+    return found
+
+
+PARSER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def is_array(source: Source) -> bool:
     """True if the content begins as an array does."""
     return source.head().removeprefix(BOM).lstrip().startswith(b"[")
@@ -33,6 +48,8 @@ def objects(source: Source, where: Callable[[int], str]) -> Iterator[dict[str, A
             raise DataError(f"{where(number)} {what}; write an array of objects: {EXAMPLE}")
         try:
             yield text.value()
+        except GivenTwice as error:
+            raise DataError(f"{where(number)}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where(number)} is not JSON ({str(error)[:100]}); write an array of objects: {EXAMPLE}") from error
         number += 1
@@ -47,7 +64,6 @@ class _Text:
     def __init__(self, source: Source) -> None:
         self._source, self._blocks = source, source.blocks()
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._parser = json.JSONDecoder()
         self._text, self._at, self._bytes = "", 0, 0
 
     def next(self) -> str:
@@ -71,7 +87,7 @@ class _Text:
         """The object that begins here; ValueError if it is not JSON."""
         while True:
             try:
-                found, self._at = self._parser.raw_decode(self._text, self._at)
+                found, self._at = PARSER.raw_decode(self._text, self._at)
                 return dict(found)
             except json.JSONDecodeError as error:
                 cut_off = error.pos >= len(self._text) - NEAR_END or error.msg.startswith("Unterminated string")

@@ -48,6 +48,6 @@ class Weigher:
     def close(self, *, join: bool, name: str) -> tuple[Weights | None, Weights | None]:
         """Return the weights of sequences or of steps; of steps if their rows are joined."""
         by_row, by_step = (None if each is None else each.close() for each in (self.by_row, self.by_step))
-        if by_row is not None and not self.largest:
-            raise DataError(f"{name}: every weight is 0, so nothing could be learned or measured; set data.weight={NO_WEIGHT}")
+        if by_row is not None:
+            fields.check_largest_weight(self.largest, f"{name}: every weight", f"set data.weight={NO_WEIGHT}")
         return (None, by_step) if self.lists or join else (by_row, None)

@@ -6,7 +6,6 @@ Rows are read one at a time and can be iterated repeatedly; each can be located 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -100,9 +99,11 @@ class JsonRows(_Lines):
 
     def _parse(self, number: int, line: bytes) -> Row:
         try:
-            row = json.loads(line.decode())
+            row = json_array.PARSER.decode(line.decode())
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}") from error
+        except json_array.GivenTwice as error:
+            raise DataError(f"{self.where(number)}: {error}") from None
         except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
             raise DataError(
                 f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object per line: {EXAMPLE}"

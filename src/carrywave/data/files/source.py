@@ -9,6 +9,7 @@ import codecs
 import hashlib
 import importlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -220,7 +221,7 @@ def find(
         raise DataError(f"{field}={name} is not a built-in text; use {BUILTIN_TEXT} or a file path")
     if cache is not None and hub_datasets.is_name(name):
         return Source(name, hub_datasets.fetch(name, field, cache), "parquet", block_bytes=block_bytes)
-    path = Path(name).expanduser() if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
+    path = Path(os.path.expanduser(name)) if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
     if not path.exists():
         setting = "" if field == "data" else f"{field}="  # that of a spec, rather than the input of a command
         raise DataError(f"{setting}{name}: file not found{_from_where(path)}; use the path of an existing file")

@@ -152,11 +152,12 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
     weights: list[float | fields.Matrix | None] = []
     for number, row in rows:
         where = rows.where(number)
+        fields.refuse_resets(row, where)
         steps.append(_matrix(row, "steps", where, columns, missing=data.missing))
-        columns = steps[-1].shape[1]
+        columns = _width(steps[-1]) or columns
         if labelled:
             labels.append(_matrix(row, "labels", where, outputs, missing=None))
-            outputs = labels[-1].shape[1]
+            outputs = _width(labels[-1]) or outputs
             weights.append(fields.weight_of(row, len(steps[-1]), where))
             if len(labels[-1]) != len(steps[-1]):
                 raise DataError(f"{where}: {len(labels[-1])} labels for {len(steps[-1])} steps; use one per step (null for none)")
@@ -167,10 +168,11 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
     again = next((name for name in series if series.count(name) > 1), None) if len(set(series)) < len(series) else None
     if again is not None:
         raise DataError(f"{rows.name}: two rows are named {again} ({data.series or SERIES_NAME}); give each sequence its own name")
-    targets = (codec.step_targets if codec is not None else _target_names(outputs or 0)) if labelled else ()
+    targets = (codec.step_targets if codec is not None else _target_names(outputs or 1)) if labelled else ()
     made = {SERIES_NAME: pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(series)), lengths), pa.array(series))}
-    for names, matrices in ((map(str, range(columns or 0)), steps), (targets, labels)):
-        together = np.concatenate(matrices) if matrices else np.empty((0, 0))
+    for names, matrices in (([str(place) for place in range(columns or 1)], steps), (targets, labels)):
+        wide = [np.broadcast_to(matrix, (len(matrix), len(names))) for matrix in matrices]
+        together = np.concatenate(wide) if wide else np.empty((0, 0))
         made |= {name: pa.array(together[:, place]) for place, name in enumerate(names)}
     if any(weight is not None for weight in weights):
         each = [np.broadcast_to(1.0 if weight is None else weight, many) for weight, many in zip(weights, lengths, strict=True)]
@@ -187,9 +189,19 @@ def _named(row: Row, data: DataSpec, otherwise: str) -> str:
     return otherwise if name is None else str(name)
 
 
+def _width(found: fields.Matrix) -> int | None:
+    """How many numbers a step has; None if every step is null, which leaves it open."""
+    return None if found.shape[1] == 1 and np.isnan(found).all() else found.shape[1]
+
+
 def _matrix(row: Row, field: str, where: str, columns: int | None, *, missing: str | None) -> fields.Matrix:
     """The numbers of a field for each step, NaN for null; `missing` says whether inputs may lack any, and None that these are targets."""
-    found = fields.numbers(fields.take(row, field, where), field, where)
+    value = fields.take(row, field, where)
+    if isinstance(value, list) and None in value:
+        width = columns or next((len(step) for step in value if isinstance(step, list | tuple)), 1)
+        if width > 1 or any(isinstance(step, list | tuple) for step in value):
+            value = [[None] * width if step is None else step for step in value]  # nothing of it is there
+    found = fields.numbers(value, field, where)
     found = found[:, None] if found.ndim == 1 else found
     if found.ndim != 2 or not found.size:
         raise DataError(f"{where}: {field} has shape {list(found.shape)}; write a list of steps, each a number or a list of numbers")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import steps_of, take, weight_of
+from carrywave.data.files.fields import check_largest_weight, refuse_resets, steps_of, take, weight_of
 from carrywave.data.files.rows import WEIGHT, Rows
 from carrywave.data.overlap import told_of_cut, told_of_series
 from carrywave.data.sequences import Ints, Sequences
@@ -285,8 +285,10 @@ def check_weights(data: Sequences, part: str) -> None:
     """Refuse a part in which no row has a weight above 0."""
     weights = data.step_weights
     bounds = zip(data.starts, data.starts + data.lengths, strict=True)
-    if weights is not None and not any(weights[low:high].any() for low, high in bounds):
-        raise DataError(f"{part}: every weight in it is 0, so nothing could be learned or measured; change them, or remove data.weight")
+    if weights is not None:
+        check_largest_weight(
+            max(float(weights[low:high].max()) for low, high in bounds), f"{part}: every weight in it", "remove data.weight"
+        )
 
 
 def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
@@ -350,6 +352,7 @@ def from_rows(rows: Rows, weight: str | None = None) -> Table:
     weights: list[NDArray[np.float32]] = []
     for number, row in rows:
         where = rows.where(number)
+        refuse_resets(row, where)
         matrices.append(steps_of(row, where, matrices[0].shape[1] if matrices else None))
         if weight is not None:
             found = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)

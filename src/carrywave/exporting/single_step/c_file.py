@@ -50,7 +50,7 @@ def _difference(task: Task, formula: Formula, run: Callable[[Sequence[Tensor]], 
         state = [part.double() for part in own]
         which = {name: torch.randint(rows, (lanes,), generator=draw) for (name, _), rows in formula.codes().items() if name == "series"}
         for step in range(steps):
-            given = [which.get(port.name, _drawn(task, formula, port.name, lanes, draw)) for port in formula.given]
+            given = [which.get(port.name, _drawn(task, formula, port.name, lanes, draw, which.get("series"))) for port in formula.given]
             right, *state = definition(*(each.double() if each.is_floating_point() else each for each in given), *state)
             got, *own = run([*given, *own])
             size = max(float(right.abs().amax()), 1e-30)
@@ -59,17 +59,19 @@ def _difference(task: Task, formula: Formula, run: Callable[[Sequence[Tensor]], 
     return worst
 
 
-def _drawn(task: Task, formula: Formula, name: str, lanes: int, draw: torch.Generator) -> Tensor:
-    """Random values of an input: a token, codes, or numbers as they are in the data."""
+def _drawn(task: Task, formula: Formula, name: str, lanes: int, draw: torch.Generator, series: Tensor | None) -> Tensor:
+    """Random values of an input: a token, codes, or numbers as they are in the data, of each series by its own scale if it has one."""
     codec = task.codec
     if name != "x":
         rows = [count for (port, _), count in sorted(formula.codes().items()) if port == name]
         found = torch.stack([torch.randint(count, (lanes,), generator=draw) for count in rows], dim=1)
         return found if name == "codes" else found[:, 0]
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (codec.mean, codec.std))
+    scale = (codec.mean, codec.std) if series is None else (codec.means, codec.stds)
+    mean, std = (torch.tensor(values, dtype=torch.float64).reshape(-1, len(codec.mean)) for values in scale)
+    mean, std = (values.expand(lanes, -1) if series is None else values[series] for values in (mean, std))
     known = list(codec.known_columns) * (task.spec.data.horizon if codec.task == "forecasting" else 0)
-    places = [*range(len(mean)), *known]
-    values = mean[places] + std[places] * torch.randn(lanes, len(places), generator=draw, dtype=torch.float64)
+    places = [*range(len(codec.mean)), *known]
+    values = mean[:, places] + std[:, places] * torch.randn(lanes, len(places), generator=draw, dtype=torch.float64)
     if codec.transform in LEAST:
         for place in codec.targets:
             values[:, place] = values[:, place].exp() if codec.transform == "log" else values[:, place].expm1()
@@ -92,6 +94,8 @@ def _words(task: Task, formula: Formula, name: str) -> Words:
         *(_input(task, port.name) for port in formula.given),
         f"Out: {_output(task)}.",
     ]
+    if data.reset is not None:
+        about.append(f"A document ends with data.reset={data.reset}: call model_init before the step after it.")
     constants = {}
     if data.multi_label:
         about.append("A label holds if its probability is at least MODEL_THRESHOLD.")

@@ -13,7 +13,10 @@ from carrywave.runs.trained_run import Saved, open_run
 
 Paths = Path | str | Sequence[Path | str]
 # How numbers are scaled, and what is only known of the training data, may differ: predictions are averaged in the units of the data.
-MAY_DIFFER = ("mean", "std", "target_mean", "target_std", "names", "means", "stds", "own_scale", "frequency", "date_order", "label_kind")
+MAY_DIFFER = (
+    *("mean", "std", "target_mean", "target_std", "names", "means", "stds", "spreads"),
+    *("own_scale", "frequency", "date_order", "label_kind"),
+)
 
 
 def paths_of(given: Paths) -> list[Path | str]:

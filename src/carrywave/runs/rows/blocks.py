@@ -78,7 +78,8 @@ def read_blocks(
             piece, kept, elements = [], [], 0
         kept.append(carried.take(row, rows.where(number)))
         # Other fields are not held: a row may have much that nobody asked for.
-        piece.append((number, row if row.get(codec.field) is None else {codec.field: row[codec.field]}))
+        read = row if row.get(codec.field) is None else {name: row[name] for name in (codec.field, "resets") if name in row}
+        piece.append((number, read))
         elements += size
         count += 1
     if not count:

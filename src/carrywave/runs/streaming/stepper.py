@@ -84,7 +84,10 @@ class Stepper:
         head = self._function.head
         if type(head).__module__.startswith("carrywave.") and type(head) not in HEADS:
             raise UserError(f"a stepper cannot name the outputs of a head {type(head).__name__}; use predict")
-        self._clients = Clients(self._function.initial)
+        self._ends = task.document_ends  # after which a sequence begins anew
+        recent_2 = [torch.full((1, 2), -1, device=self._function.device)] if self._ends is not None else []
+        self._initial = dict(zip([*self._function.names(), "recent"], [*self._function.initial, *recent_2], strict=False))
+        self._clients = Clients([*self._initial.values()])
         self._lock = Lock()
         names = codec.vocabulary if codec.task == "language" else codec.labels
         self.labels: tuple[str, ...] = tuple(names)  # what each of the probabilities is for; none if tokens are bytes, pairs or numbers
@@ -110,13 +113,26 @@ class Stepper:
         x = self._encoded(clients, rows)
         with self._lock, torch.inference_mode():
             rows_B = self._clients.rows(clients)
-            out, state = self._function(x, self._clients.read(rows_B))
-            self._clients.write(rows_B, state)
+            before = self._clients.read(rows_B)
+            recent = [] if self._ends is None else [self._begun_anew(x, before)]
+            out, state = self._function(x, before)
+            self._clients.write(rows_B, [*state, *recent])
         if self.codec.task in CLASSES:
             out = at_least_float32(out)
             return out.sigmoid() if self._several else out.softmax(dim=-1)
         std, mean = self._units
         return out.double() * std + mean
+
+    def _begun_anew(self, x: Tensor, before: list[Tensor]) -> Tensor:
+        """Give clients whose last token ended a document the initial state, in place; returns the last two tokens of each [B, 2]."""
+        assert self._ends is not None
+        recent_B2, tokens_B = before.pop(), x if x.dim() == 1 else x[:, 0]
+        tokens_B3 = torch.cat((recent_B2, tokens_B[:, None]), dim=1)
+        read = [np.array([token for token in tokens if token >= 0]) for tokens in tokens_B3.tolist()]
+        fresh_B = torch.tensor([bool(self._ends.begins(each, np.array(len(each) - 1))) for each in read], device=tokens_B.device)
+        for place, (part, first) in enumerate(zip(before, self._function.initial, strict=True)):
+            before[place] = torch.where(fresh_B.reshape(-1, *[1] * (part.dim() - 1)), first, part)
+        return tokens_B3[:, 1:]
 
     def reset(self, client: Client) -> None:
         """Begin a new sequence with the next step of this client."""
@@ -133,21 +149,21 @@ class Stepper:
         path = Path(path)
         with self._lock, torch.inference_mode():
             names = self.clients
-            state = self._clients.read(self._clients.rows(names)) if names else [part[:0] for part in self._function.initial]
+            state = self._clients.read(self._clients.rows(names)) if names else [part[:0] for part in self._initial.values()]
         about = {"clients": json.dumps(names), "weights": self._weights()}
         with writing(f"the state of the clients in {path}"), replacing(path) as file:
-            write_tensors(file, dict(zip(self._function.names(), state, strict=True)), about, sealed=True)
+            write_tensors(file, dict(zip(self._initial, state, strict=True)), about, sealed=True)
 
     def load(self, path: Path | str) -> None:
         """Continue with the clients of a file that `save` wrote, in place of the present ones."""
         path = Path(path)
         about, given = read_metadata(path), read_tensors(path)
-        initial = dict(zip(self._function.names(), self._function.initial, strict=True))
+        initial = self._initial
         if not {"clients", "weights"} <= about.keys():
             raise RunError(f"{path} has no clients in it; pass a file that a stepper has saved")
         if about["weights"] != self._weights() or given.keys() != initial.keys():
             raise RunError(f"{path} holds what other weights made of their inputs; pass the file that the stepper of this run has saved")
-        clients = Clients(self._function.initial)
+        clients = Clients([*initial.values()])
         with self._lock, torch.inference_mode():
             names = json.loads(about["clients"])
             if names:
@@ -190,7 +206,8 @@ class Stepper:
     def _token(self, row: Any, client: Client) -> int:
         codec = self.codec
         if not isinstance(row, str):
-            number = int(row) if isinstance(row, int | np.integer | Tensor) and not isinstance(row, bool) else -1
+            whole = isinstance(row, int | np.integer) or (isinstance(row, Tensor) and row.numel() == 1 and not row.is_floating_point())
+            number = int(row) if whole and not isinstance(row, bool) else -1
             if not 0 <= number < codec.size:
                 raise DataError(f"client {client!r}: {row!r:.40} is not a token; pass its text, or an id from 0 to {codec.size - 1}")
             return number

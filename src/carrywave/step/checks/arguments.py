@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.data.batch import IGNORED, Batch, check_ends
+from carrywave.data.batch import Batch, check_ends
 from carrywave.errors import SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads.classes import Sigmoid, Softmax
-from carrywave.model.heads.ctc import Ctc
-from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
@@ -26,6 +23,7 @@ from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.spec.sync_keys import READ_BY
 from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.checks.targets import check_targets, form_of, no_targets
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
@@ -199,9 +197,9 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             )
         if batch.part_of is None and isinstance(model, Model):
             _check_inputs(batch.inputs, _first(model.encoder))
-            _check_targets(batch.targets, model.head)
+            check_targets(batch, model)
         elif batch.part_of is None and batch.targets is None:
-            raise _no_targets()
+            raise no_targets()
 
 
 def check_lanes(batches: Sequence[Batch], before: Lanes | None) -> Lanes | None:
@@ -299,20 +297,20 @@ def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     if isinstance(reader, SpelledWords):
         if inputs.dim() != 3 or inputs.shape[-1] != 1 + reader.length:
             raise UserError(
-                f"the inputs are {_form(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
+                f"the inputs are {form_of(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
             )
         _check_codes(inputs[..., 1:], reader.codes, "character")
         inputs, reader = inputs[..., 0], reader.words
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(
-            f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads {numbers} numbers per step; "
+            f"the inputs are {form_of(inputs)}, but the encoder's {type(reader).__name__} reads {numbers} numbers per step; "
             f"pass floats of shape [time, lane, {numbers}]"
         )
     if rows is None:
         return
     if inputs.is_floating_point():
-        raise UserError(f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads tokens; pass whole numbers")
+        raise UserError(f"the inputs are {form_of(inputs)}, but the encoder's {type(reader).__name__} reads tokens; pass whole numbers")
     _check_codes(inputs, rows, "token")
 
 
@@ -324,49 +322,3 @@ def _check_codes(codes: Tensor, known: int, what: str) -> None:
                 f"the inputs contain {what} {low if low < 0 else high}, but the encoder knows 0 to {known - 1}; "
                 f"use {what}s in that range, or a larger embedding"
             )
-
-
-def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
-    if targets is None:
-        raise _no_targets()
-    if isinstance(head, Ctc):
-        _check_transcripts(targets, head)
-    if not isinstance(head, Softmax | PooledSoftmax):
-        return
-    if isinstance(head, Sigmoid | PooledSigmoid):
-        if not targets.is_floating_point() or targets.shape[-1] != head.classes:
-            raise UserError(
-                f"the targets are {_form(targets)}, but the head {type(head).__name__} learns {head.classes} labels of which any number "
-                f"holds; pass a float vector of {head.classes} for each, 0 or 1, NaN where it is not known"
-            )
-        return
-    if targets.is_floating_point():
-        raise UserError(f"the targets are {_form(targets)}, but the head {type(head).__name__} learns classes; pass whole numbers")
-    if targets.device.type == "cpu" and targets.numel():
-        low, high = (int(each) for each in torch.where(targets == IGNORED, 0, targets).aminmax())
-        if low < 0 or high >= head.classes:
-            raise UserError(
-                f"the targets contain class {low if low < 0 else high}, but the head knows 0 to {head.classes - 1} ({IGNORED} for none); "
-                "use classes in that range, or give the head more of them"
-            )
-
-
-def _check_transcripts(targets: Tensor, head: Ctc) -> None:
-    if targets.is_floating_point() or targets.dim() != 2 or not targets.shape[1]:
-        raise UserError(
-            f"the targets are {_form(targets)}, but the head {type(head).__name__} learns labels in a row; pass whole numbers [lane, "
-            "labels], with -1 after the last label of a lane"
-        )
-    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= head.blank:
-        raise UserError(
-            f"the targets contain label {int(targets.max())}, but the head knows 0 to {head.blank - 1}; use labels in that range, or give "
-            "the head more of them"
-        )
-
-
-def _no_targets() -> UserError:
-    return UserError("the batch has no targets, so there is nothing to learn from; pass Batch.of(inputs, targets)")
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

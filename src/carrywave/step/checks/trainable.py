@@ -38,6 +38,7 @@ class TrainableParameters:
         ]
         # The user may still hold the original of a parameter that this worker gave up; freezing it there must have an effect here.
         self.given_up = [[p, p.stands_for, p.requires_grad] for _, _, p in self.places if hasattr(p, "stands_for")]
+        self.forms = [_form(p) for _, _, p in self.places]
         self.flags = self._now()
 
     def _check_hooks(self) -> None:
@@ -61,11 +62,17 @@ class TrainableParameters:
         for name, part in self.parts.items():
             if getattr(self.model, name) is not part:
                 raise UserError(f"model.{name} was replaced after the trainer was created; create a new Trainer afterwards")
-        for store, key, parameter in self.places:
+        for (store, key, parameter), form in zip(self.places, self.forms, strict=True):
             if store.get(key) is not parameter:
                 raise UserError(
                     f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was created; change it in place, "
                     "or create a new Trainer afterwards"
+                )
+            if _form(parameter) != form:
+                was, now = (" ".join(map(str, each)) for each in (form, _form(parameter)))
+                raise UserError(
+                    f"the parameter {self.names[id(parameter)]} was {was} when the trainer was created, and is {now} now; convert and move "
+                    "the model first, and then create a new Trainer"
                 )
         flags = self._now()
         if flags == self.flags:
@@ -97,3 +104,8 @@ class TrainableParameters:
             if theirs != told[0]:
                 name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
                 raise on_every_rank(WorkerError(f"requires_grad of {name} changed differently on rank {rank} than on rank 0; {remedy}"))
+
+
+def _form(parameter: nn.Parameter) -> tuple[object, ...]:
+    """What `model.float()` or `model.to(...)` would change without replacing the parameter."""
+    return str(parameter.dtype).removeprefix("torch."), list(parameter.shape), "on", parameter.device

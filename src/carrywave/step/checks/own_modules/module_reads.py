@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from carrywave.step.checks.own_modules.object_walk import Met, is_foreign, is_users, own_classes, walk
+from carrywave.step.checks.own_modules.object_walk import Cached, Met, is_foreign, is_users, own_classes, walk
 from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
@@ -60,7 +60,7 @@ def variables_read_by(roots: Sequence[object]) -> list[Variable]:
         read += [Variable(name, vars(each)) for each in files for name in names if name in vars(each)]
         for variable in read:
             value = variable.read()
-            if isinstance(value, FunctionType | MethodType | nn.Module):
+            if isinstance(value, FunctionType | MethodType | Cached | nn.Module):
                 waiting += _functions(value)
             if not isinstance(value, ModuleType | BuiltinFunctionType) and not _is_others(value):
                 found[id(variable.holder), variable.name] = variable

@@ -27,6 +27,7 @@ from carrywave.step.checks.own_modules.module_reads import REGISTERED, modules_o
 from carrywave.step.checks.own_modules.object_walk import (
     PLAIN,
     TORCHS,
+    Cached,
     Met,
     Path,
     attributes_of,
@@ -83,6 +84,8 @@ class Kept:
         elif isinstance(value, ContextVar):
             with suppress(LookupError):  # it has neither a value nor a default
                 self._undo.append(partial(value.set, value.get()))
+        elif isinstance(value, Cached) and not value.cache_info().currsize:
+            self._undo.append(value.cache_clear)  # what a trial has put into it may hold the trial's numbers
         elif isinstance(value, list | set | deque | dict):
             self._undo.append(partial(_refill, value, dict(value) if isinstance(value, dict) else [*value]))
         if isinstance(value, nn.Module):

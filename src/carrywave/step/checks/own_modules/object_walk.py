@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import islice
 from threading import local
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 _FOREIGN = frozenset({"torch", "carrywave", "numpy", "builtins"}) | sys.stdlib_module_names
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
+Cached = _lru_cache_wrapper  # a function with functools.cache or lru_cache
 _LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _GROUPS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local)  # Python's classes that only group values of the user's
@@ -105,6 +107,8 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
         inside = {"get": value.fget, "set": value.fset}
     elif isinstance(value, partial):
         inside = {"function": value.func, "arguments": value.args, **value.keywords}
+    elif isinstance(value, Cached):
+        inside = {"function": value.__wrapped__, **dict(enumerate(_results_of(value)))}
     elif isinstance(value, type):
         inside = {**class_values(value), "__bases__": value.__bases__} if is_users(value) else {}
     elif isinstance(value, Mapping):
@@ -115,6 +119,20 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
     if (is_users(value) and not isinstance(value, type)) or (foreign and not inside and not callable(value)):
         inside = {**inside, **attributes_of(value), "__class__": type(value)}
     return _most(islice(inside.items(), _MOST_HOLDING))
+
+
+def _results_of(function: Cached[Any]) -> list[Any]:
+    """What a function with a cache may return again, and, if the cache has a limit, what it was called with.
+
+    Python hands out neither, but the garbage collector is told. The dict in which they are kept is left out: nobody else may change it.
+    """
+    aside = (vars(function), function.__wrapped__)
+    known = [each for each in gc.get_referents(function) if not isinstance(each, type) and not any(each is other for other in aside)]
+    if function.cache_parameters()["maxsize"] is None:
+        return [result for each in known if isinstance(each, dict) for result in each.values()]
+    return [
+        each for each in known if not (isinstance(each, dict) and any(type(link).__name__ == "_lru_list_elem" for link in each.values()))
+    ]
 
 
 def _most(members: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
