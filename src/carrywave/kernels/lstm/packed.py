@@ -19,9 +19,10 @@ from carrywave.kernels.pass_cache import cached
 
 Product = Callable[..., Tensor]  # x [N, I], and perhaps a bias [G], to x @ weight.T + bias
 
+_BACKENDS: Any = torch.backends
 _MKL: Any = torch.ops.mkl
 # MKL is part of torch's builds for x86 only. Its two operations are undocumented, so we look whether they are there.
-AVAILABLE = torch.backends.mkl.is_available() and all(hasattr(_MKL, name) for name in ("_mkl_linear", "_mkl_reorder_linear_weight"))
+AVAILABLE: bool = _BACKENDS.mkl.is_available() and all(hasattr(_MKL, name) for name in ("_mkl_linear", "_mkl_reorder_linear_weight"))
 DTYPE = torch.float32  # the only one that they take
 FEWEST_ROWS = 4  # fewer are nearly a product with a vector, for which MKL copies nothing
 FEWEST_USES = 8  # packing takes as long as it saves in 2 to 7 products
