@@ -145,7 +145,7 @@ def test_a_layer_on_mkl(small: None, steps: int) -> None:
 
 @needs_mkl
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(4, 2048, 512), (20, 2600, 650), (64, 1024, 256), (7, 1100, 1000)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(4, 2048, 512), (20, 2600, 650), (64, 2048, 300), (7, 1100, 1000)])
 def test_products_on_mkl(rows: int, outputs: int, inputs: int, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "SMALLEST_TRANSPOSED", packed.SMALLEST)
     generator = torch.Generator().manual_seed(rows)
@@ -161,7 +161,7 @@ def test_products_on_mkl(rows: int, outputs: int, inputs: int, transposed: bool,
 
 
 def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.zeros(4 * 256, 256)
+    weight = torch.zeros(packed.SMALLEST // 512, 512)
     monkeypatch.setattr(packed, "_MKL", SimpleNamespace(_mkl_reorder_linear_weight=lambda weight, rows: weight))
     monkeypatch.setattr(packed, "AVAILABLE", True)
     assert packed.packed(weight, 4) is not None

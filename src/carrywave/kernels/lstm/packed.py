@@ -26,7 +26,7 @@ AVAILABLE: bool = _BACKENDS.mkl.is_available() and all(hasattr(_MKL, name) for n
 DTYPE = torch.float32  # the only one that they take
 FEWEST_ROWS = 4  # fewer are nearly a product with a vector, for which MKL copies nothing
 FEWEST_USES = 8  # packing takes as long as it saves in 2 to 7 products
-SMALLEST = 2**18  # elements of a weight, those of 256 units: below, the further call costs more than it saves
+SMALLEST = 2**19  # elements of a weight; those of 256 units, half as many, are read so fast that pipelines gain nothing
 SMALLEST_TRANSPOSED = 2**20  # those of 512 units: plain products with a transpose are fast, and packing it takes 3 times as long
 
 
