@@ -25,6 +25,13 @@ def made(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True, params=["joined", "apart"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks have one product together, or each its own."""
+    monkeypatch.setattr(deferred_gradients, "APART", request.param == "apart")
+    monkeypatch.setattr(deferred_gradients, "LARGE", 1)
+
+
 @pytest.mark.parametrize("before", [False, True])  # whether the gradient is there already, as in a bucket
 def test_linear_and_embedding_over_chunks(before: bool) -> None:
     weight, bias, index = made(5, 3).requires_grad_(), made(5, seed=2).requires_grad_(), torch.tensor([[0, 4], [4, 1], [2, 2], [4, 0]])

@@ -25,9 +25,10 @@ from carrywave.kernels.lengths import both_ways
 from carrywave.kernels.step_marks import StepMarks, begins, where_any
 from carrywave.kernels.weights import Layer, LayerWeights
 
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Chosen by processor type, not by measuring at run time: the choice changes the last bits, and a run must be reproducible.
 # Training one layer in float32, oneDNN took 0.5 to 1.1 times as long as `manual` on x86, and 1.2 to 2.8 times as long on ARM.
-ONEDNN_IS_FAST = platform.machine().lower() in ("x86_64", "amd64")
+ONEDNN_IS_FAST = ON_X86
 CUDNN_STEPS = 65_535  # the longest sequence that cuDNN takes in one call; beyond it, it reports CUDNN_STATUS_NOT_SUPPORTED
 Kernel = Callable[..., tuple[Tensor, ...]]  # torch.lstm and the like
 OneWay = Callable[[Tensor, AnyCarry], tuple[Tensor, AnyCarry]]  # inputs and carry to outputs and the carry at the end

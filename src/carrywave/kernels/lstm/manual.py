@@ -22,8 +22,9 @@ from torch import Tensor
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.backends import in_dtype
 from carrywave.kernels.carry import AnyCarry, Carry
-from carrywave.kernels.deferred_gradients import deferred_for
+from carrywave.kernels.deferred_gradients import Deferred, deferred_for
 from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
+from carrywave.kernels.lstm.packed import FEWEST_USES, packed
 from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, where_any
 from carrywave.kernels.torch_kernels import without_onednn
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -82,8 +83,14 @@ class _Sequence(torch.autograd.Function):
             kept_TBI = x_TBI if ctx.masked else kept_TBI
         flat_NI = x_TBI.reshape(steps * lanes, inputs)
         y_TBH, c_TBH, tanh_TBH = (x_TBI.new_empty(steps, lanes, hidden) for _ in range(3))
+        ctx.weights, ctx.deferred = (w_ih_GI, w_hh_GH), deferred_for(w_ih_GI, w_hh_GH)
         with without_onednn():
-            product = flat_NI @ w_ih_GI.t() if bias_G is None else torch.addmm(bias_G, flat_NI, w_ih_GI.t())
+            of_inputs = packed(w_ih_GI, steps * lanes) if ctx.deferred is not None else None  # other chunks will use it too
+            of_step = packed(w_hh_GH, lanes) if ctx.deferred is not None or steps >= FEWEST_USES else None
+            if of_inputs is not None:
+                product = of_inputs(flat_NI, bias_G)
+            else:
+                product = flat_NI @ w_ih_GI.t() if bias_G is None else torch.addmm(bias_G, flat_NI, w_ih_GI.t())
             gates_TBG = product.view(steps, lanes, 4 * hidden)
             if real_TB1 is not None:
                 gates_TBG[..., :hidden].masked_fill_(~real_TB1, -_SATURATED)
@@ -99,7 +106,10 @@ class _Sequence(torch.autograd.Function):
                 if t in resets and first_h_1H is not None and first_c_1H is not None:
                     before_h[t] = torch.where(resets[t], first_h_1H, before_h[t])
                     before_c[t] = torch.where(resets[t], first_c_1H, before_c[t])
-                gates[t].addmm_(before_h[t], recurrent_HG)
+                if of_step is not None:
+                    gates[t].add_(of_step(before_h[t]))
+                else:
+                    gates[t].addmm_(before_h[t], recurrent_HG)
                 both[t].sigmoid_()
                 cell[t].tanh_()
                 output[t].sigmoid_()
@@ -112,7 +122,6 @@ class _Sequence(torch.autograd.Function):
         else:
             y_TBH.masked_fill_(~real_TB1, 0.0)
             end_BH = last_real(y_TBH, lengths_B, h_BH)
-        ctx.weights, ctx.deferred = (w_ih_GI, w_hh_GH), deferred_for(w_ih_GI, w_hh_GH)
         # Not the outputs: they are the user's, to be changed in place. Backward has them again on the way to its slopes.
         given = (kept_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, bias_G, first_h_1H, first_c_1H)
         ctx.save_for_backward(*given, resets_TB, lengths_B, gates_TBG, c_TBH, tanh_TBH)
@@ -140,6 +149,10 @@ class _Sequence(torch.autograd.Function):
             dc_BH = torch.zeros_like(c_BH) if grad_c_BH is None else grad_c_BH.clone()
             dh_BH = grads_y[-1]
             resets, initial = where_any(resets_TB), InitialGradients((first_h_1H, first_c_1H), ctx.needs_input_grad[6:8])
+            deferred: Deferred | None = ctx.deferred if ctx.deferred is not None and ctx.deferred.open else None
+            own_ih_GI, own_hh_GH = ctx.weights
+            to_inputs = None if deferred is None else packed(own_ih_GI, steps * lanes, transposed=True)
+            to_step = None if deferred is None else packed(own_hh_GH, lanes, transposed=True)
             # From here on, the slopes are overwritten with the gradients of the gates.
             for t in range(steps - 1, -1, -1):
                 dc_BH.addcmul_(dh_BH, through[t])
@@ -150,11 +163,15 @@ class _Sequence(torch.autograd.Function):
                     past_BH = slopes[t] @ w_hh_GH
                     initial.take(resets[t], past_BH, dc_BH)
                     dh_BH = past_BH.add_(grads_y[t - 1]) if t else past_BH
+                elif t and to_step is not None:
+                    dh_BH = to_step(slopes[t]).add_(grads_y[t - 1])
                 elif t:
                     dh_BH = torch.addmm(grads_y[t - 1], slopes[t], w_hh_GH)
             grads_NG = slopes_TBG.view(steps * lanes, 4 * hidden)
             wants_x, wants_h, wants_c, wants_ih, wants_hh, wants_bias = ctx.needs_input_grad[:6]
-            dx_TBI = (grads_NG @ w_ih_GI).view(steps, lanes, inputs) if wants_x else None
+            dx_TBI = None
+            if wants_x:
+                dx_TBI = (grads_NG @ w_ih_GI if to_inputs is None else to_inputs(grads_NG)).view(steps, lanes, inputs)
             if wants_h:
                 dh_BH = dh_BH if 0 in resets else slopes[0] @ w_hh_GH
                 dh_BH = dh_BH if grad_past_BH is None else dh_BH + grad_past_BH
@@ -165,10 +182,9 @@ class _Sequence(torch.autograd.Function):
             if resets_TB is not None and first_h_1H is not None:
                 h_BH = torch.where(resets_TB[0, :, None], first_h_1H, h_BH)
                 past_NH = torch.where(resets_TB[1:, :, None], first_h_1H, y_TBH[:-1]).view(-1, hidden)
-            if ctx.deferred is not None and ctx.deferred.open:
-                own_ih_GI, own_hh_GH = ctx.weights
-                ctx.deferred.product(own_ih_GI, grads_NG, flat_NI)
-                ctx.deferred.product(own_hh_GH, grads_NG, torch.cat((h_BH, past_NH)))
+            if deferred is not None:
+                deferred.product(own_ih_GI, grads_NG, flat_NI)
+                deferred.product(own_hh_GH, grads_NG, torch.cat((h_BH, past_NH)))
             else:
                 dw_ih_GI = grads_NG.t() @ flat_NI if wants_ih else None
                 dw_hh_GH = slopes[0].t() @ h_BH if wants_hh else None
