@@ -70,7 +70,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("broken", ["", "other ids", "no memory"])
+@pytest.mark.parametrize("broken", ["", *(pytest.param(how, marks=pytest.mark.slow) for how in ("other ids", "no memory"))])
 def test_every_worker_gets_the_same_sums_and_nothing_is_left(broken: str, write: Write, tmp_path: Path) -> None:
     program = write("sums.py", PROGRAM)
     ended = start([sys.executable, program, str(tmp_path), broken], 3, restarts=0)

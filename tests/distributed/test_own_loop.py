@@ -99,7 +99,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return lambda plan, cases: all_of(plan)[tuple(cases)]
 
 
-@pytest.mark.parametrize("plan", ["2 replicas", "2 stages", pytest.param("2 x 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["2 replicas", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("2 stages", "2 x 2"))])
 def test_an_own_loop_computes_what_one_device_does(plan: str, told: Told, tmp_path: Path) -> None:
     """Also where layers are frozen in between, where a module is used in some steps only, and where the loop stops and goes on."""
     found = told(plan, SAME)
@@ -115,7 +115,7 @@ def test_an_own_loop_computes_what_one_device_does(plan: str, told: Told, tmp_pa
             torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(values), rtol=1e-8, atol=1e-10, msg=f"{case} {name}")
 
 
-@pytest.mark.parametrize("plan", ["2 replicas", "2 stages", pytest.param("2 x 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["2 replicas", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("2 stages", "2 x 2"))])
 def test_workers_that_are_not_given_the_same_say_so(plan: str, told: Told) -> None:
     """Stages do before they wait for each other."""
     cases = different_in(plan)
@@ -125,7 +125,7 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, told: Told) -> No
             assert "(step 3 of the trainer); " in answer["error"]
 
 
-@pytest.mark.parametrize("plan", ["2 replicas", "2 stages"])
+@pytest.mark.parametrize("plan", ["2 replicas", pytest.param("2 stages", marks=pytest.mark.slow)])
 def test_modules_that_are_not_made_alike_are_refused(plan: str, told: Told) -> None:
     """Also where they differ in what is neither a parameter nor a saved buffer; a rank may be in it."""
     for answers in told(plan, tuple(MADE)):
@@ -133,6 +133,7 @@ def test_modules_that_are_not_made_alike_are_refused(plan: str, told: Told) -> N
             assert re.match(f"WorkerError: {words}", answer["error"]) if words else "error" not in answer, answer
 
 
+@pytest.mark.slow
 def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_path: Path) -> None:
     """The others lose contact at once; trainers over the same connections are refused, and new ones of all workers go on."""
     first, second = told("2 stages", HALFWAY["2 stages"])

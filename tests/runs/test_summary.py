@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from carrywave.data.codec import Codec
@@ -23,9 +23,11 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
-from carrywave.parallel.links.transport import Links
+from carrywave.parallel.links.device_links import DeviceLinks
+from carrywave.parallel.links.pair_links import PairLinks
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.sums.group_sums import Summing
+from carrywave.parallel.sums.device_sums import DeviceSum
+from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.world import World
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
@@ -120,21 +122,27 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
     network = model()
     assert transports_of_run(Mesh.alone(torch.device("cpu")), network, spec()) == Transports()
 
-    def ways(plan: Plan, *, on_device: bool, links: bool, backend: str = "gloo", **train: object) -> Transports:
+    def ways(plan: Plan, *, memory: bool = False, links: bool | None = None, backend: str = "gloo", **train: object) -> Transports:
+        """`memory`: sums are in device memory; `links`: messages are."""
+        on_device = backend == "nccl"
         mesh = Mesh.__new__(Mesh)  # without its connections, which need processes
         mesh.plan, mesh.device, mesh.world = plan, torch.device("cuda"), World(0, 4, 0, 4, torch.device("cuda"), backend)
-        mesh.links = cast(Links, SimpleNamespace(on_device=links)) if plan.stages > 1 else None
-        mesh._all = cast(Summing, SimpleNamespace(on_device=on_device))
+        there = memory if links is None else links
+        pair = DeviceLinks.__new__(DeviceLinks) if there else PairLinks({}, mesh.device, on_device=on_device)
+        mesh.links = pair if plan.stages > 1 else None
+        mesh._all = DeviceSum.__new__(DeviceSum) if memory else GroupSum(cast(dist.ProcessGroup, None), on_device=on_device)
         return transports_of_run(mesh, network, spec(**train))
 
     stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
-    assert ways(stages, on_device=True, links=True) == Transports("device memory", "device memory", "steps", on_gpu=True)
-    assert ways(stages, on_device=False, links=False, backend="nccl") == Transports("NCCL", "NCCL", "", on_gpu=True)
-    assert ways(stages, on_device=False, links=False) == Transports("gloo", "gloo", "", on_gpu=True)
-    assert ways(both, on_device=False, links=True, backend="nccl") == Transports("device memory", "NCCL", "passes", on_gpu=True)
-    assert ways(replicas, on_device=True, links=False) == Transports("", "device memory", "steps", on_gpu=True)
-    assert ways(replicas, on_device=True, links=False, accumulate=2) == Transports("", "device memory", "passes", on_gpu=True)
-    assert ways(stages, on_device=True, links=True, precision="fp64").recorded == ""
+    assert ways(stages, memory=True) == Transports("device memory", "device memory", "steps", on_gpu=True)
+    assert ways(stages, backend="nccl") == Transports("NCCL", "NCCL", "steps", on_gpu=True)
+    assert ways(stages) == Transports("gloo", "gloo", "", on_gpu=True)
+    assert ways(both, links=True, backend="nccl") == Transports("device memory", "NCCL", "steps", on_gpu=True)
+    assert ways(replicas, memory=True) == Transports("", "device memory", "steps", on_gpu=True)
+    assert ways(replicas, backend="nccl") == Transports("", "NCCL", "steps", on_gpu=True)
+    assert ways(replicas) == Transports("", "gloo", "passes", on_gpu=True)
+    assert ways(replicas, memory=True, accumulate=2) == Transports("", "device memory", "passes", on_gpu=True)
+    assert ways(stages, memory=True, precision="fp64").recorded == ""
 
 
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

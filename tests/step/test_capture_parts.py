@@ -417,6 +417,7 @@ class Doubled:
     """A sum on the stream of the device: as if another worker had the same."""
 
     on_device = True
+    overlaps = False
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.mul_(2.0)

@@ -171,7 +171,7 @@ def test_a_transport_that_the_user_asks_for_is_planned_with(use: Any, monkeypatc
         prediction = planned(2, {"stages": 2}).prediction
         assert prediction is not None
         found[asked] = prediction.transports.messages, prediction.transports.recorded
-    assert found == {"": ("device memory", "steps"), "device": ("device memory", "steps"), "nccl": ("NCCL", ""), "gloo": ("gloo", "")}
+    assert found == {"": ("device memory", "steps"), "device": ("device memory", "steps"), "nccl": ("NCCL", "steps"), "gloo": ("gloo", "")}
 
 
 def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
