@@ -75,7 +75,7 @@ class Replica:
 
 def reference(given: dict[str, Any], replicas: int, steps: int) -> dict[str, Tensor]:
     """The weights of a run of this spec, by name, as `simulate` defines them."""
-    spec = parse(given)
+    spec = parse(given, defaults=False)
     prepared = prepare(spec)
     spec = fitted(spec, prepared.facts)
     task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
