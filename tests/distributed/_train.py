@@ -106,7 +106,12 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         else:
             if job.get("alien") == int(os.environ["RANK"]):
                 job["spec"]["train"]["lr"] = 0.125
-            result = train(parse(job["spec"], defaults=job.get("defaults", True)), run=folder / job["run"], resume=job.get("resume", False), device="cpu")
+            result = train(
+                parse(job["spec"], defaults=job.get("defaults", True)),
+                run=folder / job["run"],
+                resume=job.get("resume", False),
+                device="cpu",
+            )
             told = {"ending": result.ending, "metrics": result.metrics}
     except UserError as error:
         told["error"] = f"{type(error).__name__}: {error}"
