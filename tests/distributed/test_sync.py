@@ -138,7 +138,7 @@ ASYNC: dict[str, Any] = {"sync": "async", "sync_every": 5, "max_staleness": 1, "
 def test_asynchronous_replicas_learn_and_stay_within_the_bound(tmp_path: Path) -> None:
     plan = {"replicas": 3}
     jobs = [
-        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 120})), "defaults": True},
+        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 120}))},
         {"run": "stages", "spec": spec(tmp_path, {"replicas": 1, "stages": 3, "chunk_steps": 3}, **ASYNC)},
     ]
     told = carry_out(tmp_path, 3, jobs)
