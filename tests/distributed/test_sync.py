@@ -138,7 +138,7 @@ ASYNC: dict[str, Any] = {"sync": "async", "sync_every": 5, "max_staleness": 1, "
 def test_asynchronous_replicas_learn_and_stay_within_the_bound(tmp_path: Path) -> None:
     plan = {"replicas": 3}
     jobs = [
-        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 60}))},
+        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 60, "lr": 0.02}))},
         {"run": "stages", "spec": spec(tmp_path, {"replicas": 1, "stages": 3, "chunk_steps": 3}, **ASYNC)},
     ]
     told = carry_out(tmp_path, 3, jobs)
@@ -146,7 +146,7 @@ def test_asynchronous_replicas_learn_and_stay_within_the_bound(tmp_path: Path) -
         assert rank[0]["ending"] == "done", told
         assert rank[1]["error"].startswith("PlanError: train.sync=async trains a whole model on each worker, but plan.stages=3; use")
     rows = [row for row in rows_of(tmp_path / "async") if row["split"] == "train"]
-    assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
     assert sum(row["steps"] for row in rows) == 60
     assert {row["step"] for row in rows} <= {*range(5, 61, 5), 17, 34, 51}  # meetings, and ends of epochs
     stale = [row for row in rows_of(tmp_path / "async", "timing.jsonl") if "staleness" in row]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from carrywave.measure.device_memory import LARGE_BYTES, MESSAGES, SMALL_BYTES, Ends, exchange, link_rows, there_and_back
+from carrywave.measure.device_memory import MESSAGES, Ends, exchange, link_rows, there_and_back
+from carrywave.measure.timing import LARGE_BYTES, SMALL_BYTES
 
 
 class Shared:

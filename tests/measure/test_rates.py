@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.measure.work import LARGE_BYTES, SMALL_BYTES, rate_between
+from carrywave.measure.timing import LARGE_BYTES, SMALL_BYTES, rate_between
 
 
 def test_latency_does_not_count() -> None:

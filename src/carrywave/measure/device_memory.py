@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from carrywave.kernels.cuda import clock
 from carrywave.measure.recorded import replay_seconds
-from carrywave.measure.timing import captured
+from carrywave.measure.timing import LARGE_BYTES, SMALL_BYTES, captured
 from carrywave.parallel import process_groups
 from carrywave.parallel.memory.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.parallel.mesh import Mesh
@@ -29,7 +29,6 @@ Stamps = tuple[Tensor, Tensor, Tensor, Tensor]  # before and after the sends, be
 
 MESSAGES = 32  # in a block
 REPLAYS = 20
-SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 _BARRIER = MESSAGES  # the signals below are those of messages
 LEAST_LATENCY, LEAST_OWN = 1e-7, 1e-7
 

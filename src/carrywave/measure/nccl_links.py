@@ -12,36 +12,31 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from carrywave.measure.device_memory import LARGE_BYTES, MESSAGES, REPLAYS, SMALL_BYTES, time_sums
+from carrywave.measure.device_memory import MESSAGES, REPLAYS, time_sums
 from carrywave.measure.recorded import replay_seconds
+from carrywave.measure.timing import LARGE_BYTES, SMALL_BYTES, rate_between
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup import nccl
 from carrywave.parallel.worker_pool import Row
 
 
-def rows_of(mesh: Mesh, pair: tuple[int, int] = (0, 1)) -> Iterator[Row]:
-    """Sums over all workers, and messages between two of them. Collective: every rank must call it."""
+def rows_of(mesh: Mesh) -> Iterator[Row]:
+    """Sums over all workers, and messages between the first two: half of the way there and back. Collective: every rank must call it."""
     yield from time_sums(mesh, REPLAYS)
-    yield from time_messages(mesh, pair)
-
-
-def time_messages(mesh: Mesh, pair: tuple[int, int]) -> Iterator[Row]:
-    """Messages between two workers: half of the way there and back. Collective: every rank must call it; the first of the two reports."""
-    group = process_groups.group(list(pair), "messages", "nccl", nccl.message_options)
-    if mesh.world.rank in pair:
-        first = mesh.world.rank == pair[0]
-        peer = pair[1] if first else pair[0]
+    group = process_groups.group([0, 1], "messages", "nccl", nccl.message_options)
+    rank = mesh.world.rank
+    if rank < 2:
         seconds = {}
         for num_bytes in (SMALL_BYTES, LARGE_BYTES):
             message = torch.zeros(num_bytes // 4, device=mesh.device)
 
             def block(message: Tensor = message) -> None:
-                there_and_back(message, peer, group, first=first)
+                there_and_back(message, 1 - rank, group, first=rank == 0)
 
             seconds[num_bytes] = replay_seconds(block, times=REPLAYS) / MESSAGES / 2
-        if first:
-            rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES], seconds[LARGE_BYTES] / 20)
+        if rank == 0:
+            rate = rate_between(seconds[SMALL_BYTES], seconds[LARGE_BYTES])
             yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate, "transport": mesh.sums}}
     dist.barrier()  # the others start the next measurement when these two are done
 

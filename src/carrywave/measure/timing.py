@@ -15,6 +15,7 @@ T = TypeVar("T")
 Call = Callable[[], object]
 
 WARM_UP = 2  # calls, in which libraries initialise and select algorithms
+SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20  # of the two messages that tell a link's latency and rate
 
 
 def take_turns(blocks: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -68,3 +69,12 @@ def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         kept = call()
     return graph, kept
+
+
+def rate_between(small_seconds: float, large_seconds: float) -> float:
+    """Bytes per second of a link, from what a small and a large message take: their difference is free of latency.
+
+    On a busy machine either may take longer by chance, and the large one even less than the small one. So the bytes themselves are taken to
+    need at least a twentieth of the large message's time: less cannot be told from noise, and would make the link look infinitely fast.
+    """
+    return (LARGE_BYTES - SMALL_BYTES) / max(1e-9, large_seconds - small_seconds, large_seconds / 20)

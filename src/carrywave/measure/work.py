@@ -23,7 +23,7 @@ from carrywave.data.batch import Batch
 from carrywave.measure import device_memory, nccl_links
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Rig, time_task, time_unit
-from carrywave.measure.timing import call_seconds, settle
+from carrywave.measure.timing import LARGE_BYTES, SMALL_BYTES, call_seconds, rate_between, settle
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.lstm import LSTM
@@ -44,7 +44,6 @@ LINK_SECONDS = 1.0  # most time for messages of one size
 ROUND_SECONDS, ROUNDS = 0.05, 12
 GPU_STEPS, GPU_UPDATES = 128, 20  # enough work for the host to stay ahead of the GPU
 SMALL_RATE = 1e-9  # learning rate of updates that are timed: wide models would diverge within a few steps of the usual one
-SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 
 
 def work(world: World, job: Row) -> Iterator[Row]:
@@ -201,15 +200,6 @@ def time_messages(world: World, transport: str, pair: tuple[int, int] = (0, 1)) 
     if first:
         yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate, "transport": transport}}
     yield {"overheads": {"message_seconds": statistics.median(handed)}}
-
-
-def rate_between(small_seconds: float, large_seconds: float) -> float:
-    """Bytes per second of a link, from what a small and a large message take: their difference is free of latency.
-
-    On a busy machine either may take longer by chance, and the large one even less than the small one. So the bytes themselves are taken to
-    need at least a twentieth of the large message's time: less cannot be told from noise, and would make the link look infinitely fast.
-    """
-    return (LARGE_BYTES - SMALL_BYTES) / max(1e-9, large_seconds - small_seconds, large_seconds / 20)
 
 
 def _agreed(first: bool, peer: int, seconds: float) -> int:

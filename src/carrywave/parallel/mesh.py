@@ -243,13 +243,6 @@ class Mesh:
         )
 
     @property
-    def _records_nccl(self) -> bool:
-        """True if sums over NCCL can be captured. NCCL does not destroy a communicator while a CUDA graph holds its work: a user who
-        destroys a process group of their own would wait for ever.
-        """
-        return self.world.backend == "nccl" and not self.world.users
-
-    @property
     def _closes(self) -> bool:
         """True if groups close at once when a worker drops them, as gloo's do."""
         return self.world.backend == "gloo" and not self._in_device_memory(range(self.world.size))
@@ -261,7 +254,7 @@ class Mesh:
         group = cast(dist.ProcessGroup, dist.group.WORLD) if world else process_groups.group(ranks, use)
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
-            summing = HostSum(group) if self._in_host_memory(ranks) else GroupSum(group, on_device=self._records_nccl)
+            summing = HostSum(group) if self._in_host_memory(ranks) else GroupSum(group, on_device=self.world.records_nccl)
             process_groups.use(group, summing.close)
             return summing
         lost_contact.use_device()

@@ -11,9 +11,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from weakref import WeakKeyDictionary, WeakMethod
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch.distributed as dist
+
+
+class Holder(Protocol):
+    """Holds work that goes through groups."""
+
+    def forget(self) -> None:
+        """Let go of it."""
 
 
 class _Made:
@@ -22,7 +30,7 @@ class _Made:
     world: Callable[[], dist.ProcessGroup | None] = lambda: None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # noqa: RUF012
     users: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()  # noqa: RUF012
-    leaving: list[WeakMethod[Callable[[], None]]] = []  # noqa: RUF012
+    holders: WeakSet[Holder] = WeakSet()  # noqa: RUF012
     spoils = 0  # failures of collective work in this process
     agreed = 0  # total over all processes at the last agreement
     timeout: timedelta | None = None  # message timeout; None: torch's default
@@ -38,18 +46,16 @@ def seconds() -> float:
     return (_Made.timeout or dist.default_pg_timeout).total_seconds()
 
 
-def before_leaving(release: Callable[[], None]) -> None:
-    """Have a method called before the groups are destroyed: NCCL waits until no CUDA graph holds its work any more."""
-    _Made.leaving.append(WeakMethod(release))
+def hold(holder: Holder) -> None:
+    """Note what must let go before the groups are destroyed: NCCL waits until no CUDA graph holds its work any more."""
+    _Made.holders.add(holder)
 
 
 def leave() -> None:
     """Have everything released that holds on to the groups, and forget them, because their world is being left."""
-    for known in _Made.leaving:
-        release = known()
-        if release is not None:
-            release()
-    _Made.groups, _Made.timeout, _Made.leaving = {}, None, []
+    for holder in list(_Made.holders):
+        holder.forget()
+    _Made.groups, _Made.timeout = {}, None
 
 
 def spoil() -> None:

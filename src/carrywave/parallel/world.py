@@ -57,6 +57,13 @@ class World:
     users: bool = False  # True if the user created the default process group, and may destroy it at any time
     group: dist.ProcessGroup | None = None  # None: the default group; otherwise these are some of its processes, and `rank` counts them
 
+    @property
+    def records_nccl(self) -> bool:
+        """True if what goes over NCCL can be captured. NCCL does not destroy a communicator while a CUDA graph holds its work: a user who
+        destroys a process group of their own would wait for ever.
+        """
+        return self.backend == "nccl" and not self.users
+
     @staticmethod
     def alone(device: torch.device) -> World:
         """A world of one process."""

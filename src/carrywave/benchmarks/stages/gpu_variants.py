@@ -156,10 +156,9 @@ def splits_of(setting: Setting, chunks: Sequence[int]) -> list[Split]:
     for stages in setting.stages:
         splits.append(Split("sequential", stages))
         splits += [Split("gpipe", stages, micro_batches=parts) for parts in (stages, 2 * stages) if case.lanes % parts == 0]
-        splits += [Split("wavefront", stages, chunks=count) for count in counts]
-        splits += [Split("wavefront", stages, chunks=count, recorded=False) for count in counts if count <= MOST_LAUNCHED]
         splits += [
-            Split("wavefront", stages, chunks=count, recorded=recorded, transport="nccl")
+            Split("wavefront", stages, chunks=count, recorded=recorded, transport=transport)
+            for transport in TRANSPORTS
             for recorded in (True, False)
             for count in counts
             if recorded or count <= MOST_LAUNCHED

@@ -47,7 +47,8 @@ from carrywave.step.trainer import Trainer
 
 CHECKED = 3  # optimizer steps whose losses are compared; they are the warm-up too
 WARM_UP = 3  # passes before any is timed: the first runs plainly, the second is captured
-TRAIN = {"optimizer": "adam", "lr": 1e-3, "clip": 1.0}
+LR, CLIP = 1e-3, 1.0
+TRAIN = {"optimizer": "adam", "lr": LR, "clip": CLIP}
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def loop_of(world: World, case: SummedStack, split: Split, precision: str) -> Lo
     weights = {name: tensor.detach() for name, tensor in case.model().lstm.state_dict().items()}
     part = case.batch().inputs.chunk(world.size, dim=1)[world.rank].to(world.device, DTYPES[precision])
     targets = case.steps * case.lanes
-    return DataParallelStack(weights, part, layers=case.layers, targets=targets, **{name: TRAIN[name] for name in ("lr", "clip")})
+    return DataParallelStack(weights, part, layers=case.layers, targets=targets, lr=LR, clip=CLIP)
 
 
 class _Worker:

@@ -70,7 +70,7 @@ def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = 
         # A posted receive occupies multiprocessors until its message arrives, which may be after a persistent kernel has run. Messages of a
         # pair follow each other, so that there are at most as many receives on the device as pairs.
         chip.keep_free(nccl.MESSAGE_BLOCKS * len(own))
-    links = PairLinks(own, world.device, over_nccl=over_nccl, on_device=over_nccl and not world.users)
+    links = PairLinks(own, world.device, over_nccl=over_nccl, on_device=world.records_nccl)
     links.greet()
     return links
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from carrywave.errors import SpecError
-from carrywave.parallel.startup.environment import OVERLAPPING, TRANSPORT, shares_of_a_gpu
+from carrywave.parallel.startup.environment import TRANSPORT, shares_run_at_once
 from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.world import World, all_gather_json
 
@@ -55,9 +55,7 @@ def own(device: torch.device) -> Neighbour:
         return Neighbour(host, "", ())
     index = device.index or 0
     reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != index and torch.cuda.can_device_access_peer(index, n)]
-    # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for. Our launcher starts
-    # MPS and allows torch to share the GPU's memory; under another launcher, whoever provides MPS sets this too.
-    if shares_of_a_gpu() > 1 and os.environ.get(OVERLAPPING) == "1":
+    if shares_run_at_once():
         reaches.append(_uuid(index))
     return Neighbour(host, _uuid(index), tuple(reaches))
 

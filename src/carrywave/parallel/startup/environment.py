@@ -85,6 +85,14 @@ def shares_of_a_gpu() -> int:
     return max(1, int(os.environ.get(SHARE_GPU) or 1))
 
 
+def shares_run_at_once() -> bool:
+    """True if workers have shares of a GPU under MPS. Without it they take turns, and one that waits on the device would hold up the one
+    it waits for. Our launcher starts MPS and allows torch to share the GPU's memory; under another launcher, whoever provides MPS sets
+    this too.
+    """
+    return shares_of_a_gpu() > 1 and os.environ.get(OVERLAPPING) == "1"
+
+
 def seconds_of(name: str, usual: float, *, or_off: bool = False) -> float:
     """A number of seconds that the user may set; with `or_off`, 0 means that there is no limit."""
     text = os.environ.get(name) or f"{usual}"

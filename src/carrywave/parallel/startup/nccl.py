@@ -8,13 +8,12 @@ network transport: slower than device memory, but all of its code paths run, whi
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from carrywave.parallel.startup.environment import OVERLAPPING, TRANSPORT, shares_of_a_gpu
+from carrywave.parallel.startup.environment import TRANSPORT, shares_run_at_once
 
 # Thread blocks of a kernel that sends and receives, each on a multiprocessor of its own. The messages of a pipeline are small, so that one
 # is as fast as more; what it takes is missing to the kernels of the layers.
@@ -26,9 +25,7 @@ def backend_for(gpus: Sequence[str]) -> str:
     asked = os.environ.get(TRANSPORT)
     if "" in gpus or asked == "gloo":
         return "gloo"
-    # Without MPS, workers on one GPU take turns, and a kernel that waits for another worker's holds it up.
-    divided = asked == "nccl" and shares_of_a_gpu() > 1 and os.environ.get(OVERLAPPING) == "1"
-    return "nccl" if divided or len(set(gpus)) == len(gpus) else "gloo"
+    return "nccl" if (asked == "nccl" and shares_run_at_once()) or len(set(gpus)) == len(gpus) else "gloo"
 
 
 def prepare(rank: int, gpus: Sequence[str], *, one_host: bool) -> None:
@@ -40,7 +37,7 @@ def prepare(rank: int, gpus: Sequence[str], *, one_host: bool) -> None:
         return
     os.environ["NCCL_HOSTID"] = f"carrywave-{rank}"
     if one_host:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def message_options(timeout: timedelta | None) -> object:

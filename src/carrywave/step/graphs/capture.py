@@ -71,7 +71,7 @@ class Capture:
         self.replays: Counter[str] = Counter()  # by kind
         self._kinds: dict[str, _Kind] = {}
         self._pool: Any = None
-        process_groups.before_leaving(self.forget)
+        process_groups.hold(self)
 
     @staticmethod
     def of(
