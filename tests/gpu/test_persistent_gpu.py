@@ -174,6 +174,8 @@ SOME = [
     Case(4, 16, 64, 1800, torch.float16),
     Case(35, 20, 650, 650, varied=True),
     Case(9, 100, 40, 1024, torch.float16, varied=True),
+    Case(11, 100, 40, 1150, varied=True),  # wide.cu
+    Case(7, 128, 64, 1088, torch.float16),
     Case(5, 3, 7, 130, directions=2, bias=False, varied=True),
 ]
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from carrywave.kernels import cross_entropy, reference
+from carrywave.kernels import cross_entropy, reference, torch_kernels
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import aligned
 from carrywave.kernels.hopper import wave
 from carrywave.kernels.hopper.layout import LayerShape, Wave
+from carrywave.kernels.layers import run_layers
 from carrywave.kernels.weights import LayerWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -28,6 +29,8 @@ WAVES = [
     (4, 33, 20, 650, Wave(LayerShape(704, 1, 24, 1), 2, 9)),
     (8, 40, 16, 512, Wave(LayerShape(512, 1, 16, 1, 32), 8, 8, LayerShape(512, 1, 16, 1, 32, 4))),  # more clusters than run at once
     (3, 30, 20, 256, Wave(LayerShape(256, 3, 8, 1, 16, 16), 2, 7)),
+    (2, 20, 150, 256, Wave(LayerShape(256, 1, 64, 3), 1, 8, LayerShape(256, 1, 64, 3, cluster=4))),
+    (2, 20, 90, 200, Wave(LayerShape(256, 2, 64, 1), 2, 7, LayerShape(256, 2, 64, 1, cluster=4))),
 ]
 
 
@@ -105,6 +108,28 @@ def test_bits_repeat_and_a_recording_has_them_too(count: int, steps: int, lanes:
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(one, other) for one, other in zip(first, recorded, strict=True))
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_stack_in_one_call_of_cudnn_is_the_definition(directions: int) -> None:
+    torch.manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda").double().requires_grad_()
+
+    widths = (12, 20 * directions, 20 * directions)
+    layers = [tuple(LayerWeights(make(80, width), make(80, 20), make(80), make(80)) for _ in range(directions)) for width in widths]
+    carries = tuple(Carry(make(directions, 5, 20), make(directions, 5, 20)) for _ in layers)
+    x = make(9, 5, 12)
+    assert torch_kernels.stackable(x, layers)
+    leaves = [x, *(part for carry in carries for part in carry), *(part for layer in layers for each in layer for part in each[:4])]
+    found = []
+    for backend in ("aten", "reference"):
+        y, ends = run_layers(x, carries, layers, backend=backend)
+        outputs = [y, *(part for end in ends for part in end)]
+        weigh = [torch.ones_like(each) for each in outputs]
+        found.append([*outputs, *torch.autograd.grad(outputs, [each for each in leaves if each is not None], weigh)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from carrywave.cells.cell import by_name
 from carrywave.errors import PlanError
-from carrywave.kernels import dispatch
+from carrywave.kernels import dispatch, random, torch_kernels
+from carrywave.kernels.backends import backends_of
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.dispatch import Dispatch
@@ -271,7 +274,7 @@ def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.Monkey
         raise nvrtc.KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
-    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell: Wave(LayerShape(64, 1, 8, 1), 2, 2))
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell, plain: Wave(LayerShape(64, 1, 8, 1), 2, 2))
     monkeypatch.setattr(wave, "run", fails)
     second: Layer = (LAYER[0]._replace(w_ih=torch.full((16, 4), 0.1)),)
     x = torch.randn(5, 2, 3)
@@ -328,3 +331,49 @@ def test_names_that_people_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKENDS.in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     assert BACKENDS.in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
+
+
+@pytest.mark.parametrize(("name", "directions"), [("lstm", 1), ("lstm", 2), ("gru", 1)])
+def test_a_stack_with_nothing_between_its_layers_is_one_call_of_cudnn(name: str, directions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch's own loop is called in its place, which takes the same arguments."""
+    torch.manual_seed(0)
+    cell = by_name(name)
+    rows = cell.gates * 5
+
+    def weights(inputs: int) -> LayerWeights:
+        return LayerWeights(*(torch.rand(shape) - 0.5 for shape in ((rows, inputs), (rows, 5), (rows,), (rows,))))
+
+    layers = [tuple(weights(inputs) for _ in range(directions)) for inputs in (3, 5 * directions, 5 * directions)]
+    carries = tuple(cell.carry(*(torch.randn(directions, 2, 5) for _ in cell.parts)) for _ in layers)
+    x, called = torch.randn(7, 2, 3), list[int]()
+    together = torch_kernels.together
+
+    def noted(*given: Any) -> Any:
+        called.append(len(given[3]))
+        return together(*given)
+
+    monkeypatch.setattr(torch_kernels, "together", noted)
+    options: dict[str, Any] = {"backends": backends_of(cell), "backend": "aten"}
+    expected = run_layers(x, carries, layers, **options)
+    assert called == []  # on the CPU, one after the other
+    monkeypatch.setattr(torch_kernels, "stackable", lambda x, layers: True)
+    y, ends = run_layers(x, carries, layers, **options)
+    assert called == [3]
+    torch.testing.assert_close(y, expected[0])
+    for end, other in zip(ends, expected[1], strict=True):
+        assert type(end) is type(other)
+        torch.testing.assert_close(tuple(end), tuple(other))
+    run_layers(x, carries, layers, torch.tensor([7, 3]), **options)
+    run_layers(x, carries, layers, dropout=0.5, key=random.key(1), sites=[1, 2], **options)
+    assert called == [3]
+
+
+def test_only_layers_that_one_call_of_cudnn_takes_are_stacked() -> None:
+    plain, x = (LayerWeights(torch.empty(32, 8), torch.empty(32, 8)),), on_gpu(torch.float32)
+    assert torch_kernels.stackable(x, [plain, plain])
+    assert not torch_kernels.stackable(torch.empty(4, 2, 8), [plain, plain])
+    wider = (LayerWeights(torch.empty(64, 8), torch.empty(64, 16)),)
+    projected = (plain[0]._replace(w_hr=torch.empty(4, 8)),)
+    biased = (plain[0]._replace(b_ih=torch.empty(32), b_hh=torch.empty(32)),)
+    for other in (wider, projected, biased, plain * 2):
+        assert not torch_kernels.stackable(x, [plain, other])

@@ -27,13 +27,13 @@ def test_a_few_multiprocessors_stay_free() -> None:
     assert H200.room(2) == 0
 
 
-@given(st.sampled_from(CHIPS), st.integers(1, 2048), st.integers(1, 1100))
+@given(st.sampled_from(CHIPS), st.integers(1, 2048), st.integers(1, 1100), st.booleans())
 @settings(max_examples=300)
-def test_every_lane_has_one_place_and_everything_fits(chip: Chip, hidden: int, lanes: int) -> None:
+def test_every_lane_has_one_place_and_everything_fits(chip: Chip, hidden: int, lanes: int, plain: bool) -> None:
     forward = shape_for(chip, hidden, lanes)
     assume(forward is not None)
     assert forward is not None
-    used = alone(chip, hidden, lanes, 10)
+    used = alone(chip, hidden, lanes, 10, plain=plain)
     assert used is not None
     for shape in (forward, back_for(chip, forward, lanes), used.shape, used.back):
         check(chip, shape, hidden, lanes)
@@ -46,8 +46,8 @@ def check(chip: Chip, shape: LayerShape, hidden: int, lanes: int) -> None:
     assert shape.hidden % 64 == 0
     assert 0 <= shape.hidden - hidden < 128
     assert shape.hidden % (4 * shape.units) == 0  # whole quads
-    assert shape.lanes in (8, 16, 24, 32)
-    assert shape.units * shape.lanes <= 512  # a thread for each unit and lane
+    assert shape.lanes in (8, 16, 24, 32, 64)
+    assert shape.wide or shape.units * shape.lanes <= 512  # a thread for each unit and lane
     # The kernel counts them in tables of so many places, and deals lanes out by rank.
     ranks = [place * shape.groups + group for group in range(shape.groups) for place in range(shape.lanes * shape.passes)]
     assert sorted(ranks)[:lanes] == list(range(lanes))

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -30,7 +31,7 @@ from carrywave.kernels.backends import backends_of
 from carrywave.kernels.carry import changed
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence
-from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone, heads_for
+from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone, heads_for, wide_for
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
@@ -46,7 +47,7 @@ def _block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Stack, Wave]:
     lanes, hidden = draw(st.integers(1, 40)), draw(st.integers(1, 140))
-    units, width, groups = draw(st.sampled_from((16, 32))), draw(st.sampled_from((8, 16, 24, 32))), draw(st.integers(1, 5))
+    units, width, groups = draw(st.sampled_from((16, 32))), draw(st.sampled_from((8, 16, 24, 32, 64))), draw(st.integers(1, 5))
     shape = LayerShape(-(-hidden // (4 * units)) * 4 * units, groups, width, -(-lanes // (groups * width)), units)
     given_stack = draw(stacks(count=1, steps=st.integers(1, 6), lanes=lanes, inputs=st.integers(1, 5), hidden=hidden))
     return given_stack, Wave(shape, 1, draw(st.integers(1, given_stack.steps)))
@@ -136,7 +137,7 @@ def test_layers_at_the_same_time_are_layers_one_after_the_other(
     monkeypatch.setattr(persistent, "refusal", lambda *given: "")
     asked = []
 
-    def wave_of(x: Tensor, layers: object, cell: str) -> Wave:
+    def wave_of(x: Tensor, layers: object, cell: str, *, plain: bool) -> Wave:
         asked.append(x.shape)
         return Wave(LayerShape(128, 2, 8, 1), 1, 3).of_cell(cell)
 
@@ -151,18 +152,18 @@ def test_what_cannot_run_is_refused_with_a_reason() -> None:
     assert persistent.refusal(x, weights) == "x is not on a GPU"
 
 
-def compile_source(constants: tuple[tuple[str, int], ...], folder: Path) -> str:
+def compile_source(source_name: str, constants: tuple[tuple[str, int], ...], folder: Path) -> str:
     """With NVRTC or nvcc, whichever is there; returns what the assembler says of registers, where it says anything."""
     if not nvrtc.available():
-        assert nvrtc.binary(recurrence.SOURCE, constants, "sm_90a")[:4] == b"\x7fELF"
+        assert nvrtc.binary(source_name, constants, "sm_90a")[:4] == b"\x7fELF"
         return ""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("neither NVRTC nor nvcc is here")
     defines = [f"-D{name}={value}" for name, value in constants]
-    with as_file(files("carrywave.kernels").joinpath("source", recurrence.SOURCE)) as source:
-        target = ["-gencode", "arch=compute_90a,code=sm_90a", "-cubin", "-std=c++17", "-Xptxas", "-v"]
-        command = [nvcc, *target, *defines, "-o", str(folder / "out.cubin"), str(source)]
+    with as_file(files("carrywave.kernels").joinpath("source")) as root:
+        target = ["-gencode", "arch=compute_90a,code=sm_90a", "-cubin", "-std=c++17", "-Xptxas", "-v", "-I", str(root)]
+        command = [nvcc, *target, *defines, "-o", str(folder / "out.cubin"), str(root / source_name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert (folder / "out.cubin").read_bytes()[:4] == b"\x7fELF"
@@ -171,6 +172,7 @@ def compile_source(constants: tuple[tuple[str, int], ...], folder: Path) -> str:
 
 SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (2048, 16), (2048, 64)]
 # With resets to zeros (1) or to a learned carry (2), with noise from bytes (1) or constants (2).
+WIDE = [(1088, 128, "lstm"), (1150, 100, "gru")]
 KINDS = [("lstm", 1, 0), ("lstm", 2, 0), ("lstm", 1, 1), ("lstm", 1, 2), ("gru", 0, 0), ("gru", 2, 0), ("slstm", 0, 0), ("slstm", 1, 1)]
 
 
@@ -193,10 +195,17 @@ def test_the_source_compiles(
     used, heads = used.of_cell(cell), heads_for(H200, hidden, 4, lanes, cell) if hidden <= 64 else None
     shapes = dict.fromkeys(each for each in (used.shape, used.back, heads) if each is not None)
     constants = (each.constants(fp16=fp16, resets=resets, noise=noise) for each in shapes)
-    said = "".join(compile_source(each, tmp_path) for each in constants)
+    said = "".join(compile_source(recurrence.SOURCE, each, tmp_path) for each in constants)
     # Told, not judged: what they come to differs from compiler to compiler.
     for count, what in re.findall(r"(\d+) (bytes spill stores|registers)", said):
         record_property(what, count)
+
+
+@pytest.mark.parametrize(("hidden", "lanes", "cell"), [(128, 65, "lstm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in WIDE)])
+def test_the_source_for_many_lanes_compiles(hidden: int, lanes: int, cell: str, tmp_path: Path) -> None:
+    shape = wide_for(H200, hidden, lanes)
+    assert shape is not None
+    compile_source(recurrence.WIDE, replace(shape, cell=cell).constants(fp16=False), tmp_path)
 
 
 @pytest.mark.parametrize(

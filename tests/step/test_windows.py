@@ -48,7 +48,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     replace_launches(monkeypatch)
     monkeypatch.setattr(persistent, "refusal", lambda *given: "")
     monkeypatch.setattr(persistent, "_chip", lambda x: H200)
-    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell: None)
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell, plain: None)
     yield
     dispatch._failures.clear()
     dispatch._told.clear()
@@ -56,7 +56,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def waves(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """From here on, layers run in one call, in pieces of this many steps."""
-    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell: Wave(LayerShape(64, 1, 8, 1), 1, min(piece, len(x))))
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell, plain: Wave(LayerShape(64, 1, 8, 1), 1, min(piece, len(x))))
 
 
 def build(**options: Any) -> Model:

@@ -108,8 +108,10 @@ class Backends:
         layers: Sequence[Layer],
         chunk: WindowChunk | None = None,
         marks: Sequence[StepMarks | None] | None = None,
+        *,
+        plain: bool = False,
     ) -> Any:
-        """How to run layers concurrently; None to run them one after the other."""
+        """How to run layers concurrently; None to run them one after the other. `plain`: no dropout between them, every step is real."""
         return None
 
     def run_wave(self, x_TBI: Tensor, carries: AnyCarries, *given: Any, **named: Any) -> tuple[Tensor, AnyCarries] | None:

@@ -40,6 +40,7 @@ class TorchKernels(Protocol):
     """The module that runs layers of a cell on torch's kernels."""
 
     layer: Backend
+    KERNEL: torch_kernels.Kernel
 
     def prefers_onednn(self, x_TBI: Tensor, weights: Layer, /) -> bool:
         """True if oneDNN is the fastest for this layer."""
@@ -133,17 +134,23 @@ class Dispatch(Backends):
         layers: Sequence[Layer],
         chunk: WindowChunk | None = None,
         marks: Sequence[StepMarks | None] | None = None,
-    ) -> Wave | None:
-        """How to run layers concurrently on one GPU; None to run them one after the other, each on the backend chosen for it."""
+        *,
+        plain: bool = False,
+    ) -> Wave | torch_kernels.Kernel | None:
+        """How to run layers concurrently on one GPU, by our kernels or, if they are `plain`, in one call of torch's; None to run them one
+        after the other, each on the backend chosen for it.
+        """
         if len(layers) < 2:
             return None
         held = windowed.held_by(chunk, [layer[0] for layer in layers])
         if held is not None:
             return held.how
         each = zip(layers, marks or [None] * len(layers), strict=True)
-        if any(_begun(chunk, layer) or self.choose(asked, x_TBI, layer, marked) != "persistent" for layer, marked in each):
-            return None
-        return persistent.wave_of(x_TBI, layers, self.cell)
+        chosen = {"begun" if _begun(chunk, layer) else self.choose(asked, x_TBI, layer, marked) for layer, marked in each}
+        if chosen == {"persistent"}:
+            return persistent.wave_of(x_TBI, layers, self.cell, plain=marks is None)
+        in_one = plain and marks is None and chosen == {"aten"} and torch_kernels.stackable(x_TBI, layers)
+        return self.aten.KERNEL if in_one and self.aten is not None else None
 
     def run_wave(
         self,
@@ -152,13 +159,17 @@ class Dispatch(Backends):
         layers: Sequence[Layer],
         masks: Sequence[Tensor | None],
         lengths_B: Tensor | None,
-        how: Wave,
+        how: Wave | torch_kernels.Kernel,
         *,
         marks: Sequence[StepMarks | None] | None = None,
         clean: bool = False,
         chunk: WindowChunk | None = None,
     ) -> tuple[Tensor, AnyCarries] | None:
-        """Run the layers concurrently, each one's outputs times its mask feeding the next; None if the kernel failed, after a warning."""
+        """Run the layers concurrently, each one's outputs times its mask feeding the next; None if the kernel failed, after a warning.
+        `how` is what `wave_of` returned.
+        """
+        if not isinstance(how, Wave):
+            return torch_kernels.together(how, x_TBI, carries, layers)
         first = [layer[0] for layer in layers]
         try:
             return windowed.run(x_TBI, carries, first, masks, lengths_B, how, chunk, marks=marks, clean=clean)

@@ -70,7 +70,8 @@ def run_layers(
     # Backends compute in a single dtype, so the autocast that chose it must not cast inside them.
     with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
-        wave = backends.wave_of(backend, y_TBO, layers, chunk, marks) if norms is None else None
+        plain = lengths is None and not (key is not None and places[: len(layers) - 1])
+        wave = backends.wave_of(backend, y_TBO, layers, chunk, marks, plain=plain) if norms is None else None
         if wave is not None:
             like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
             masks = (mask_after(number, like_TBO) for number in range(len(layers) - 1))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.kernels.carry import AnyCarry
+from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
 from carrywave.kernels.derivatives import traced
 from carrywave.kernels.lengths import both_ways
 from carrywave.kernels.step_marks import StepMarks, begins, where_any
@@ -46,8 +46,12 @@ def without_onednn() -> Iterator[None]:
         backend.enabled = before
 
 
-def run(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, onednn: bool = False) -> tuple[Tensor, AnyCarry]:
-    """Run torch's kernel over one or both directions: outputs [T, B, O] and the carry after the last step. `onednn`: on the CPU."""
+def run(
+    kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, layers: int = 1, onednn: bool = False
+) -> tuple[Tensor, AnyCarry]:
+    """Run torch's kernel over one or both directions: outputs [T, B, O] and the carry after the last step. `layers`: the weights and the
+    carry are those of so many layers, one after the other. `onednn`: on the CPU.
+    """
     if x_TBI.is_cuda and x_TBI.shape[0] > CUDNN_STEPS:
         return in_pieces(kernel, x_TBI, carry, weights, CUDNN_STEPS)
     if x_TBI.is_cuda and weights[0].b_ih is None:
@@ -62,9 +66,25 @@ def run(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, onedn
     train = torch.is_grad_enabled() or traced()
     given = parts if len(parts) > 1 else parts[0]
     with contextlib.nullcontext() if x_TBI.is_cuda or onednn else without_onednn():
-        y_TBO, *ends = kernel(x_TBI, given, flat, biased, 1, 0.0, train, len(weights) == 2, False)
+        y_TBO, *ends = kernel(x_TBI, given, flat, biased, layers, 0.0, train, len(weights) == 2 * layers, False)
     of_parts: Any = type(carry)
     return y_TBO, of_parts(*ends)
+
+
+def together(kernel: Kernel, x_TBI: Tensor, carries: AnyCarries, layers: Sequence[Layer]) -> tuple[Tensor, AnyCarries]:
+    """Run a stack in one call, whose layers cuDNN runs partly at the same time. Call `stackable` first."""
+    weights = tuple(direction.to(x_TBI.dtype) for layer in layers for direction in layer)
+    joined = changed(carries[0], lambda *parts: torch.cat([part.to(x_TBI.dtype) for part in parts]), *carries[1:])
+    y_TBO, ends = run(kernel, x_TBI, joined, weights, layers=len(layers))
+    each = zip(*(part.chunk(len(layers)) for part in ends), strict=True)
+    return y_TBO, tuple(changed(carry, lambda own, part: part.to(own.dtype), end) for carry, end in zip(carries, each, strict=True))
+
+
+def stackable(x_TBI: Tensor, layers: Sequence[Layer]) -> bool:
+    """True if one call can run these layers: on CUDA, all of one width, with biases or without, and none with a projection."""
+    of_first = layers[0][0]
+    alike = {(len(layer), direction.w_hh.shape, direction.b_ih is None, direction.w_hr) for layer in layers for direction in layer}
+    return x_TBI.is_cuda and not traced() and x_TBI.shape[0] <= CUDNN_STEPS and len(alike) == 1 and of_first.w_hr is None
 
 
 def serves(x_TBI: Tensor, marks: StepMarks | None) -> bool:

@@ -22,6 +22,8 @@ from carrywave.kernels.lengths import both_ways, last_real, real_steps
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 
+KERNEL: torch_kernels.Kernel = torch.gru
+
 
 def layer(
     x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, *, marks: StepMarks | None = None
@@ -48,4 +50,4 @@ def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
 
 
 def _run(x_TBI: Tensor, carry: AnyCarry, weights: Layer) -> tuple[Tensor, AnyCarry]:
-    return torch_kernels.run(torch.gru, x_TBI, carry, weights)
+    return torch_kernels.run(KERNEL, x_TBI, carry, weights)

@@ -12,6 +12,7 @@ from functools import cache
 MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # per block
+WIDE_LANES, WIDE_THREADS = 64, 256  # of `wide.cu`
 SHARED_BYTES = 227 << 10  # per block
 CELLS = {"lstm": 0, "gru": 1, "slstm": 2}  # as `cell.cuh` numbers them
 
@@ -54,6 +55,16 @@ class LayerShape:
     cluster: int = 0  # blocks per cluster, which communicate without global memory: the 4 of a quad in backward, or a whole group; 0: none
     cell: str = "lstm"
     heads: int = 1  # with a recurrent matrix each; several only if each group of one is a cluster
+
+    @property
+    def wide(self) -> bool:
+        """True if it is a layout of `wide.cu`: 64 lanes in a pass."""
+        return self.lanes == WIDE_LANES
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WIDE_THREADS if self.wide else THREADS
 
     @property
     def width(self) -> int:
@@ -107,6 +118,9 @@ class LayerShape:
         """True if the kernel has this layout."""
         if (self.near and self.passes > 1) or (self.heads > 1 and not self.near):
             return False
+        if self.wide:
+            whole = self.hidden % 64 == 0 and self.units == 16 and self.cell != "slstm" and not self.near
+            return whole and self.passes <= MOST_PASSES and self.shared_bytes <= SHARED_BYTES
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
         return whole and self.hidden <= MOST_HIDDEN and self.shared_bytes <= SHARED_BYTES
 
@@ -115,6 +129,11 @@ class LayerShape:
         return self.valid and self.blocks <= chip.room(self.cluster)
 
     def _bytes(self, sum_buffers: int) -> int:
+        if self.wide:
+            of_thread = -(-14 * self.units // 64) * 16  # bytes that it fetches for a pass
+            kept = self.passes * (of_thread * WIDE_THREADS + 2 * 4 * self.lanes)
+            swapped = 2 * (4 * 4 * self.units * self.lanes + 8) if self.cluster else 0
+            return 8 * self.units * self.hidden + sum_buffers * 1024 * self.units + kept + swapped
         operand = 4 * self.k_blocks * self.lanes * 128
         weights = 4 * (self.k_blocks - self.in_registers) * 512 * self.units
         sums = sum_buffers * 4 * 4 * self.units * (self.lanes + (2 if self.k_blocks > 6 else 4)) * 4
@@ -176,6 +195,15 @@ def shape_for(chip: Chip, hidden: int, lanes: int) -> LayerShape | None:
 
 
 @cache
+def wide_for(chip: Chip, hidden: int, lanes: int) -> LayerShape | None:
+    """The layout of `wide.cu` for backward, which needs clusters; forward's is the same without them. None if it does not fit."""
+    padded = -(-hidden // 64) * 64
+    groups = min(chip.in_fours * 16 // padded, -(-lanes // WIDE_LANES))
+    shape = LayerShape(padded, groups, WIDE_LANES, -(-lanes // (WIDE_LANES * max(1, groups))), cluster=4)
+    return shape if groups and shape.fits(chip) else None
+
+
+@cache
 def back_for(chip: Chip, shape: LayerShape, lanes: int) -> LayerShape:
     """Backward's layout for a layer alone on the GPU: clusters of 4 if they fit in one pass, as forward does, with few lanes per pass (at
     most 16; or 32 up to 512 units, as many as forward above that), otherwise forward's layout. 24 lanes take as long as 32.
@@ -233,24 +261,27 @@ def heads_for(chip: Chip, hidden: int, heads: int, lanes: int, cell: str) -> Lay
     return at_once[0] if at_once else found[-1] if found else None
 
 
-def alone(chip: Chip, hidden: int, lanes: int, steps: int) -> Wave | None:
-    """A single layer over all of its steps; None if no layout fits."""
+def alone(chip: Chip, hidden: int, lanes: int, steps: int, *, plain: bool = False) -> Wave | None:
+    """A single layer over all of its steps; None if no layout fits. `plain`: it has nothing that `wide.cu` does not run."""
     near, shape = near_for(chip, hidden, lanes), shape_for(chip, hidden, lanes)
     if near is not None and near.units == 16:
         return Wave(near, 1, steps)
     # Blocks of 32 units gain from whole-group clusters only in backward, which otherwise has two round trips to memory per step.
     if shape is None:
         return None
+    wide = wide_for(chip, hidden, lanes) if plain and shape.groups == 1 and shape.passes > 2 else None
+    if wide is not None:
+        return Wave(replace(wide, cluster=0), 1, steps, wide)
     back = near if near is not None and near.hidden == shape.hidden else back_for(chip, shape, lanes)
     return Wave(shape, 1, steps, None if back == shape else back)
 
 
 @cache
-def wave_for(chip: Chip, layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
+def wave_for(chip: Chip, layers: int, hidden: int, lanes: int, steps: int, *, plain: bool = False) -> Wave | None:
     """The layers one after the other, each over the whole GPU; or concurrently, a chunk apart, if that is clearly faster: small batches
-    leave most of the GPU idle. None if no layout fits.
+    leave most of the GPU idle. None if no layout fits. `plain` as in `alone`.
     """
-    best = alone(chip, hidden, lanes, steps)
+    best = alone(chip, hidden, lanes, steps, plain=plain)
     if best is None or layers == 1:
         return best
     least = 0.95 * layers * (steps * _step_us(best.shape) + _LAUNCH_US)
@@ -283,6 +314,8 @@ def _step_us(shape: LayerShape) -> float:
     """
     if shape.near:
         return 2.1 + 0.0012 * shape.hidden
+    if shape.wide:
+        return shape.passes * (2.8 + 0.0057 * shape.hidden)
     gathered, cells = shape.hidden * shape.lanes / 512, shape.units * shape.lanes
     spilled = (shape.k_blocks - shape.in_registers) * shape.units / 16
     return shape.passes * (2.6 + 0.035 * gathered + 0.0038 * cells + 0.75 * spilled)

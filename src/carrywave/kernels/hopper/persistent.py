@@ -46,7 +46,7 @@ def refusal(x_TBI: Tensor, weights: Layer, marks: StepMarks | None = None, cell:
         return "it supports resets to a learned carry only without heads, and not in an sLSTM"
     if refused := device_refusal(x_TBI.device.index or 0):
         return refused
-    layout = _layout(x_TBI, weights, cell)
+    layout = _layout(x_TBI, weights, cell, plain=marks is None)
     if layout is None:
         return f"{heads_of(weights, by_name(cell).gates)} x {weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
     resets = marks is not None and marks.resets is not None
@@ -109,16 +109,16 @@ def layer(
     """
     if len(weights) == 1:
         held = windowed.held_by(chunk, weights)
-        how = _alone(x_TBI, weights, cell) if held is None else held.how
+        how = _alone(x_TBI, weights, cell, plain=marks is None) if held is None else held.how
         marked = None if marks is None else (marks,)
         y_TBH, [end] = windowed.run(x_TBI, (carry,), weights, (None,), lengths_B, how, chunk, marks=marked, clean=clean)
         return y_TBH, end
-    ys, ends = [], []
+    ys, ends, both = [], [], _alone(x_TBI, weights, cell, plain=marks is None)
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
         start = _one_way(carry, direction)
         of_way = None if marks is None else (marks.one_way(direction, lengths_B),)
-        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, _alone(x_TBI, weights, cell), marks=of_way, clean=clean)
+        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, both, marks=of_way, clean=clean)
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         ends.append(end)
     return torch.cat(ys, dim=-1), changed(ends[0], lambda *parts: torch.cat(parts), *ends[1:])
@@ -128,31 +128,31 @@ def _one_way(carry: AnyCarry, direction: int) -> AnyCarry:
     return changed(carry, lambda part: part[direction : direction + 1])
 
 
-def _alone(x_TBI: Tensor, weights: Layer, cell: str) -> Wave:
-    whole = _layout(x_TBI, weights, cell)
+def _alone(x_TBI: Tensor, weights: Layer, cell: str, *, plain: bool) -> Wave:
+    whole = _layout(x_TBI, weights, cell, plain=plain)
     if whole is None:
         raise ValueError(f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit; call `refusal` first")
     return whole
 
 
-def _layout(x_TBI: Tensor, weights: Layer, cell: str) -> Wave | None:
-    """How a layer runs; None if it does not fit."""
+def _layout(x_TBI: Tensor, weights: Layer, cell: str, *, plain: bool) -> Wave | None:
+    """How a layer runs; None if it does not fit. `plain`: without marks."""
     chip, (steps, lanes), units, heads = _chip(x_TBI), x_TBI.shape[:2], weights[0].w_hh.shape[1], heads_of(weights, by_name(cell).gates)
     if heads > 1:
         of_heads = heads_for(chip, units, heads, lanes, cell) if units % 64 == 0 else None
         return None if of_heads is None else Wave(of_heads, 1, steps)
     # Cells differ in shared memory, of which the widest layers need all that there is.
-    whole = alone(chip, units, lanes, steps)
+    whole = alone(chip, units, lanes, steps, plain=plain and cell != "slstm")
     whole = None if whole is None else whole.of_cell(cell)
     return whole if whole is not None and whole.shape.valid and whole.back.valid else None
 
 
-def wave_of(x_TBI: Tensor, layers: Sequence[Layer], cell: str = "lstm") -> Wave | None:
-    """How layers that this backend can run are run concurrently; None if they should run one by one."""
+def wave_of(x_TBI: Tensor, layers: Sequence[Layer], cell: str = "lstm", *, plain: bool = False) -> Wave | None:
+    """How layers that this backend can run are run concurrently; None if they should run one by one. `plain`: without marks."""
     widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
     if cell == "slstm" or any(heads_of(layer, by_name(cell).gates) > 1 for layer in layers):
         return None
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None
-    found = wave_for(_chip(x_TBI), len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0])
+    found = wave_for(_chip(x_TBI), len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0], plain=plain)
     return found.of_cell(cell) if found is not None and found.streams > 1 else None

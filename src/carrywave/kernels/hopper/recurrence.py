@@ -16,14 +16,14 @@ from carrywave.cells.cell import by_name
 from carrywave.kernels import random
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import EACH, HALVES, padded_rows
-from carrywave.kernels.hopper.layout import CELLS, THREADS, LayerShape
+from carrywave.kernels.hopper.layout import CELLS, LayerShape
 from carrywave.kernels.weights import LayerWeights
 
 if TYPE_CHECKING:
     from carrywave.kernels.hopper.marks import LayerMarks
     from carrywave.kernels.step_marks import CellNoise
 
-SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
+SOURCE, WIDE, PACKING, LENGTHS = "persistent.cu", "wide/wide.cu", "packing.cu", "lengths.cu"
 _MOST_SORTED = 1024  # lanes that our own kernel can sort
 
 
@@ -96,7 +96,7 @@ def forward(
     steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
     run = _recurrent("forward", shape, hs_SBP, marks.kinds)
     run(
-        (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
+        (shape.blocks, 1, 1), (shape.threads, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
         *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), *_resets(marks), *_noise(marks), cooperative=not shape.near,
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def backward(
         raise ValueError("the gate gradients of the next step do not follow those of this launch in memory")
     run = _recurrent("backward", shape, grads_NQ, marks.kinds)
     run(
-        (shape.blocks, 1, 1), (THREADS, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
+        (shape.blocks, 1, 1), (shape.threads, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
         bias_EQ, ring, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before),
         *_resets(marks), of_resets_EP2, *_noise(marks), cooperative=not shape.near,
     )  # fmt: skip
@@ -283,7 +283,8 @@ def _fp16(like: Tensor) -> bool:
 def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> nvrtc.Kernel:
     resets, noise = kinds
     constants = shape.constants(fp16=_fp16(like), resets=resets, noise=noise)
-    return nvrtc.kernel(SOURCE, name, constants, shape.shared_bytes + (shape.reset_bytes if resets else 0), like.get_device())
+    source = WIDE if shape.wide else SOURCE
+    return nvrtc.kernel(source, name, constants, shape.shared_bytes + (shape.reset_bytes if resets else 0), like.get_device())
 
 
 def _simple(name: str, like: Tensor, source: str = PACKING, cell: str = "lstm") -> nvrtc.Kernel:

@@ -24,6 +24,7 @@ from carrywave.kernels.weights import Layer, LayerWeights
 
 # sigmoid(±1e4) is exactly 1 and 0 in every precision, whatever the other inputs add, and 1e4 is still within fp16's range.
 _SATURATED = 1.0e4
+KERNEL: torch_kernels.Kernel = torch.lstm
 LONG_STEPS = 32  # shorter sequences do not amortise oneDNN's weight preparation
 
 
@@ -75,4 +76,4 @@ def _with_flag(weights: LayerWeights, width: int) -> LayerWeights:
 
 
 def _run(x_TBI: Tensor, carry: AnyCarry, weights: Layer) -> tuple[Tensor, AnyCarry]:
-    return torch_kernels.run(torch.lstm, x_TBI, carry, weights, onednn=prefers_onednn(x_TBI, weights))
+    return torch_kernels.run(KERNEL, x_TBI, carry, weights, onednn=prefers_onednn(x_TBI, weights))

@@ -130,6 +130,7 @@ struct Slopes {
 #if CELL == LSTM
     float output, through, input, forget_memory, candidate, forget, old_h, old_memory;
 
+    Slopes() = default;
     __device__ __forceinline__ Slopes(const float (&a)[4], float before, float now, const NoiseOf& noise) {
         float g = a[2] * noise.candidate;
         if (NOISE) now = a[1] * before + a[0] * g;
@@ -181,6 +182,7 @@ struct Slopes {
 #else
     float reset, update, candidate, reset_gate, update_gate, old_h;
 
+    Slopes() = default;
     __device__ __forceinline__ Slopes(const float (&a)[4], float before, float now, const NoiseOf& noise) {
         float n = a[2] * noise.candidate;
         update = (before - n) * a[1] * (1.0f - a[1]);

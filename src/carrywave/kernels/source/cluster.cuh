@@ -1,40 +1,6 @@
 // Data exchange between blocks: inside a cluster it goes from shared memory to shared memory, a much shorter way than through L2. Part of
 // persistent.cu, whose constants it uses.
 
-__device__ __forceinline__ u32 in_block(u32 address, int rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-__device__ __forceinline__ void cluster_barrier() {
-#if CLUSTER
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// A barrier in shared memory that counts the bytes arriving at this block: thread 0 sets the expected number, and all threads wait for them.
-struct Arrival {
-    u32 address;
-
-    __device__ __forceinline__ void begin() const {
-        if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __device__ __forceinline__ void wait(int lap, u32 bytes) const {
-        if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
-        Patience patience = {PATIENCE};
-        u32 there = 0;
-        while (!there) {
-            asm volatile(
-                "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-                : "=r"(there)
-                : "r"(address), "r"(lap & 1)
-                : "memory");
-            patience.spend();
-        }
-    }
-};
-
 // The exchange between the four blocks of a quad: one float per owner, from each of the other blocks. Inside clusters, a barrier counts the
 // bytes; through global memory, the lowest bit of a word tells which lap through the ring it belongs to.
 struct Swap {

@@ -1,40 +1,4 @@
-// How a block gets data from other blocks and from memory: polling, dealing of lanes, prefetch. Part of persistent.cu, whose constants it uses.
-
-struct Lanes {
-    const int* order;    // lanes from longest to shortest, or null: in order of their numbers
-    const int* lengths;  // of each lane, or null: every step is real
-    int count;           // number of lanes
-    int groups;
-    int steps;
-};
-
-__device__ __forceinline__ uint4 load_pieces(const void* address) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_word(const void* address) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-    return v;
-}
-__device__ __forceinline__ void store_word(void* address, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory"); }
-__device__ __forceinline__ void store_pair(void* address, u32 a, u32 b) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(a), "r"(b) : "memory");
-}
-__device__ __forceinline__ void store_smem(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-// Bounds a wait: if it takes seconds, a block is missing, and the launch is aborted with an error.
-struct Patience {
-    int left;
-    __device__ __forceinline__ void spend() {
-        if (--left < 0) asm volatile("trap;");
-    }
-};
-#define PATIENCE 20000000
+// How a block gets the data of other blocks for its product: polling. Part of persistent.cu, whose constants it uses.
 
 // Copies this warpgroup's part of K, for the lanes of a pass, from global to shared memory, in pieces of 16 bytes.
 //
@@ -110,44 +74,5 @@ struct Gather {
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
-    }
-};
-
-// The lanes of a group, longest first; [LANES * PASSES] each.
-struct Table {
-    int* lane;
-    int* length;  // 0: no lane here, or one without real steps
-
-    __device__ __forceinline__ void fill(const Lanes& lanes, int group, int thread) {
-        for (int place = thread; place < LANES * PASSES; place += THREADS) {
-            // Dealt out round-robin, so that every group has long and short lanes.
-            int rank = place * lanes.groups + group;
-            bool there = rank < lanes.count;
-            int number = there ? (lanes.order ? lanes.order[rank] : rank) : 0;
-            lane[place] = number;
-            length[place] = there ? (lanes.lengths ? min(lanes.lengths[number], lanes.steps) : lanes.steps) : 0;
-        }
-    }
-    // How many lanes of a pass reach a step: since they are sorted, these are the first ones.
-    __device__ __forceinline__ int active(int pass, int step) const {
-        int place = threadIdx.x & 31;
-        return __popc(__ballot_sync(0xFFFFFFFFu, place < LANES && length[pass * LANES + place] > step));
-    }
-};
-
-// Prefetches what a step reads from memory one step ahead, into the thread's own slot, and only after its polling: a multiprocessor's
-// loads return in the order in which they were issued, so polls would wait behind slower loads issued before them.
-struct Slot {
-    u32 address;
-    __device__ __forceinline__ void fetch_8(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + at), "l"(from) : "memory"); }
-    __device__ __forceinline__ void fetch_4(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address + at), "l"(from) : "memory"); }
-    __device__ __forceinline__ void fetch_16(int at, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + at), "l"(from) : "memory"); }
-    __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-    // Every pass commits one group per step, so the groups of the other passes may still be in flight.
-    __device__ __forceinline__ uint4 read(bool owner) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");
-        if (owner) asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-        return v;
     }
 };

@@ -70,6 +70,7 @@
 #endif
 
 #include "cell.cuh"
+#include "lanes.cuh"
 #include "product.cuh"
 #include "gather.cuh"
 #include "cluster.cuh"

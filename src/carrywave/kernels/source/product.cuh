@@ -2,9 +2,6 @@
 
 // For data from blocks of the same cluster: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
 __device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32); }
-__device__ __forceinline__ u64 descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows every 1024 bytes
-    return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
 
 #if FP16
 #define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
