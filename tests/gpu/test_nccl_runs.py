@@ -1,5 +1,5 @@
 """Whole runs over NCCL on shares of the one GPU that there is: every way in which replicas exchange, workers that stop or fail, thousands
-of steps with persistent kernels beside messages that wait, and process groups of the user's own."""
+of steps with persistent kernels beside messages that wait, two hosts, and process groups of the user's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from carrywave.parallel import worker_pool
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
+from _namespaces import ADDRESSES, Cluster, wired
+
 import _whole_snapshots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -58,13 +63,67 @@ def train(folder: Path, run: str, *words: str, **environment: str) -> subprocess
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_over_nccl_is_the_run_on_cpus(mode: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 40)
+    write_text(tmp_path)
     over_nccl = train(tmp_path, "nccl", *MODES[mode], "--device", "cuda")
     assert over_nccl.returncode == 0, over_nccl.stderr
     assert "over NCCL" in over_nccl.stdout
-    on_cpus = train(tmp_path, "cpus", *MODES[mode], "--device", "cpu", CARRYWAVE_SHARE_GPU="0", CARRYWAVE_TRANSPORT="auto")
+    is_the_run_on_cpus(tmp_path, mode)
+
+
+@pytest.mark.parametrize("network", ["a wire", "loopback"])
+@pytest.mark.parametrize("mode", ["replicas", "stages"])
+def test_two_hosts(mode: str, network: str, tmp_path: Path) -> None:
+    """A torchrun for each, under an MPS daemon that is not ours to start; NCCL's sockets go over the wire, or over loopback."""
+    write_text(tmp_path)
+    with two_hosts(network, tmp_path) as start, shares(2) as environment:
+        hosts = [start(node, environment | {"PYTHONPATH": os.environ["PYTHONPATH"]}, mode) for node in range(2)]
+        try:
+            codes = [host.wait(120) for host in hosts]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
+        finally:
+            for host in hosts:
+                host.kill()
+                host.wait()
+    said = [path.read_text() for path in sorted(tmp_path.glob("node*"))]
+    assert codes == [0, 0], said
+    assert any("over NCCL" in each for each in said), said
+    is_the_run_on_cpus(tmp_path, mode)
+
+
+@contextmanager
+def two_hosts(network: str, folder: Path) -> Iterator[Any]:
+    """A function that starts a training on one of two hosts, of which each has a share."""
+
+    def words(node: int, address: str, mode: str) -> list[str]:
+        where = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={address}", "--master-port=29817"]
+        train = ["carrywave", "train", *WORDS, *TRAIN, *MODES[mode], "--device", "cuda", "--run", "nccl"]
+        return ["-m", "torch.distributed.run", *where, "-m", "--", *train]
+
+    def on_loopback(node: int, variables: dict[str, str], mode: str) -> subprocess.Popen[bytes]:
+        with (folder / f"node{node}").open("wb") as log:
+            command = [sys.executable, *words(node, "127.0.0.1", mode)]
+            return subprocess.Popen(
+                command, cwd=folder, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    if network == "loopback":
+        yield on_loopback
+        return
+    with wired() as namespaces:
+        cluster = Cluster(namespaces, folder)
+        yield lambda node, variables, mode: cluster.start(node, words(node, ADDRESSES[0], mode), **variables).process
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 40)
+
+
+def is_the_run_on_cpus(folder: Path, mode: str) -> None:
+    """Train the same on CPUs, and compare."""
+    on_cpus = train(folder, "cpus", *MODES[mode], "--device", "cpu", CARRYWAVE_SHARE_GPU="0", CARRYWAVE_TRANSPORT="auto")
     assert on_cpus.returncode == 0, on_cpus.stderr
-    found, wanted = (_whole_snapshots.load(tmp_path / run / "snapshots").parameters for run in ("nccl", "cpus"))
+    found, wanted = (_whole_snapshots.load(folder / run / "snapshots").parameters for run in ("nccl", "cpus"))
     for name, tensor in wanted.items():
         error = float((found[name] - tensor).abs().max() / tensor.abs().max())
         assert error < CLOSE, f"{name}: {error:.1e}"
