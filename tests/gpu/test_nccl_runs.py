@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -73,7 +75,9 @@ def test_a_run_over_nccl_is_the_run_on_cpus(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("network", ["a wire", "loopback"])
 @pytest.mark.parametrize("mode", ["replicas", "stages"])
 def test_two_hosts(mode: str, network: str, tmp_path: Path) -> None:
-    """A torchrun for each, under an MPS daemon that is not ours to start; NCCL's sockets go over the wire, or over loopback."""
+    """A torchrun on each, under an MPS daemon that they did not start. NCCL's sockets go over the wire between two network namespaces, or,
+    where none can be made, over loopback between two host names.
+    """
     write_text(tmp_path)
     with two_hosts(network, tmp_path) as start, shares(2) as environment:
         hosts = [start(node, environment | {"PYTHONPATH": os.environ["PYTHONPATH"]}, mode) for node in range(2)]
@@ -94,20 +98,25 @@ def test_two_hosts(mode: str, network: str, tmp_path: Path) -> None:
 @contextmanager
 def two_hosts(network: str, folder: Path) -> Iterator[Any]:
     """A function that starts a training on one of two hosts, of which each has a share."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
 
     def words(node: int, address: str, mode: str) -> list[str]:
-        where = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={address}", "--master-port=29817"]
+        where = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={address}", f"--master-port={port}"]
         train = ["carrywave", "train", *WORDS, *TRAIN, *MODES[mode], "--device", "cuda", "--run", "nccl"]
         return ["-m", "torch.distributed.run", *where, "-m", "--", *train]
 
     def on_loopback(node: int, variables: dict[str, str], mode: str) -> subprocess.Popen[bytes]:
         with (folder / f"node{node}").open("wb") as log:
-            command = [sys.executable, *words(node, "127.0.0.1", mode)]
-            return subprocess.Popen(
-                command, cwd=folder, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+            named = ["unshare", "-u", "sh", "-c", f'hostname node{node} && exec "$@"', "sh"]
+            command = [*named, sys.executable, *words(node, "127.0.0.1", mode)]
+            known = os.environ | variables | {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+            return subprocess.Popen(command, cwd=folder, env=known, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
     if network == "loopback":
+        if shutil.which("unshare") is None or subprocess.run(["unshare", "-u", "true"], capture_output=True).returncode:
+            pytest.skip("needs unshare and root, for a host name of its own")
         yield on_loopback
         return
     with wired() as namespaces:
