@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.benchmarks import heap
+from carrywave.benchmarks.memory_use import heap
 
 
 @pytest.mark.slow

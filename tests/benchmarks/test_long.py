@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.benchmarks import long
+from carrywave.benchmarks.memory_use import long
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from carrywave.benchmarks import memory
 from carrywave.benchmarks.harness.workers import memory_bytes
+from carrywave.benchmarks.memory_use import memory
 from carrywave.errors import RunError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

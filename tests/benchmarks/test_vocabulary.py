@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.benchmarks import vocabulary
+from carrywave.benchmarks.memory_use import vocabulary
 
 COLUMNS = ("case", "workers", "peak_mib", "share", "peak_mib_each", "step_seconds", "loss_off", "target")
 

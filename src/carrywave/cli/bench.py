@@ -85,7 +85,7 @@ def bench(
         option: None if text is None else numbers_of(f"--{option}", text, least)
         for option, text, least in (("chunks", chunks, 1), ("workers", workers, 2))
     }
-    module = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}")
+    module = importlib.import_module(names[name])
     known = inspect.signature(module.run).parameters
     asked = {option: value for option, value in given.items() if value}
     if unknown := [option for option in asked if option not in known]:
@@ -97,10 +97,14 @@ def bench(
     write_rows(json_file, found)
 
 
-def _benchmarks() -> list[str]:
-    """Names of the modules that define `run`, found by reading their source because importing them would load torch."""
+def _benchmarks() -> dict[str, str]:
+    """Modules that define `run`, by the name to call them by; found by reading their source because importing them would load torch."""
     import carrywave.benchmarks
 
-    folders = [Path(folder) for folder in carrywave.benchmarks.__path__]
-    found = [path.stem for folder in folders for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")]
-    return sorted(name.replace("_", "-") for name in found)
+    found = {}
+    for folder in map(Path, carrywave.benchmarks.__path__):
+        for path in folder.rglob("*.py"):
+            if "\ndef run(" in path.read_text(encoding="utf-8"):
+                words = path.relative_to(folder).with_suffix("").parts
+                found[path.stem.replace("_", "-")] = ".".join(("carrywave.benchmarks", *words))
+    return dict(sorted(found.items()))
