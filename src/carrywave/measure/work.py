@@ -65,8 +65,11 @@ def work(world: World, job: Row) -> Iterator[Row]:
     for name in job["optimizers"]:
         for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
+    # On a GPU, stages that exchange messages through the host run chunks; whole windows only if time cannot be cut.
+    launched = job.get("launched", True)
+    uncut = all(ask.whole for ask in asks)
     for ask in asks:
-        if ask.layers == 1 and (not on_gpu or job.get("launched", True)):
+        if ask.layers == 1 and (not on_gpu or (launched and (uncut or not ask.whole))):
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
             yield {"sample": asdict(replace(sample, piped="launched" if on_gpu else ""))}
     if world.size > 1 and job.get("links", True):
