@@ -10,6 +10,7 @@ import torch
 from carrywave.launch.shares.mps import TOOL, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
+from carrywave.measure.recorded_steps import step_overheads, time_update
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.cost.units import Units
@@ -51,3 +52,13 @@ def test_shares_are_measured_with_messages_and_sums_in_device_memory() -> None:
     assert {sample.piped for sample in profile.samples if sample.kind == "lstm"} == {"", "recorded"}
     found = Predictor(units, Cluster.uniform(profile, 2)).predict(Plan(1, 2, chunk_steps=8))
     assert found.transports.recorded == "steps"
+
+
+def test_what_every_recorded_step_adds_is_small() -> None:
+    device = torch.device("cuda")
+    found = step_overheads(device, "bf16")
+    assert 0 <= found["step_seconds"] < 1e-3
+    assert 1e-5 < found["least_step_seconds"] < 5e-3
+    _, few = time_update(device, "adam", 100_000, "bf16")
+    _, many = time_update(device, "adam", 30_000_000, "bf16")
+    assert 0 < few < many < 1e-2

@@ -66,6 +66,16 @@ def test_a_recorded_stage_has_no_host_cost() -> None:
         assert predict(gpu(overheads=slow), plan).seconds >= predict(gpu(), plan).seconds + 0.99 * tasks * 100 * US
 
 
+def test_a_recorded_step_takes_no_less_than_the_host_needs_to_prepare_one() -> None:
+    for plan in (Plan(), FOUR, Plan(4)):
+        seconds = predict(gpu(), plan).seconds
+        assert predict(gpu(overheads=replace(GPU, least_step_seconds=0.9 * seconds)), plan).seconds == seconds
+        assert predict(gpu(overheads=replace(GPU, least_step_seconds=2 * seconds)), plan).seconds == 2 * seconds
+        assert predict(gpu(overheads=replace(GPU, step_seconds=1.0)), plan).seconds == pytest.approx(seconds + 1.0)
+    on_cpu = replace(GPU, recorded_seconds=None, least_step_seconds=10.0)
+    assert predict(gpu(overheads=on_cpu), Plan()).seconds < 10.0
+
+
 def test_what_is_not_recorded_is_launched_by_the_host() -> None:
     recorded = predict(gpu(), FOUR)
     over_gloo = predict(gpu(within=replace(gpu().within, transport="gloo")), FOUR)

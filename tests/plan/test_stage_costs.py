@@ -166,3 +166,30 @@ def test_one_sample_is_enough_to_know_that_more_steps_take_longer(kind: str) -> 
 def test_sizes_far_from_all_samples_are_told(hidden: int, said: str | None) -> None:
     found = far_off(units(model={"hidden": hidden, "layers": 2}), machine())
     assert found is None if said is None else said in (found or "")
+
+
+def test_cudnn_runs_a_stack_in_one_call_only_if_nothing_comes_between_its_layers() -> None:
+    alone = FIT(Size(512, 512, 4, 32))
+    together = Sample("lstm", "fp32", 512, 512, 4, 32, 2 * alone.forward, 2 * (alone.backward + alone.put_off), layers=4)
+    timed = machine(samples=(*machine().samples, together))
+    dropped = units(model={"hidden": 512, "layers": 4, "dropout": 0.5})
+    assert Costs(dropped, timed).stage(1, 5, 4, 32) == Costs(dropped, machine()).stage(1, 5, 4, 32)
+    in_half = machine(samples=tuple(replace(sample, precision="bf16") for sample in timed.samples))
+    half = units(model={"hidden": 512, "layers": 4, "dropout": 0.5}, train={"precision": "bf16"})
+    assert Costs(half, in_half).stage(1, 5, 4, 32).all < 0.6 * Costs(dropped, machine()).stage(1, 5, 4, 32).all
+
+
+def test_weights_that_are_dropped_take_as_long_as_activations_of_their_size() -> None:
+    dropout = [Sample("dropout", "fp32", width, width, 32, 32, 1e-6 + width * 1e-7, 2e-6 + width * 1e-7) for width in (128, 512)]
+    timed = machine(samples=(*machine().samples, *dropout))
+    costs = Costs(units(model={"hidden": 512, "layers": 4, "weight_drop": 0.5}), timed)
+    one = Fit("dropout", dropout)(Size(512, 512, 4 * 512, 1)).all
+    assert costs.weight_drop(0, 6) == pytest.approx(4 * one)
+    assert costs.weight_drop(5, 6) == Costs(units(), timed).weight_drop(0, 6) == 0.0
+
+
+@pytest.mark.parametrize(("wanted", "taken"), [("adamw", "adam"), ("ntasgd", "sgd"), ("sgd", "sgd")])
+def test_an_optimizer_that_was_not_timed_takes_as_long_as_one_like_it(wanted: str, taken: str) -> None:
+    updates = [Sample("optimizer", "fp32", 0, 10**6, 1, 1, seconds, name=name) for name, seconds in (("adam", 2e-4), ("sgd", 1e-4))]
+    costs = Costs(units(train={"optimizer": wanted}), machine(samples=tuple(updates)))
+    assert costs.update(10**6) == {"adam": 2e-4, "sgd": 1e-4}[taken]

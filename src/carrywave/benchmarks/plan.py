@@ -4,27 +4,34 @@ For each model this machine is profiled from scratch, every plan is predicted, a
 same processes: serial with all cores in one process, the others with the cores divided among the workers, as `carrywave train --devices N`
 does. The planner's choice is timed among them, which shows how far it is from the best.
 
-With `shares`, the devices are shares of one GPU instead, and the plans are the recorded wavefronts and replicas of `bench gpu-pipeline`.
+Where there is a GPU, whole steps of ten recipes are trained on it instead, and compared with what is predicted from a shared profile and
+from the machine's own. With `shares`, the devices are shares of one GPU, and the plans are the recorded wavefronts and replicas of
+`bench gpu-pipeline`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from carrywave.benchmarks import gpu_pipeline
 from carrywave.benchmarks.harness.shapes import LanguageShape
 from carrywave.benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, environment, printed, spread, time_loops
+from carrywave.benchmarks.plan_runs import recipe_steps
 from carrywave.data.batch import Batch
+from carrywave.errors import UserError
+from carrywave.launch.hardware import gpus
 from carrywave.measure.profiles import profile_for, threads
 from carrywave.parallel import worker_pool
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, even_cuts
 from carrywave.plan.search.predictor import Predictor
@@ -68,6 +75,7 @@ QUICK = (PlannedShape(2, 32, 8, 16, 50),)
 PRICED = ("wavefront recorded", "replicas recorded")  # the rows of bench gpu-pipeline that the planner predicts, besides one share
 ROUNDS, SECONDS = 5, 0.4
 WARM_UP = 2
+SHIPPED = "h200"  # the profile that recipes on a GPU are predicted from, unless another is named
 
 
 def plans(case: PlannedShape, workers: int, predictor: Predictor) -> list[Plan]:
@@ -92,10 +100,31 @@ def plans(case: PlannedShape, workers: int, predictor: Predictor) -> list[Plan]:
     return found
 
 
-def run(*, quick: bool = False, shares: bool = False) -> list[Row]:
-    """Rows for every case and number of workers, and a final row that summarises the errors. `shares`: on shares of one GPU."""
+def run(*, quick: bool = False, shares: bool = False, rows: Sequence[str] = (), profile: str | None = None) -> list[Row]:
+    """Rows for every case and number of workers, and a final row that summarises the errors. `shares`: on shares of one GPU. `rows` and
+    `profile`: on a GPU, names of recipes, and the profile to predict them from.
+    """
     if shares:
         return gpu_pipeline.run(quick=quick, rows=PRICED, predict=True, whole_step=True)
+    if gpus():
+        return of_recipes(rows, profile or os.environ.get(PROFILE) or SHIPPED, quick=quick)
+    if rows or profile:
+        raise UserError("bench plan has --rows and --profile for recipes on a GPU, but found none; remove them")
+    return _of_plans(quick=quick)
+
+
+def of_recipes(names: Sequence[str], profile: str, *, kind: str = "cuda", quick: bool = False) -> list[Row]:
+    """A row for each recipe on one device, and a final row that summarises the errors of both predictions."""
+    rows = printed(recipe_steps.compare(names, find_profile(profile), kind, quick=quick))
+    columns = ("error", "own_error")
+    found = {column: [abs(row[column]) for row in rows if row[column] is not None] for column in columns}
+    summary = dict.fromkeys(rows[0], "") | {"recipe": "all", "note": "target: median 10%, worst 25%"}
+    summary |= {column: f"median {statistics.median(errors):.1%}, worst {max(errors):.1%}" for column, errors in found.items() if errors}
+    return [*({name: _shown(name, value) for name, value in row.items()} for row in rows), summary]
+
+
+def _of_plans(*, quick: bool) -> list[Row]:
+    """The plans of several workers on cores of this machine."""
     rows: list[Row] = []
     # An empty cache, so that earlier profiles of this machine are ignored.
     with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder, environment(CARRYWAVE_CACHE=folder):
@@ -164,7 +193,9 @@ def _bare(plan: Plan) -> tuple[object, ...]:
 
 def _shown(name: str, value: object) -> object:
     if isinstance(value, float):
-        return f"{value:+.1%}" if name == "error" else f"{value:.1%}" if name == "spread" else round(value, 3 if name == "over_best" else 2)
+        if name.endswith("error"):
+            return f"{value:+.1%}"
+        return f"{value:.1%}" if name == "spread" else round(value, 3 if name == "over_best" else 2)
     return ("chosen" if value else "") if name == "chosen" else value
 
 

@@ -11,6 +11,7 @@ import typer
 
 from carrywave.cli.options import JsonOption, numbers_of, show, write_rows
 from carrywave.errors import UserError
+from carrywave.plan.cost.shipped_profiles import PROFILE
 from carrywave.runs import output_file
 from carrywave.runs.display import table_of
 
@@ -23,7 +24,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="WORDS",
-            help='kernels, step, gpu-pipeline, quality: run only rows with all of these words, as in "8x512 bf16"; repeatable.',
+            help='kernels, step, gpu-pipeline, quality: run only rows with all of these words, as in "8x512 bf16"; plan: this recipe; '
+            "repeatable.",
         ),
     ] = None,
     chunks: Annotated[str | None, typer.Option(metavar="N,N", help="gpu-pipeline: numbers of chunks to try. Default: 2,4,8,16,32.")] = None,
@@ -35,6 +37,9 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="gpu-pipeline: draw a step of the fastest wavefront, as measured, in this SVG file.")
     ] = None,
     whole_step: Annotated[bool, typer.Option("--whole-step", help="gpu-pipeline: time the optimizer's update too.")] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help=f"plan: on a GPU, predict from this profile; ${PROFILE} does the same.")
+    ] = None,
     shares: Annotated[bool, typer.Option("--shares", help="plan, sync: on shares of one GPU instead of CPU workers.")] = False,
     workers: Annotated[
         str | None, typer.Option(metavar="N,N", help="pipeline, replicas: numbers of workers. Default: 2,4,8, at most one for two cores.")
@@ -69,6 +74,7 @@ def bench(
         "predict": predict,
         "trace": trace,
         "whole_step": whole_step,
+        "profile": profile,
         "shares": shares,
         "speed_only": speed_only,
         "text": text,

@@ -8,7 +8,7 @@ sums between shares. What they take there is also what recorded stages on whole 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +18,23 @@ from carrywave.plan.cost.profile import Overheads, Profile
 from carrywave.plan.cost.sample_requests import LARGEST, Ask, lighter_ask
 from carrywave.plan.cost.shipped_profiles import LINKS
 
-# Widths of well-known models besides powers of two: kernels have steps in between, which no interpolation finds.
-HIDDEN, LANES, STEPS = (128, 256, 512, 650, 1024, 1150, 1536, 2048), (16, 64, 128), (8, 32, 128)
-MODEST_HIDDEN, MODEST_LANES = (128, 256, 512, 1024, 2048), (16, 64)  # of a grid that does not take long
+# Widths and lanes of layers over whole windows, by precision. Our kernels, in half precision, have steps between powers of two, which no
+# interpolation finds; cuDNN's have few.
+OURS = (64, 128, 200, 320, 400, 512, 650, 800, 1024, 1150, 1536, 2048), (8, 20, 32, 64, 100, 256)
+CUDNN = {"fp32": ((64, 128, 200, 400, 650, 1024, 1150, 2048), (8, 32, 100, 256)), "tf32": ((200, 650, 1150), (32, 100))}
+WINDOWS = (16, 128)  # steps
+LARGEST_WINDOW = 3e11  # multiplications: a larger one is timed on fewer steps
+# (inputs, hidden) of layers whose input width differs from their own, and the lanes and steps they are timed with
+OTHER_INPUTS, OTHER_WINDOWS = ((1, 128), (256, 1024), (1024, 256), (400, 1150), (1150, 400)), ((16, 128), (100, 64))
+# Layers that are also timed as chunks; and, on a machine that is measured in passing, all of them.
+MODEST_HIDDEN, MODEST_LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
 SHORT = 32  # steps: as long as this, a call is also timed as a chunk
 CHUNKS = 4  # of the window that such a chunk is part of
-OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own
-WIDTHS, WORDS = (256, 1024), (2_000, 10_000, 50_000)
+# (hidden, lanes, layers) of stacks in one call
+TOGETHER = ((128, 32, 2), (256, 16, 4), (512, 16, 2), (512, 16, 8), (512, 64, 4), (650, 20, 2), (1024, 16, 2), (1024, 64, 4))
+WIDTHS, OUTPUTS, TOKENS = (128, 400, 1024), (10, 100, 2_000, 10_000, 33_000), ((16, 8), (32, 64), (100, 70))  # of all other units
+MODEST_WIDTHS, MODEST_OUTPUTS, MODEST_TOKENS = (256, 1024), (2_000, 10_000, 50_000), TOKENS[:2]
 MODEST = {"lstm": 1024}  # the largest width of a modest grid on a CPU; 10,000 for other kinds
-TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # (hidden, lanes, layers in one call)
 PRECISIONS = ("bf16", "fp32", "tf32")
 OPTIMIZERS = ("adam", "sgd")
 DEVICES_PER_HOST = 8
@@ -37,37 +45,55 @@ SHARE_HIDDEN, SHARE_STEPS, SHARE_WINDOW = (512, 1024), (8, 16, 32), 256
 SHARE_WORDS, SHARE_PRECISION = 10_000, "bf16"
 
 
-def grid(precision: str, widths: Sequence[int] = HIDDEN, several_lanes: Sequence[int] = LANES) -> Iterator[Ask]:
+def grid(precision: str) -> list[Ask]:
     """The calls to time in one precision."""
+    widths, several_lanes = CUDNN.get(precision, OURS)
+    asks = [*_modest_layers(precision), *_other_units(precision, WIDTHS, OUTPUTS, TOKENS)]
     for hidden in widths:
         for lanes in several_lanes:
-            for steps in STEPS:
-                yield _ask("lstm", hidden, hidden, lanes, steps, precision)
+            asks += [lighter_ask(Ask("lstm", hidden, hidden, lanes, steps, precision=precision), LARGEST_WINDOW) for steps in WINDOWS]
     for inputs, hidden in OTHER_INPUTS:
-        yield _ask("lstm", inputs, hidden, 32, 64, precision)
-    for hidden, lanes, layers in TOGETHER:
-        yield Ask("lstm", hidden, hidden, lanes, 64, precision=precision, layers=layers)
-    for width in WIDTHS:
-        for words in WORDS:
-            for lanes, steps in ((16, 8), (32, 64)):
-                yield _ask("softmax", width, words, lanes, steps, precision)
-                yield _ask("embedding", words, width, lanes, steps, precision)
-        for lanes, steps in ((16, 8), (32, 64)):
-            yield _ask("linear", width, 24, lanes, steps, precision)
-            yield _ask("dropout", width, width, lanes, steps, precision)
-            yield _ask("norm", width, width, lanes, steps, precision)
+        asks += [Ask("lstm", inputs, hidden, lanes, steps, precision=precision) for lanes, steps in OTHER_WINDOWS]
+    return _each_once([*asks, *_stacks(precision)])
 
 
 def modest_grid(kind: str, precision: str) -> list[Ask]:
     """The calls to time where a whole grid would take too long: fewer sizes, and on a CPU large calls on fewer steps."""
-    asks = list(grid(precision, MODEST_HIDDEN, MODEST_LANES))
+    asks = [*_modest_layers(precision), *_other_units(precision, MODEST_WIDTHS, MODEST_OUTPUTS, MODEST_TOKENS)]
     if kind == "cuda":
-        return asks
+        return [*asks, *_stacks(precision)]
+    small = [ask for ask in asks if max(ask.inputs, ask.outputs) <= MODEST.get(ask.kind, 10_000)]
+    return _each_once(lighter_ask(ask, LARGEST[kind] / 2) for ask in small)
+
+
+def _modest_layers(precision: str) -> Iterator[Ask]:
+    for hidden in MODEST_HIDDEN:
+        for lanes in MODEST_LANES:
+            for steps in STEPS:
+                yield _ask("lstm", hidden, hidden, lanes, steps, precision)
+
+
+def _stacks(precision: str) -> Iterator[Ask]:
+    for hidden, lanes, layers in TOGETHER:
+        yield Ask("lstm", hidden, hidden, lanes, 64, precision=precision, layers=layers)
+
+
+def _other_units(precision: str, widths: Sequence[int], outputs: Sequence[int], tokens: Sequence[tuple[int, int]]) -> Iterator[Ask]:
+    """Encoders and heads with so many words or labels, dropout and norms."""
+    for width in widths:
+        for lanes, steps in tokens:
+            for words in outputs:
+                yield _ask("softmax", width, words, lanes, steps, precision)
+                yield _ask("embedding", words, width, lanes, steps, precision)
+            for kind, out in (("linear", 24), ("dropout", width), ("norm", width)):
+                yield _ask(kind, width, out, lanes, steps, precision)
+
+
+def _each_once(asks: Iterable[Ask]) -> list[Ask]:
+    """The requests without those for the same call; of these, one that is timed as a chunk, too, comes first."""
     found: dict[tuple[object, ...], Ask] = {}
     for ask in asks:
-        if ask.layers == 1 and max(ask.inputs, ask.outputs) <= MODEST.get(ask.kind, 10_000):
-            lighter = lighter_ask(ask, LARGEST[kind] / 2)
-            found.setdefault(lighter.size, lighter)
+        found.setdefault(ask.size, ask)
     return list(found.values())
 
 
@@ -100,7 +126,7 @@ def measure(
     found = found if before is None else replace(before, overheads=found.overheads)
     for precision in precisions if kind == "cuda" else ("fp32",):
         optimizers = OPTIMIZERS if precision == precisions[0] or kind == "cpu" else ()
-        wanted = Wanted(list(grid(precision)), optimizers, links=False)
+        wanted = Wanted(grid(precision), optimizers, links=False)
         found = extended(found, kind, precision, wanted, 1, launched=True, environment={})
     if kind == "cuda":
         own = RECORDED_MESSAGE_SECONDS if shared is None else shared.overheads.recorded_message_seconds

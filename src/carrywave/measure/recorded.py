@@ -18,7 +18,7 @@ from carrywave.measure.timing import captured, gpu_seconds
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import LARGEST, Ask
 
-BLOCKS, LEAST_SECONDS = 5, 0.01
+BLOCKS, LEAST_SECONDS = 5, 0.004
 LONG_BLOCKS, LONG_SECONDS = 3, 0.02  # of replays that take this long, one makes a block, and few blocks are enough
 LEAST = 1e-7  # seconds of any call
 EMPTY_CHUNKS = 8  # of a window without any unit

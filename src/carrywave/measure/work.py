@@ -22,6 +22,7 @@ from carrywave.cells.cell import names
 from carrywave.data.batch import Batch
 from carrywave.measure import device_memory, nccl_links
 from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
+from carrywave.measure.recorded_steps import step_overheads, time_update, train_section
 from carrywave.measure.rig import Rig, time_task, time_unit
 from carrywave.measure.timing import LARGE_BYTES, SMALL_BYTES, call_seconds, rate_between, settle
 from carrywave.model.encoders import Numbers
@@ -42,8 +43,6 @@ UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40
 LEAST_MESSAGES, WARM_MESSAGES = 7, 2
 LINK_SECONDS = 1.0  # most time for messages of one size
 ROUND_SECONDS, ROUNDS = 0.05, 12
-GPU_STEPS, GPU_UPDATES = 128, 20  # enough work for the host to stay ahead of the GPU
-SMALL_RATE = 1e-9  # learning rate of updates that are timed: wide models would diverge within a few steps of the usual one
 
 
 def work(world: World, job: Row) -> Iterator[Row]:
@@ -55,7 +54,7 @@ def work(world: World, job: Row) -> Iterator[Row]:
     on_gpu = world.device.type == "cuda"
     recorded = recorded_task(world.device, precision, together) if on_gpu else 0.0
     if on_gpu:
-        yield {"overheads": {"recorded_seconds": recorded}}
+        yield {"overheads": {"recorded_seconds": recorded, **step_overheads(world.device, precision)}}
     asks = [Ask(**values) for values in job["asks"]]
     if on_gpu:
         for ask in asks:
@@ -65,8 +64,11 @@ def work(world: World, job: Row) -> Iterator[Row]:
     for name in job["optimizers"]:
         for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
+    # On a GPU, stages that exchange messages through the host run chunks; whole windows only if time cannot be cut.
+    launched = job.get("launched", True)
+    uncut = all(ask.whole for ask in asks)
     for ask in asks:
-        if ask.layers == 1 and (not on_gpu or job.get("launched", True)):
+        if ask.layers == 1 and (not on_gpu or (launched and (uncut or not ask.whole))):
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
             yield {"sample": asdict(replace(sample, piped="launched" if on_gpu else ""))}
     if world.size > 1 and job.get("links", True):
@@ -91,10 +93,10 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
 def _update(device: torch.device, name: str, parameters: int, layers: int, precision: str, together: Callable[[], None]) -> Sample:
     """Time norm, clipping and optimizer: what a step takes besides forward and backward."""
     if device.type == "cuda":
-        return _recorded_update(device, name, parameters, precision)
+        return _updated(*time_update(device, name, parameters, precision), name, precision)
     hidden = max(1, round((parameters / (8 * layers - 4)) ** 0.5))
     model = Model(Numbers(1), LSTM(1, hidden, layers), Forecast(hidden, 1, 1))
-    trainer = Trainer(model, _train(name, precision), mesh=Mesh.alone(device))
+    trainer = Trainer(model, train_section(name, precision), mesh=Mesh.alone(device))
     batch = Batch.of(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 1)).to(device)
     found = []
     for number in range(UPDATES + 1):
@@ -105,33 +107,10 @@ def _update(device: torch.device, name: str, parameters: int, layers: int, preci
         took = clock.now() - begin - clock.seconds()
         if number:  # the first step allocates the optimizer state
             found.append(took)
-    return _updated(model, name, precision, statistics.median(found))
+    return _updated(model, statistics.median(found), name, precision)
 
 
-def _recorded_update(device: torch.device, name: str, parameters: int, precision: str) -> Sample:
-    """Time the update on a GPU: the time of a captured step less that of its captured forward and backward."""
-    hidden = max(1, round((parameters / 8) ** 0.5))
-    model = Model(Numbers(hidden), LSTM(hidden, hidden), Forecast(hidden, 1, 1))
-    trainer = Trainer(model, _train(name, precision), mesh=Mesh.alone(device))
-    lanes = 16
-    batch = Batch.of(torch.zeros(GPU_STEPS, lanes, hidden), torch.zeros(GPU_STEPS, lanes, 1, 1)).to(device)
-    clock = TaskClock(device)
-    for _ in range(3):
-        trainer.step(batch)
-    begin = clock.now()
-    for _ in range(GPU_UPDATES):
-        trainer.step(batch)
-    step = (clock.now() - begin) / GPU_UPDATES
-    work = time_recorded(Ask("lstm", hidden, hidden, lanes, GPU_STEPS, precision=precision), device, 0.0)
-    return _updated(model, name, precision, max(step - work.forward_seconds - work.backward_seconds, 0.05 * step))
-
-
-def _train(optimizer: str, precision: str) -> Row:
-    """The train section of updates that are timed: with norm and clipping, but leaving the weights about where they are."""
-    return {"optimizer": optimizer, "precision": precision, "clip": 1.0, "lr": SMALL_RATE}
-
-
-def _updated(model: Model, name: str, precision: str, seconds: float) -> Sample:
+def _updated(model: Model, seconds: float, name: str, precision: str) -> Sample:
     each = [parameter.numel() for parameter in model.parameters()]
     on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU updates all tensors at once
     return Sample("optimizer", "fp64" if precision == "fp64" else "fp32", len(each) if on_cpu else 0, sum(each), 1, 1, seconds, name=name)

@@ -213,6 +213,11 @@ class PlanCase(Footprint):
         reduced, updated = self.after(edges, found.ends)
         return found.then("reduce", reduced).then("update", updated)
 
+    def whole_step(self, seconds: float) -> float:
+        """Seconds from one step to the next, if its passes and updates take so many: the host prepares a recorded step during another."""
+        least = self.overheads.least_step_seconds if self.transports.recorded else 0.0
+        return max(seconds + self.overheads.step_seconds, least)
+
     def parameters(self, edges: tuple[int, ...]) -> list[int]:
         """Number of parameters held by each stage."""
         return [self.units.parameters(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
@@ -239,7 +244,8 @@ class PlanCase(Footprint):
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
             own = -(-held[stage] // owners)
-            seconds = max(costs.update(own, tensors[stage]) * crowd for costs, crowd in pairs)
+            span, passes = (edges[stage], edges[stage + 1]), len(self.lanes)  # every pass drops weights anew
+            seconds = max((costs.update(own, tensors[stage]) + passes * costs.weight_drop(*span)) * crowd for costs, crowd in pairs)
             if owners > 1:  # exchanging the new weights is the second half of an all-reduce
                 seconds += self._reduce(replicas, held[stage] * self.units.parameter_bytes) / 2
             updates.append((agreed, agreed + seconds))
@@ -293,10 +299,13 @@ def _slowest(overheads: Sequence[Overheads]) -> Overheads:
     if len(set(overheads)) == 1:
         return overheads[0]
     return Overheads(
-        max(each.task_seconds for each in overheads),
-        max(each.message_seconds for each in overheads),
-        max(each.step_seconds for each in overheads),
-        min(each.overlap for each in overheads),
-        None if any(each.recorded_seconds is None for each in overheads) else max(each.recorded_seconds or 0.0 for each in overheads),
-        max(each.recorded_message_seconds for each in overheads),
+        task_seconds=max(each.task_seconds for each in overheads),
+        message_seconds=max(each.message_seconds for each in overheads),
+        step_seconds=max(each.step_seconds for each in overheads),
+        overlap=min(each.overlap for each in overheads),
+        recorded_seconds=None
+        if any(each.recorded_seconds is None for each in overheads)
+        else max(each.recorded_seconds or 0.0 for each in overheads),
+        least_step_seconds=max(each.least_step_seconds for each in overheads),
+        recorded_message_seconds=max(each.recorded_message_seconds for each in overheads),
     )

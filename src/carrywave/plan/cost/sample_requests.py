@@ -18,7 +18,7 @@ LARGEST = {"cpu": 2e9, "cuda": 1e12}
 LARGEST_WEIGHTS = 4e8
 # (parameters, layers they are spread over); larger counts are extrapolated linearly. Small updates do not occupy a GPU, and it updates
 # all tensors at once, so only the parameters vary there.
-OPTIMIZER_SIZES = {"cpu": ((100_000, 1), (100_000, 8), (3_000_000, 1)), "cuda": ((3_000_000, 1), (30_000_000, 1))}
+OPTIMIZER_SIZES = {"cpu": ((100_000, 1), (100_000, 8), (3_000_000, 1)), "cuda": ((100_000, 1), (3_000_000, 1), (30_000_000, 1))}
 REDUCED_BYTES = (64, 1 << 16, 1 << 20, 8 << 20)
 
 
@@ -124,6 +124,9 @@ def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask
         for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
             if width:
                 yield Ask(kind, width, width, lanes, steps, 0, units.precision, chunks)
+        if unit.dropped_rows:
+            width = unit.projection or unit.outputs
+            yield Ask("dropout", width, width, unit.dropped_rows, 1, 0, units.precision)
         for layer in unit.front:
             rows = steps * layer.times
             yield Ask("linear", layer.inputs, layer.channels, lanes, rows, 0, units.precision, chunks)

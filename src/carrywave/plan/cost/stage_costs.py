@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from carrywave.cells import lstm
-from carrywave.cells.cell import Cell, by_name, names
+from carrywave.cells.cell import HALF_PRECISIONS, Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.cost.interpolation import NOTHING, Fit, Seconds, Size, size_of
 from carrywave.plan.cost.profile import Piped, Profile, Sample
@@ -17,6 +17,7 @@ from carrywave.plan.cost.units import Units
 
 # Fallback for a precision that was not timed: one that uses similar hardware.
 _ALIKE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
+_LIKE = {"adamw": "adam", "ntasgd": "sgd"}  # the same for optimizers
 LAUNCH_SECONDS = 5e-6  # of one operation that is launched by itself; only for cells that were not timed
 FAR_DOUBLINGS = 0.75  # distance of a layer's width from the nearest sample beyond which its time is a guess rather than a prediction
 
@@ -88,8 +89,16 @@ class Costs:
         """Seconds of norm, clipping and optimizer for `parameters` parameters in `tensors` tensors."""
         if not parameters or not self._optimizers:
             return 0.0
-        name = self.units.optimizer if self.units.optimizer in self._optimizers else min(self._optimizers)
+        wanted = self.units.optimizer, _LIKE.get(self.units.optimizer, ""), min(self._optimizers)
+        name = next(each for each in wanted if each in self._optimizers)
         return self._kind("optimizer", name)(Size(tensors, parameters, 1, 1)).forward
+
+    def weight_drop(self, first: int, last: int) -> float:
+        """Seconds that units [first, last) take in a pass to drop recurrent weights, and their gradients."""
+        matrices = [(unit.projection or unit.outputs, unit.dropped_rows) for unit in self.units.units[first:last] if unit.dropped_rows]
+        if not matrices or not self._samples("dropout"):
+            return 0.0
+        return sum(self._kind("dropout")(Size(width, width, rows, 1)).all for width, rows in matrices)
 
     def _crowding(self, workers: int) -> float:
         """Slowdown, relative to a single worker, when this many workers of a host run at once."""
@@ -121,7 +130,10 @@ class Costs:
 
     def _together(self, unit: Unit, count: int, lanes: int, steps: int) -> float:
         """Time of `count` equal layers in one call, where they may run concurrently, relative to running them one after another."""
-        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.cell is None or unit.launches:
+        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.cell is None or unit.launches or unit.norm:
+            return 1.0
+        # cuDNN runs a stack in one call if nothing comes between its layers; dropout does, and so do steps that are not real.
+        if self.units.precision not in HALF_PRECISIONS and (unit.dropout or not self.units.streams):
             return 1.0
         fit = self._kind(unit.kind)
         nearest = min(

@@ -46,6 +46,7 @@ class Unit:
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
     norm: int = 0  # width of the layer norm applied to its output; 0 for none
+    dropped_rows: int = 0  # rows of recurrent weights, of `outputs` or `projection` each, that are dropped anew in every pass; 0 for none
     launches: int = 0  # of a layer that its cell's kernels do not run: operations per step; samples are of the kernels
     heads: int = 1
     tensors: int = 0  # number of parameter tensors
@@ -176,6 +177,7 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
         directions=directions,
         dropout=dropout,
         norm=norm,
+        dropped_rows=directions * rows if model.weight_drop else 0,
         launches=cell.launches if kernels and by_steps else 0,
         heads=model.heads,
         tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(learned),

@@ -79,7 +79,7 @@ class Predictor:
         plan = replace(plan, cuts=edges[1:-1])
         cases = self.cases(plan)
         lines = [case.simulate(edges) for case in cases]
-        seconds = self._mean([line.seconds + case.overheads.step_seconds for line, case in zip(lines, cases, strict=True)])
+        seconds = self._mean([case.whole_step(line.seconds) for line, case in zip(lines, cases, strict=True)])
         most = max(range(len(cases)), key=lambda i: self.units.shapes[i].share)
         # Idle time is averaged over the batch shapes, relative to the average step.
         bubble = self._mean([line.bubble * line.seconds for line in lines]) / self._mean([line.seconds for line in lines])
@@ -97,7 +97,7 @@ class Predictor:
     def bound(self, plan: Plan) -> float:
         """Lower bound on the seconds of a step."""
         edges = plan.edges(len(self.units))
-        return self._mean([bounds.bound(case, edges) + case.overheads.step_seconds for case in self.cases(plan)])
+        return self._mean([case.whole_step(bounds.bound(case, edges)) for case in self.cases(plan)])
 
     def least(self, plan: Plan) -> float:
         """Lower bound on the seconds of a step, over all possible cuts."""

@@ -122,7 +122,11 @@ class Capture:
 
     def held(self, kind: str) -> int:
         """The number of graphs captured for this kind."""
-        return len(self._kinds[kind].recorded) if kind in self._kinds else 0
+        return len(self.graphs(kind))
+
+    def graphs(self, kind: str) -> list[torch.cuda.CUDAGraph]:
+        """The graphs captured for this kind, least recently used first."""
+        return [each.graph for each in self._kinds[kind].recorded.values()] if kind in self._kinds else []
 
     def failure(self, kind: str) -> str:
         """Why a capture of this kind of work failed last; empty if none has."""

@@ -1,0 +1,1 @@
+"""What `bench plan` trains on one device: recipes of examples/, and how their steps are timed and predicted."""
