@@ -46,7 +46,7 @@ class Ctc(nn.Module):
         if self.upsample > 1:
             logits = logits.view(steps, lanes, self.upsample, self.classes).transpose(1, 2).flatten(0, 1)
         certain_V = logits.new_full((self.classes,), -math.inf)
-        certain_V[self.blank] = 0.0
+        certain_V[self.blank :].zero_()  # `= 0.0` would copy a number from the host, which a CUDA graph cannot hold
         return torch.where(real_steps(lengths_B * self.upsample, logits.shape[0]), functional.log_softmax(logits, dim=-1), certain_V)
 
     def score(self, logs_TBV: Tensor, target_BL: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
