@@ -12,6 +12,7 @@ import torch
 from carrywave.benchmarks import plan
 from carrywave.benchmarks.plan_runs import recipe_steps
 from carrywave.benchmarks.plan_runs.recipes import Recipe, recipes
+from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.measure import profiles
 from carrywave.plan.cost.profile import Sample
@@ -49,6 +50,12 @@ def test_shapes_of_batches_are_what_the_planner_expects(name: str) -> None:
     units = recipe_steps.units_of(recipe)
     assert units.precision == ("fp32" if recipe.spec.train.precision == "fp32" else "bf16")
     assert recipe_steps.predicted_ms(units, shipped("h200")) > 0
+
+
+def test_a_few_batches_stand_for_an_epoch() -> None:
+    drawn = [Batch.of(torch.zeros(steps, 2, 1), torch.zeros(steps, 2, 1, 1)) for steps in (9, 1, 5, 4, 8, 7, 3, 2, 6)]
+    assert [batch.steps for batch in recipe_steps.spread_out(drawn, 3)] == [2, 5, 8]
+    assert [batch.steps for batch in recipe_steps.spread_out(drawn[:2], 3)] == [1, 9]
 
 
 def test_data_is_the_same_whenever_it_is_made_up() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from carrywave.measure import recorded_steps
-from carrywave.measure.recorded_steps import RecordedStep
+from carrywave.measure.recorded_steps import RecordedStep, step_overheads
 
 
 def test_a_step_changes_hardly_anything_and_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +16,17 @@ def test_a_step_changes_hardly_anything_and_is_timed(monkeypatch: pytest.MonkeyP
     assert step.device_seconds() > 0
     assert torch.as_tensor(step.sums)[3] == 5  # steps
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(before, step.model.parameters(), strict=True))
+
+
+def test_what_a_step_takes_at_least_grows_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer has six tensors with its head, four have eighteen."""
+    monkeypatch.setattr(recorded_steps, "LONG", 4)
+    known = {6: 2e-3, 18: 5e-3}
+    monkeypatch.setattr(RecordedStep, "seconds", lambda step, repeats=0: known[len(list(step.model.parameters()))])
+    monkeypatch.setattr(RecordedStep, "device_seconds", lambda step: 1.5e-3)
+    found = step_overheads(torch.device("cpu"), "fp32")
+    assert found == pytest.approx({"step_seconds": 0.5e-3, "least_step_seconds": 0.5e-3, "least_tensor_seconds": 0.25e-3})
+    known[18] = 1e-3  # noise
+    found = step_overheads(torch.device("cpu"), "fp32")
+    assert found["least_step_seconds"] == 2e-3
+    assert found["least_tensor_seconds"] == 0

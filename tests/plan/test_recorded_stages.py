@@ -72,6 +72,8 @@ def test_a_recorded_step_takes_no_less_than_the_host_needs_to_prepare_one() -> N
         assert predict(gpu(overheads=replace(GPU, least_step_seconds=0.9 * seconds)), plan).seconds == seconds
         assert predict(gpu(overheads=replace(GPU, least_step_seconds=2 * seconds)), plan).seconds == 2 * seconds
         assert predict(gpu(overheads=replace(GPU, step_seconds=1.0)), plan).seconds == pytest.approx(seconds + 1.0)
+        by_tensors, of = replace(GPU, least_step_seconds=1.0, least_tensor_seconds=0.5), units()
+        assert predict(gpu(overheads=by_tensors), plan, of).seconds == pytest.approx(1.0 + 0.5 * of.tensors(0, len(of)) / plan.stages)
     on_cpu = replace(GPU, recorded_seconds=None, least_step_seconds=10.0)
     assert predict(gpu(overheads=on_cpu), Plan()).seconds < 10.0
 

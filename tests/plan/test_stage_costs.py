@@ -61,6 +61,28 @@ def test_a_neighbour_that_took_longer_than_the_rule_makes_sizes_near_it_take_lon
     assert Fit("lstm", slow)(far).forward == pytest.approx(FIT(far).forward, rel=0.05)
 
 
+def test_samples_that_differ_in_their_steps_lie_on_a_line() -> None:
+    """Whatever the rule that is fitted to all says."""
+    odd = [Sample("lstm", "fp32", 650, 650, 20, steps, 1e-3 + 7e-5 * steps, 2e-3 + 9e-5 * steps) for steps in (16, 128)]
+    fit = Fit("lstm", [*samples(), *odd])
+    for steps in (24, 35, 100, 150):
+        found = fit(Size(650, 650, 20, steps))
+        assert found.forward == pytest.approx(1e-3 + 7e-5 * steps, rel=0.01)
+        assert found.backward == pytest.approx(2e-3 + 9e-5 * steps, rel=0.01)
+
+
+def test_to_units_without_recurrence_steps_are_rows_like_lanes() -> None:
+    fit = Fit("softmax", [Sample("softmax", "bf16", 400, 10_000, lanes, 8, 1e-5 * lanes, 2e-5 * lanes) for lanes in (16, 64)])
+    assert fit(Size(400, 10_000, 128, 1)) == fit(Size(400, 10_000, 2, 64)) == fit(Size(400, 10_000, 16, 8))
+
+
+def test_a_vocabulary_takes_as_long_as_others_that_are_aligned_like_it() -> None:
+    timed = {10_000: 1.0, 33_000: 3.3, 10_001: 3.0, 33_278: 9.0}  # those that are no multiple of 8 take three times as long
+    fit = Fit("softmax", [Sample("softmax", "bf16", 400, words, 32, 64, ms * 1e-3, 2 * ms * 1e-3) for words, ms in timed.items()])
+    even, uneven = (fit(Size(400, words, 32, 64)).all for words in (20_000, 20_002))
+    assert uneven == pytest.approx(3 * even, rel=0.15)
+
+
 def test_a_stage_is_the_sum_of_its_units() -> None:
     costs = Costs(units(), machine())
     whole = costs.stage(0, 6, 8, 16)

@@ -21,7 +21,9 @@ from carrywave.plan.cost.shipped_profiles import LINKS
 # Widths and lanes of layers over whole windows, by precision. Our kernels, in half precision, have steps between powers of two, which no
 # interpolation finds; cuDNN's have few.
 OURS = (64, 128, 200, 320, 400, 512, 650, 800, 1024, 1150, 1536, 2048), (8, 20, 32, 64, 100, 256)
-CUDNN = {"fp32": ((64, 128, 200, 400, 650, 1024, 1150, 2048), (8, 32, 100, 256)), "tf32": ((200, 650, 1150), (32, 100))}
+CUDNN = {"fp32": ((64, 128, 200, 400, 650, 1024, 1150, 2048), (1, 4, 8, 32, 80, 100, 256)), "tf32": ((200, 650, 1150), (32, 100))}
+# The same for other cells with kernels of their own
+OTHER_CELLS, OTHER_UNITS, OTHER_LANES = ("gru",), (64, 200, 512, 1024), (1, 8, 32, 100)
 WINDOWS = (16, 128)  # steps
 LARGEST_WINDOW = 3e11  # multiplications: a larger one is timed on fewer steps
 # (inputs, hidden) of layers whose input width differs from their own, and the lanes and steps they are timed with
@@ -32,7 +34,8 @@ SHORT = 32  # steps: as long as this, a call is also timed as a chunk
 CHUNKS = 4  # of the window that such a chunk is part of
 # (hidden, lanes, layers) of stacks in one call
 TOGETHER = ((128, 32, 2), (256, 16, 4), (512, 16, 2), (512, 16, 8), (512, 64, 4), (650, 20, 2), (1024, 16, 2), (1024, 64, 4))
-WIDTHS, OUTPUTS, TOKENS = (128, 400, 1024), (10, 100, 2_000, 10_000, 33_000), ((16, 8), (32, 64), (100, 70))  # of all other units
+# Of all other units; most vocabularies are no multiple of 8, with which products in half precision have faster kernels.
+WIDTHS, OUTPUTS, TOKENS = (128, 400, 1024), (10, 100, 2_000, 10_000, 10_001, 33_000, 33_278), ((16, 8), (32, 64), (100, 70))
 MODEST_WIDTHS, MODEST_OUTPUTS, MODEST_TOKENS = (256, 1024), (2_000, 10_000, 50_000), TOKENS[:2]
 MODEST = {"lstm": 1024}  # the largest width of a modest grid on a CPU; 10,000 for other kinds
 PRECISIONS = ("bf16", "fp32", "tf32")
@@ -51,10 +54,16 @@ def grid(precision: str) -> list[Ask]:
     asks = [*_modest_layers(precision), *_other_units(precision, WIDTHS, OUTPUTS, TOKENS)]
     for hidden in widths:
         for lanes in several_lanes:
-            asks += [lighter_ask(Ask("lstm", hidden, hidden, lanes, steps, precision=precision), LARGEST_WINDOW) for steps in WINDOWS]
+            asks += _windows("lstm", hidden, lanes, precision)
+    for cell in OTHER_CELLS if precision != "tf32" else ():
+        asks += [ask for hidden in OTHER_UNITS for lanes in OTHER_LANES for ask in _windows(cell, hidden, lanes, precision)]
     for inputs, hidden in OTHER_INPUTS:
         asks += [Ask("lstm", inputs, hidden, lanes, steps, precision=precision) for lanes, steps in OTHER_WINDOWS]
     return _each_once([*asks, *_stacks(precision)])
+
+
+def _windows(cell: str, hidden: int, lanes: int, precision: str) -> list[Ask]:
+    return [lighter_ask(Ask(cell, hidden, hidden, lanes, steps, precision=precision), LARGEST_WINDOW) for steps in WINDOWS]
 
 
 def modest_grid(kind: str, precision: str) -> list[Ask]:

@@ -22,7 +22,8 @@ from carrywave.step.trainer import Trainer
 SMALL_RATE = 1e-9  # learning rate of updates that are timed: wide models would diverge within a few steps of the usual one
 LANES, SHORT, LONG = 16, 8, 256  # steps: few where the update is timed; enough for the host to stay ahead of the device
 NARROW, WIDE = 8, 512  # units
-REPEATS = 20
+DEEP = 4  # layers, of a model whose steps take the host longer
+REPEATS, HOST_REPEATS = 20, 200
 
 
 def train_section(optimizer: str, precision: str) -> dict[str, object]:
@@ -31,11 +32,13 @@ def train_section(optimizer: str, precision: str) -> dict[str, object]:
 
 
 class RecordedStep:
-    """Steps of a model with one layer, as the training loop takes them; captured, unless CARRYWAVE_CAPTURE forbids it."""
+    """Steps of a small model, as the training loop takes them; captured, unless CARRYWAVE_CAPTURE forbids it."""
 
-    def __init__(self, device: torch.device, hidden: int, steps: int, optimizer: str, precision: str) -> None:
+    def __init__(self, device: torch.device, hidden: int, steps: int, optimizer: str, precision: str, *, layers: int = 1) -> None:
         self.device = device
-        self.model = Model(Numbers(hidden), LSTM(hidden, hidden), Forecast(hidden, 1, 1))
+        # Dropout keeps several layers apart: in one call, they would take the host no longer than one.
+        stack = LSTM(hidden, hidden, layers, dropout=0.1 if layers > 1 else 0.0)
+        self.model = Model(Numbers(hidden), stack, Forecast(hidden, 1, 1))
         self.trainer = Trainer(self.model, train_section(optimizer, precision), mesh=Mesh.alone(device))
         self.batch = Batch.of(torch.zeros(steps, LANES, hidden), torch.zeros(steps, LANES, 1, 1)).to(device)
         self.sums: torch.Tensor | float = 0.0
@@ -46,9 +49,9 @@ class RecordedStep:
         self.trainer.set_lr(SMALL_RATE)
         self.sums = self.sums + self.trainer.update(self.batch).counted()
 
-    def seconds(self) -> float:
-        """Seconds from one step to the next."""
-        return call_seconds(self, REPEATS, self.device)
+    def seconds(self, repeats: int = 0) -> float:
+        """Seconds from one step to the next, over so many of them."""
+        return call_seconds(self, repeats or REPEATS, self.device)
 
     def device_seconds(self) -> float:
         """Seconds of the device for the step's graph; of the whole step, if it was not captured."""
@@ -68,7 +71,13 @@ def time_update(device: torch.device, optimizer: str, parameters: int, precision
 
 
 def step_overheads(device: torch.device, precision: str) -> dict[str, float]:
-    """What every step adds on the device outside its graph, and the least seconds of any step, which are the host's."""
+    """What every step adds on the device outside its graph, and the least seconds of any step, which are the host's: of a model without
+    parameters, and for each tensor of them.
+    """
     busy = RecordedStep(device, WIDE, LONG, "adam", precision)
-    least = RecordedStep(device, NARROW, SHORT, "adam", precision).seconds()
-    return {"step_seconds": max(0.0, busy.seconds() - busy.device_seconds()), "least_step_seconds": least}
+    flat, deep = (RecordedStep(device, NARROW, SHORT, "adam", precision, layers=layers) for layers in (1, DEEP))
+    few, many = (len(list(step.model.parameters())) for step in (flat, deep))
+    least, more = flat.seconds(HOST_REPEATS), deep.seconds(HOST_REPEATS)
+    each = min(max(0.0, (more - least) / (many - few)), least / few)  # noise never makes either negative
+    outside = max(0.0, busy.seconds() - busy.device_seconds())
+    return {"step_seconds": outside, "least_step_seconds": least - few * each, "least_tensor_seconds": each}

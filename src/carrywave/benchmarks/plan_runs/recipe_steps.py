@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,8 @@ from carrywave.runs.evaluation import order_for
 from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import holding_of
 
-BATCHES = 24  # of an epoch, cycled through: as many shapes as most recipes have, all of them captured
+BATCHES = 24  # cycled through: as many shapes as most recipes have, all of them captured
+DRAWN = 10 * BATCHES  # of an epoch, of which those stand for all
 CAPTURED = 3  # times that a batch is trained on before it is timed: once as it is, once captured, once replayed
 ROUNDS, BLOCK_SECONDS = 5, 0.15
 
@@ -81,7 +82,7 @@ class TrainedRecipe:
             task.model(data, None, holding_of(mesh, spec.model.layers + 2)), spec.train, mesh=mesh, keep_state=spec.streams
         )
         read = Loader(view, order_for(spec, view, training=True), device=device).batches(Cursor(0, 0))
-        self.batches: list[Batch] = list(itertools.islice(read, batches))
+        self.batches = spread_out(itertools.islice(itertools.takewhile(lambda batch: batch.epoch == 0, read), DRAWN), batches)
         read.close()
         self.device, self.lr = device, spec.train.lr
         self.sums: torch.Tensor | float = 0.0
@@ -93,6 +94,13 @@ class TrainedRecipe:
     def __call__(self) -> None:
         self.trainer.set_lr(self.lr)
         self.sums = self.sums + self.trainer.update(next(self._next)).counted()
+
+
+def spread_out(drawn: Iterable[Batch], few: int) -> list[Batch]:
+    """So few of these batches, from the shortest to the longest: their mean length is about that of all, which no first few would have."""
+    lined_up = sorted(drawn, key=lambda batch: batch.steps)
+    few = min(few, len(lined_up))
+    return [lined_up[(2 * number + 1) * len(lined_up) // (2 * few)] for number in range(few)]
 
 
 def timed(step: TrainedRecipe, *, quick: bool = False) -> Row:

@@ -215,8 +215,9 @@ class PlanCase(Footprint):
 
     def whole_step(self, seconds: float) -> float:
         """Seconds from one step to the next, if its passes and updates take so many: the host prepares a recorded step during another."""
-        least = self.overheads.least_step_seconds if self.transports.recorded else 0.0
-        return max(seconds + self.overheads.step_seconds, least)
+        tensors = self.units.tensors(0, len(self.units)) / self.plan.stages
+        least = self.overheads.least_step_seconds + tensors * self.overheads.least_tensor_seconds
+        return max(seconds + self.overheads.step_seconds, least if self.transports.recorded else 0.0)
 
     def parameters(self, edges: tuple[int, ...]) -> list[int]:
         """Number of parameters held by each stage."""
@@ -307,5 +308,6 @@ def _slowest(overheads: Sequence[Overheads]) -> Overheads:
         if any(each.recorded_seconds is None for each in overheads)
         else max(each.recorded_seconds or 0.0 for each in overheads),
         least_step_seconds=max(each.least_step_seconds for each in overheads),
+        least_tensor_seconds=max(each.least_tensor_seconds for each in overheads),
         recorded_message_seconds=max(each.recorded_message_seconds for each in overheads),
     )

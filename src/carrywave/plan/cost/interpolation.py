@@ -2,13 +2,15 @@
 
 A sample of the same size is used as is. Otherwise a sum of terms (per call, per step, per multiplication), fitted to all samples, gives
 the time; it extrapolates sensibly but is wrong where data no longer fits in a cache or the kernel changes. Its relative errors at the
-nearby samples are therefore applied as a correction. Pure Python: there are only a few dozen samples.
+nearby samples are therefore applied as a correction. Samples that differ in their steps alone lie on a line, and count with what that line
+says for the steps asked for. Pure Python: there are only a few hundred samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from carrywave.cells.cell import names
@@ -16,6 +18,7 @@ from carrywave.plan.cost.profile import Sample
 
 _SWEEPS = 400
 _NEAR = 1e-9
+_ALIGNED = 8  # elements: products of half precision whose rows do not begin at multiples of so many take other, slower kernels
 
 
 class Size(NamedTuple):
@@ -102,49 +105,70 @@ class Fit:
 
     def __init__(self, kind: str, samples: Sequence[Sample]) -> None:
         self.terms = TERMS[kind]
-        self.sizes = [size_of(sample) for sample in samples]
+        self.recurrent = kind in names()
         # Deferrable weight gradients are fitted apart from the rest of backward: the two scale differently.
         times = [Seconds(s.forward_seconds, s.backward_seconds - s.deferred_seconds, s.deferred_seconds) for s in samples]
-        self.times = dict(zip(self.sizes, times, strict=True))  # the samples; also caches predictions
-        rows = [self.terms(size) for size in self.sizes]
-        self.factors = [_solve(rows, [time[part] for time in times]) for part in range(3)]
-        self.places = [_place(size) for size in self.sizes]
-        self.off = [
-            tuple(_log_ratio(time[part], _dot(self.factors[part], row)) for part in range(3)) for time, row in zip(times, rows, strict=True)
-        ]
+        self.times = dict(zip(map(self._seen, map(size_of, samples)), times, strict=True))  # the samples; also caches predictions
+        rows = [self.terms(size) for size in self.times]
+        self.factors = [_solve(rows, [time[part] for time in self.times.values()]) for part in range(3)]
+        lines: dict[Size, dict[int, Seconds]] = {}
+        for size, time in self.times.items():
+            lines.setdefault(size._replace(steps=1), {})[size.steps] = time
+        self.lines = [(size, self._place(size), sorted(line.items())) for size, line in lines.items()]
 
     def __call__(self, size: Size) -> Seconds:
         """Predicted times of a call of this size: the fit, times an inverse-distance-weighted correction."""
+        size = self._seen(size)
         if (timed := self.times.get(size)) is not None:
             return timed
-        place, row = _place(size), self.terms(size)
+        place = self._place(size)
         total, sums = 0.0, [0.0, 0.0, 0.0]
-        for other, off in zip(self.places, self.off, strict=True):
-            apart = sum((a - b) ** 2 for a, b in zip(place, other, strict=True))
+        for other, there, line in self.lines:
+            beyond = 0.5 * math.log2(size.steps / min(max(size.steps, line[0][0]), line[-1][0]))  # the end of the line
+            apart = sum((a - b) ** 2 for a, b in zip(place, there, strict=True)) + beyond**2
             weight = 1.0 / (apart * apart + _NEAR)
             total += weight
+            steps, time = line[0] if len(line) == 1 else (size.steps, _along(line, size.steps))
+            fitted = self._fitted(other._replace(steps=steps))
             for part in range(3):
-                sums[part] += weight * off[part]
-        found = Seconds(*(_dot(self.factors[part], row) * math.exp(sums[part] / total) for part in range(3)))
-        self.times[size] = found
+                sums[part] += weight * _log_ratio(time[part], fitted[part])
+        fitted = self._fitted(size)
+        found = self.times[size] = Seconds(*(fitted[part] * math.exp(sums[part] / total) for part in range(3)))
         return found
+
+    def _fitted(self, size: Size) -> Seconds:
+        row = self.terms(size)
+        return Seconds(*(_dot(factors, row) for factors in self.factors))
+
+    def _seen(self, size: Size) -> Size:
+        """A size as this kind of call sees it: only cells go from step to step; to all others, every step of a lane is one more row."""
+        return size if self.recurrent else size._replace(lanes=1, steps=_tokens(size))
+
+    def _place(self, size: Size) -> tuple[float, ...]:
+        """Coordinates of a size, in doublings, for distances between sizes. A layer's units weigh most: its kernel depends on them, while
+        the input's width only adds a product.
+        """
+        uneven = 0.0 if self.recurrent else math.log2(_ALIGNED / math.gcd(size.outputs, _ALIGNED))
+        return (
+            0.5 * math.log2(size.inputs + 1),
+            (3 if self.recurrent else 1) * math.log2(size.outputs),
+            math.log2(size.lanes),
+            math.log2(size.projection + 1),
+            2 * math.log2(size.layers),
+            1.5 * uneven,
+        )
+
+
+def _along(line: Sequence[tuple[int, Seconds]], steps: int) -> Seconds:
+    """The time for so many steps on the line through the nearest samples; with fewer steps than they have, never below their share."""
+    (few, less), (many, more) = next((pair for pair in pairwise(line) if steps <= pair[1][0]), line[-2:])
+    share = (steps - few) / (many - few)
+    return Seconds(*(max(a + (b - a) * share, a * min(1.0, steps / few)) for a, b in zip(less, more, strict=True)))
 
 
 def size_of(sample: Sample) -> Size:
     """The size of the call that a sample timed."""
     return Size(sample.inputs, sample.outputs, sample.lanes, sample.steps, sample.projection, sample.layers)
-
-
-def _place(size: Size) -> tuple[float, ...]:
-    """Coordinates of a size, in doublings, for distances between sizes; widths weigh more than steps, as kernels depend on them more."""
-    return (
-        math.log2(size.inputs + 1),
-        2 * math.log2(size.outputs),
-        math.log2(size.lanes),
-        0.5 * math.log2(size.steps),
-        math.log2(size.projection + 1),
-        2 * math.log2(size.layers),
-    )
 
 
 def _log_ratio(real: float, fitted: float) -> float:

@@ -132,7 +132,8 @@ class Overheads:
     step_seconds: Number = 0.0  # per optimizer step, besides the passes and the update
     overlap: Fraction = 1.0  # fraction of an all-reduce hidden behind backward: 1 on a GPU, 0 if both compete for the same core
     recorded_seconds: Number | None = None  # per task where work is captured in CUDA graphs, as on a GPU; None: it is not
-    least_step_seconds: Number = 0.0  # of any recorded step: what the host needs to prepare the next one meanwhile
+    least_step_seconds: Number = 0.0  # of any recorded step: what the host needs to prepare the next one meanwhile,
+    least_tensor_seconds: Number = 0.0  # and for each tensor of the model's parameters, as a longer graph is launched
     recorded_message_seconds: Number = 0.0  # of the device's own time, per message sent or received in device memory, besides the copy
 
 
