@@ -129,7 +129,7 @@ def test_more_chunks_wait_for_a_shared_head_than_there_are_signals_in_shared_mem
     check(windows_of_64(plan=a_plan(stages=2, cuts=[2], chunk_steps=1, share_head=True)), mapped)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> None:
     check_drawn(workers, 8, mapped)
 

@@ -24,7 +24,7 @@ cw.fit({{"hidden": 4}}, {text!r}, task="language", batch={{"lanes": 2, "steps": 
 """
 
 
-@pytest.mark.parametrize("method", ["expect_snapshot", "write_spec"])
+@pytest.mark.parametrize("method", ["expect_snapshot", pytest.param("write_spec", marks=pytest.mark.slow)])
 def test_the_same_call_trains_after_a_kill_among_the_initial_files(tmp_path: Path, method: str) -> None:
     run = tmp_path / "run"
     program = PROGRAM.format(method=method, text=TEXT, run=str(run), number=int(signal.SIGKILL))
