@@ -124,7 +124,7 @@ def _carrywave(command: str, words: list[str]) -> None:
         return
     assert name in GROUP.commands, command  # type: ignore[attr-defined]
     if name == "bench" and rest and rest[0] != "NAME":
-        assert (ROOT / "src/carrywave/benchmarks" / f"{rest[0].replace('-', '_')}.py").is_file(), command
+        assert any((ROOT / "src/carrywave/benchmarks").rglob(f"{rest[0].replace('-', '_')}.py")), command
     rest = ["2" if word == "N" else word for word in rest]
     taker = GROUP.commands[name]  # type: ignore[attr-defined]
     if rest and any(rest[-1] in option.opts and not getattr(option, "is_flag", False) for option in taker.params):
