@@ -99,9 +99,10 @@ def cut_at_resets(run: OneWay, x_TBI: Tensor, carry: AnyCarry, way: StepMarks | 
     """Run one direction in pieces that begin where any lane starts again, from the initial carry."""
     *initial, resets_TB = begins(way, [part[0] for part in carry])
     of_parts: Any = type(carry)
-    resets, ys = where_any(resets_TB), list[Tensor]()
+    resets = where_any(resets_TB)
     if not resets:
         return run(x_TBI, carry)
+    ys: list[Tensor] = []
     for start, end in pairwise((*sorted({0, *resets}), x_TBI.shape[0])):
         if start in resets:
             again = resets[start]
