@@ -323,27 +323,37 @@ def serial(case: Case, device: str = "cpu") -> Run:
     return train(case, Mesh.alone(torch.device(device), Plan.serial()))
 
 
-def errors(got: Run, wanted: Run, *, floor: float) -> dict[str, float]:
+def errors(got: Run, wanted: Run, *, floor: float, adam: float = 0.0) -> dict[str, float]:
     """‖a − b‖ / ‖b‖ of the losses, the norms, every gradient and every weight; infinite where one is missing or no number.
 
-    `floor` is the least that is divided by. What is left of a tensor whose terms cancel is no measure of their rounding.
+    `floor` is the least that is divided by. What is left of a tensor whose terms cancel is no measure of their rounding. `adam` is the
+    learning rate, if Adam trains: it divides a gradient by its own size and adds an eps of 1e-8, so a gradient that is nothing but
+    rounding moves its weight all the same. Such weights may differ by what Adam makes of their gradients.
     """
     found: dict[str, float] = {}
     for kind, ours, theirs in (("gradient", got.gradients, wanted.gradients), ("weight", got.weights, wanted.weights)):
         for name in ours.keys() | theirs.keys():
             pair = ours.get(name), theirs.get(name)
-            found[f"{kind} {name}"] = math.inf if pair[0] is None or pair[1] is None else _error(pair[0], pair[1], floor)
+            spared = _moved_by_rounding(got, wanted, name, adam) if kind == "weight" and adam else 0.0
+            found[f"{kind} {name}"] = math.inf if pair[0] is None or pair[1] is None else _error(pair[0], pair[1], floor, spared)
     for step, (loss, norm, *both) in enumerate(zip(got.losses, got.norms, wanted.losses, wanted.norms, strict=True)):
         for kind, a, b in (("loss", loss, both[0]), ("norm", norm, both[1])):
             found[f"{kind} of step {step}"] = _error(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), floor)
     return found
 
 
-def _error(a: Tensor, b: Tensor, floor: float) -> float:
+def _moved_by_rounding(got: Run, wanted: Run, name: str, rate: float) -> Tensor | float:
+    """How far Adam moves each element of a weight whose gradient is nothing but rounding."""
+    sizes = [run.gradients[name].abs() for run in (got, wanted) if name in run.gradients]
+    both = sum(sizes, torch.zeros(()))
+    return torch.where(both < 1e-14, len(wanted.losses) * rate * both / 1e-8, 0.0)
+
+
+def _error(a: Tensor, b: Tensor, floor: float, spared: Tensor | float = 0.0) -> float:
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
     if a.shape != b.shape:
         return math.inf
-    error = float((a - b).norm()) / max(float(b.norm()), floor)
+    error = float(((a - b).abs() - spared).clamp(min=0.0).norm()) / max(float(b.norm()), floor)
     return error if math.isfinite(error) else math.inf
 
 

@@ -22,7 +22,8 @@ def run(case: Case, crew: Crew) -> Run:
 
 def check(case: Case, crew: Crew, *, limit: float = LIMIT, floor: float = FLOOR) -> float:
     """The largest error, which is under the limit."""
-    found = errors(run(case, crew), serial(case), floor=floor)
+    adam = case["train"]["lr"] if case["train"]["optimizer"].startswith("adam") else 0.0
+    found = errors(run(case, crew), serial(case), floor=floor, adam=adam)
     worst = max(found, key=found.__getitem__)
     assert found[worst] < limit, f"{worst} is off by {found[worst]:.2g}"
     return found[worst]
