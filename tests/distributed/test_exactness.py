@@ -46,7 +46,7 @@ def strict() -> Iterator[Crew]:
         yield workers
 
 
-@pytest.mark.parametrize(("workers", "examples"), [(1, 10), (2, 10), (3, 8), (4, 10)])
+@pytest.mark.parametrize(("workers", "examples"), [(1, 6), (2, 6), (3, 6), (4, 6)])
 def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, crew: Crew) -> None:
     check_drawn(workers, examples, crew)
 
@@ -270,7 +270,12 @@ def test_a_split_vocabulary_gives_the_answer_of_one_device(case: Case, crew: Cre
 
 
 # Cells that run on their definition on some plans, one that has a backward of its own on all of them.
-CELL_PLANS = [(cell, plan) for cell in CELLS if cell != "lstm" for plan in (PLANS | SHARED | LONG if cell == "gru" else PLANS)]
+CELL_PLANS = [
+    pytest.param(cell, plan, marks=[] if plan == "both" else pytest.mark.slow)
+    for cell in CELLS
+    if cell != "lstm"
+    for plan in (PLANS | SHARED | LONG if cell == "gru" else PLANS)
+]
 
 
 @pytest.mark.parametrize(("cell", "plan"), CELL_PLANS)

@@ -118,11 +118,8 @@ def test_replicas_that_train_on_their_own(plan: dict[str, Any], tmp_path: Path) 
             torch.testing.assert_close(ours, tensor, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(
-    ("workers", "mapped"),
-    [(2, False), pytest.param(4, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
-    ids=["2", "4", "2 in shared memory"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "mapped"), [(2, False), (4, False), (2, True)], ids=["2", "4", "2 in shared memory"])
 def test_parts_of_a_loop_compute_what_one_device_does(workers: int, mapped: bool, tmp_path: Path) -> None:
     """In shared memory, as between GPUs, replicas that divide the optimizer state sum gradients in pieces; a backward has them whole."""
     asked = [job | {"mapped": mapped} for job in jobs(workers) if not mapped or job["keys"] == PIECES]

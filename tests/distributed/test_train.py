@@ -121,11 +121,7 @@ def assert_same_run(run: Path, serial: Path) -> None:
 
 
 PLANS: dict[int, list[dict[str, Any]]] = {
-    2: [
-        {"replicas": 2},
-        {"stages": 2, "chunk_steps": 2},
-        {"stages": 2, "cuts": [4], "micro_batches": 2, "chunk_steps": 3, "recompute": True},
-    ],
+    2: [{"replicas": 2}, {"stages": 2, "cuts": [4], "micro_batches": 2, "chunk_steps": 3, "recompute": True}],
     4: [{"replicas": 2, "stages": 2, "chunk_steps": 3}, {"stages": 4}, {"replicas": 4}],
 }
 

@@ -138,6 +138,7 @@ LATE = """
 """
 
 
+@pytest.mark.slow
 def test_a_missing_peer_is_named_by_one(write: Write, tmp_path: Path) -> None:
     program = write("late.py", LATE)
     file = WorkerFile(one_host=True, store=tmp_path / "store").write(tmp_path / "worker.json")

@@ -52,6 +52,7 @@ KILLS = [
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kill, which every run of the tests can afford: at the worst moment, and early, so that there are several saves to meet."""
     case = replace(faults.REPLICAS, steps=40)
