@@ -88,7 +88,8 @@ def test_memory_counts_the_stage_of_a_worker() -> None:
     floats = 2 * (8 * 256 * 256 + 8 * 256) + 2000 * 256
     least_mib = 4 * 4 * floats / 2**20
     assert len(peaks) == 2
-    assert all(least_mib < peak < 2 * least_mib for peak in peaks), peaks  # twice that is the whole model
+    # Twice that is the whole model; a few pages may have been in use before.
+    assert all(0.95 * least_mib < peak < 2 * least_mib for peak in peaks), peaks
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,16 @@ def test_not_a_number_is_a_difference(speaker: Path) -> None:
         comparison.largest_difference(portable, lambda given: [portable(*given)[0] * torch.nan], what="it", tolerance=None)
 
 
+@pytest.mark.parametrize(
+    ("rounding", "allowed"),
+    [(0.0, 1e-4), (1e-6, 1e-4), (5e-5, 4e-4), (0.5, 1e-2), (math.nan, 1e-4)],
+    ids=["none", "usual", "large", "most", "nan"],
+)
+def test_a_model_that_magnifies_rounding_may_differ_by_as_much(rounding: float, allowed: float) -> None:
+    right = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
+    assert comparison.with_rounding(comparison.TOLERANCE, right * (1.0 + rounding), right) == pytest.approx(allowed)
+
+
 def test_layers_of_torch_start_a_model(speaker: Path, tmp_path: Path) -> None:
     lstm = torch.nn.LSTM(10, 10, 2)
     save_file({f"rnn.{name}": tensor for name, tensor in lstm.state_dict().items()}, tmp_path / "lstm.safetensors")

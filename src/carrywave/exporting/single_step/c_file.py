@@ -10,7 +10,7 @@ from torch import Tensor
 
 from carrywave import __version__
 from carrywave.data.tables.transform import LEAST
-from carrywave.exporting.comparison import SIZES, TOLERANCE, check_difference, largest_step_difference
+from carrywave.exporting.comparison import SIZES, TOLERANCE, check_difference, largest_step_difference, with_rounding
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.single_step import c_library
 from carrywave.exporting.single_step.c_source import Words, source
@@ -42,20 +42,22 @@ def c_file(task: Task, portable: Portable, name: str, note: Callable[[str], None
 
 def _difference(task: Task, formula: Formula, run: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> float:
     """The largest difference of the compiled file from the same formula in float64, relative to the largest output."""
-    definition = copy.deepcopy(StepModule(formula)).double()
+    single = StepModule(formula)
+    definition = copy.deepcopy(single).double()
     worst = 0.0
     for seed, (lanes, steps) in enumerate(SIZES):
         draw = torch.Generator().manual_seed(seed)
-        own = formula.initial(lanes)
+        own = rounded = list(formula.initial(lanes))
         state = [part.double() for part in own]
         which = {name: torch.randint(rows, (lanes,), generator=draw) for (name, _), rows in formula.codes().items() if name == "series"}
         for step in range(steps):
             given = [which.get(port.name, _drawn(task, formula, port.name, lanes, draw, which.get("series"))) for port in formula.given]
             right, *state = definition(*(each.double() if each.is_floating_point() else each for each in given), *state)
+            near, *rounded = single(*given, *rounded)
             got, *own = run([*given, *own])
-            size = max(float(right.abs().amax()), 1e-30)
-            where = f"{lanes} lanes, step {step + 1}"
-            worst = max(worst, check_difference("the C file", formula.outputs[0], got.double() / size, right / size, TOLERANCE, where))
+            size, where = max(float(right.abs().amax()), 1e-30), f"{lanes} lanes, step {step + 1}"
+            allowed = with_rounding(TOLERANCE, near.double() / size, right / size)
+            worst = max(worst, check_difference("the C file", formula.outputs[0], got.double() / size, right / size, allowed, where))
     return worst
 
 
