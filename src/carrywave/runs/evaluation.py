@@ -31,7 +31,7 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
-from carrywave.step.reproducible.shards import own_shards, parts_of, settle
+from carrywave.step.reproducible.shards import local_shards, parts_of, settle
 from carrywave.tasks.label_metrics import Row
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
@@ -92,7 +92,7 @@ def evaluate(
     batches a user's modules were checked with.
     """
     device = mesh.device
-    shards = own_shards(mesh) if task.spec.train.reproducible else None
+    shards = local_shards(mesh) if task.spec.train.reproducible else None
     if shards is not None:
         settle(device)
     by_series = details is not None and "series" in details.by
