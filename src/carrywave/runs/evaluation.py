@@ -174,7 +174,7 @@ def _walk(
     splits: SplitCheck | None = None,
 ) -> Iterator[tuple[int, Batch, BatchOutcome]]:
     """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
-    stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
+    stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)

@@ -141,7 +141,7 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
 
 def holding_of(mesh: Mesh, units: int) -> Holding:
     """What a worker holds of a model with this many units."""
-    return Holding(*mesh.span(units), mesh.device, mesh.plan.shares_head)
+    return Holding(*mesh.unit_range(units), mesh.device, mesh.plan.shares_head)
 
 
 def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:

@@ -27,11 +27,11 @@ def identity(pid: int) -> dict[str, str | int]:
     return {"host": host, "pid": pid, "born": born, "boot": boot, "space": space, "net": net}
 
 
-def is_gone(known: Mapping[str, Any]) -> bool:
+def is_gone(process: Mapping[str, Any]) -> bool:
     """True if the process with this identity ran on this host and has ended, or is about to."""
-    own = identity(os.getpid())
-    here = own["boot"] and all(own[name] == known.get(name) for name in ("boot", "space"))
-    return bool(here and has_ended(known["pid"], known["born"]))
+    current = identity(os.getpid())
+    here = current["boot"] and all(current[name] == process.get(name) for name in ("boot", "space"))
+    return bool(here and has_ended(process["pid"], process["born"]))
 
 
 def has_ended(pid: int, born: str) -> bool | None:
