@@ -42,10 +42,10 @@ class Footprint:
             load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
         first, last = self.units.alike(first, last)
         key = load, first, last
-        found = self._memory.get(key)
-        if found is None:
-            found = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
-        return found
+        needed = self._memory.get(key)
+        if needed is None:
+            needed = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
+        return needed
 
     @cached_property
     def split(self) -> Split:

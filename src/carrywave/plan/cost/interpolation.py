@@ -114,18 +114,18 @@ class Fit:
         lines: dict[Size, dict[int, Seconds]] = {}
         for size, time in self.times.items():
             lines.setdefault(size._replace(steps=1), {})[size.steps] = time
-        self.lines = [(size, self._place(size), sorted(line.items())) for size, line in lines.items()]
+        self.lines = [(size, self._coordinates(size), sorted(line.items())) for size, line in lines.items()]
 
     def __call__(self, size: Size) -> Seconds:
         """Predicted times of a call of this size: the fit, times an inverse-distance-weighted correction."""
         size = self._seen(size)
         if (timed := self.times.get(size)) is not None:
             return timed
-        place = self._place(size)
+        coordinates = self._coordinates(size)
         total, sums = 0.0, [0.0, 0.0, 0.0]
-        for other, there, line in self.lines:
+        for other, other_coordinates, line in self.lines:
             beyond = 0.5 * math.log2(size.steps / min(max(size.steps, line[0][0]), line[-1][0]))  # the end of the line
-            apart = sum((a - b) ** 2 for a, b in zip(place, there, strict=True)) + beyond**2
+            apart = sum((a - b) ** 2 for a, b in zip(coordinates, other_coordinates, strict=True)) + beyond**2
             weight = 1.0 / (apart * apart + _NEAR)
             total += weight
             steps, time = line[0] if len(line) == 1 else (size.steps, _along(line, size.steps))
@@ -133,8 +133,8 @@ class Fit:
             for part in range(3):
                 sums[part] += weight * _log_ratio(time[part], fitted[part])
         fitted = self._fitted(size)
-        found = self.times[size] = Seconds(*(fitted[part] * math.exp(sums[part] / total) for part in range(3)))
-        return found
+        predicted = self.times[size] = Seconds(*(fitted[part] * math.exp(sums[part] / total) for part in range(3)))
+        return predicted
 
     def _fitted(self, size: Size) -> Seconds:
         row = self.terms(size)
@@ -144,7 +144,7 @@ class Fit:
         """A size as this kind of call sees it: only cells go from step to step; to all others, every step of a lane is one more row."""
         return size if self.recurrent else size._replace(lanes=1, steps=_tokens(size))
 
-    def _place(self, size: Size) -> tuple[float, ...]:
+    def _coordinates(self, size: Size) -> tuple[float, ...]:
         """Coordinates of a size, in doublings, for distances between sizes. A layer's units weigh most: its kernel depends on them, while
         the input's width only adds a product.
         """

@@ -59,7 +59,7 @@ def loads(schedule: Schedule) -> tuple[Load, ...]:
     """The load of each stage. A chunk is in flight from its forward to the end of its backward, then its weight gradients, if deferred, are
     pending until the end of its micro-batch's task W.
     """
-    found = []
+    stage_loads = []
     for tasks in schedule.stages:
         held = deferred = 0
         most: dict[int, int] = {}  # number pending -> most in flight
@@ -71,8 +71,8 @@ def loads(schedule: Schedule) -> tuple[Load, ...]:
                 deferred += task.micro_batch in schedule.deferred
             if task.phase == "W":
                 deferred -= schedule.chunks[task.micro_batch]
-        found.append(Load(_hull(most)))
-    return tuple(found)
+        stage_loads.append(Load(_hull(most)))
+    return tuple(stage_loads)
 
 
 def _hull(most: dict[int, int]) -> tuple[tuple[int, int], ...]:
@@ -146,17 +146,17 @@ def _numbers(units: Units, first: int, last: int, chunk: int, share_head: bool) 
     """Elements of a stage: kept, pending and input, per lane and step; carry, per lane; its largest unit's work, for a chunk of this many
     lanes times steps; and its largest unit's pending.
     """
-    own = list(units.units[first:last])
+    held = list(units.units[first:last])
     head = units.units[-1]
     if share_head and last == len(units):  # a shared head's logits live only while it runs, on whichever stage that is
-        own.pop()
+        held.pop()
     return (
-        sum(unit.kept for unit in own),
-        sum(unit.deferred for unit in own),
+        sum(unit.kept for unit in held),
+        sum(unit.deferred for unit in held),
         units.units[first].width_in or -(-INDEX_BYTES // units.activation_bytes),
-        sum(unit.carry for unit in own),
-        max([_work(unit, chunk) for unit in own] + [(head.work + head.kept) * chunk] * share_head, default=0),
-        max([unit.deferred for unit in own], default=0),
+        sum(unit.carry for unit in held),
+        max([_work(unit, chunk) for unit in held] + [(head.work + head.kept) * chunk] * share_head, default=0),
+        max([unit.deferred for unit in held], default=0),
     )
 
 

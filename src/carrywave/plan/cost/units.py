@@ -126,10 +126,10 @@ class Units:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """Maximal runs of neighbouring units that are equal except for their names, each as [first, last)."""
-        found = [0]
+        edges = [0]
         for _, several in groupby(self.units, key=lambda unit: replace(unit, name="")):
-            found.append(found[-1] + len(list(several)))
-        return list(pairwise(found))
+            edges.append(edges[-1] + len(list(several)))
+        return list(pairwise(edges))
 
     @cached_property
     def _run_of(self) -> list[tuple[int, int]]:

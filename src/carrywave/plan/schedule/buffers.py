@@ -46,7 +46,7 @@ def places(program: Program) -> dict[Channel, Places]:
     for task, turn in order.items():
         at = task.stage, task.micro_batch
         ends[at] = max(ends[at], turn)
-    found: dict[Channel, Places] = {}
+    by_channel: dict[Channel, Places] = {}
     for channel, sent in sends(program).items():
         reads = [order[cast(StageTask, reader(task, program.schedule))] for task in sent]
         begun: dict[int, int] = {}  # the turn of each micro-batch's first message
@@ -55,17 +55,17 @@ def places(program: Program) -> dict[Channel, Places]:
         signalled = _signalled(reads)
         signals = _fewest([reads[number] for number in signalled], [order[sent[number]] for number in signalled])
         slots = _fewest([ends[channel.receiver, part] for part in begun], list(begun.values()))
-        found[channel] = Places(slots, signals, signalled)
-    return found
+        by_channel[channel] = Places(slots, signals, signalled)
+    return by_channel
 
 
 def _signalled(reads: Sequence[int]) -> tuple[int, ...]:
     """The messages before which no later one is read, given when each of them is."""
-    found: list[int] = []
+    signalled: list[int] = []
     for number in reversed(range(len(reads))):
-        if not found or reads[number] < reads[found[-1]]:
-            found.append(number)
-    return tuple(reversed(found))
+        if not signalled or reads[number] < reads[signalled[-1]]:
+            signalled.append(number)
+    return tuple(reversed(signalled))
 
 
 def _fewest(freed: list[int], taken: list[int]) -> int:
@@ -78,9 +78,9 @@ def _fewest(freed: list[int], taken: list[int]) -> int:
 
 def sends(program: Program) -> dict[Channel, list[StageTask]]:
     """The tasks whose outputs travel on each channel, in the order in which they are sent."""
-    found: defaultdict[Channel, list[StageTask]] = defaultdict(list)
+    by_channel: defaultdict[Channel, list[StageTask]] = defaultdict(list)
     for steps in program.stages:
         for step in steps:
             if step.kind == "send":
-                found[cast(Channel, outgoing(step.task, program.schedule))].append(step.task)
-    return dict(found)
+                by_channel[cast(Channel, outgoing(step.task, program.schedule))].append(step.task)
+    return dict(by_channel)
