@@ -332,7 +332,11 @@ def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.o
 
 def _check_values(model: Model | OpaqueModel, world: World) -> None:
     """Refuse modules that hold other numbers than those of rank 0 beside their parameters and saved buffers."""
-    roots = {"module": model.module, **model.own_loss} if isinstance(model, OpaqueModel) else {"encoder": model.encoder, "head": model.head}
+    roots = (
+        {"module": model.module, **model.separate_loss}
+        if isinstance(model, OpaqueModel)
+        else {"encoder": model.encoder, "head": model.head}
+    )
     check_agreement(
         world,
         {f"other numbers in the {name}:": checksum for name, checksum in unregistered_values(roots).items()},
