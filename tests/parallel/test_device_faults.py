@@ -61,18 +61,18 @@ def test_without_shared_memory_a_device_error_tells_of_nobody(monkeypatch: pytes
 
 @pytest.mark.usefixtures("used")
 def test_a_device_error_while_everybody_lives_is_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: [])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: [])
     device_faults.begin()
     error = fresh(LAUNCH)
     assert not lost_contact.lost(error)
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: [1])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: [1])
     assert not lost_contact.lost(error)  # it is not looked into twice
 
 
 @pytest.mark.usefixtures("used")
 @pytest.mark.parametrize(("gone", "rank", "who"), [([2], 2, "rank 2"), ([1, 2], None, "another worker")])
 def test_a_device_error_tells_of_who_is_gone(gone: list[int], rank: int | None, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: gone if certain else [])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: gone if certain else [])
 
     @lost_contact.kept
     def step() -> None:
@@ -95,7 +95,7 @@ def test_a_device_error_tells_of_who_is_gone(gone: list[int], rank: int | None, 
     ],
 )
 def test_a_signal_that_does_not_come(text: str, waited_seconds: float, is_timeout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: [])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: [])
     monkeypatch.setattr(device_faults._Exchanges, "began_seconds", time.monotonic() - waited_seconds)
     error = torch.AcceleratorError(text)
     assert lost_contact.lost(error) == is_timeout
