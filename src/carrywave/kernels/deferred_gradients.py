@@ -107,9 +107,9 @@ class Deferred:
         while self._later:
             later = self._later.pop(0)
             weights, grads = _each_once(later.weights, later.compute())
-            known = [(weight.grad, grad) for weight, grad in zip(weights, grads, strict=True) if weight.grad is not None]
-            if known:
-                torch._foreach_add_(*(list(each) for each in zip(*known, strict=True)))
+            pairs = [(weight.grad, grad) for weight, grad in zip(weights, grads, strict=True) if weight.grad is not None]
+            if pairs:
+                torch._foreach_add_(*(list(each) for each in zip(*pairs, strict=True)))
             for weight, grad in zip(weights, grads, strict=True):
                 weight.grad = grad if weight.grad is None else weight.grad
                 if ready is not None and not self.pending(weight):
@@ -126,10 +126,10 @@ def _large(grads_NG: Tensor) -> bool:
 
 def _each_once(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of weights of which some may be there twice, because layers share them: added up."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    by_id: dict[int, tuple[Tensor, Tensor]] = {}
     for weight, grad in zip(weights, grads, strict=True):
-        found[id(weight)] = weight, found[id(weight)][1].add_(grad) if id(weight) in found else grad
-    return [weight for weight, _ in found.values()], [grad for _, grad in found.values()]
+        by_id[id(weight)] = weight, by_id[id(weight)][1].add_(grad) if id(weight) in by_id else grad
+    return [weight for weight, _ in by_id.values()], [grad for _, grad in by_id.values()]
 
 
 _CURRENT: contextvars.ContextVar[Deferred | None] = contextvars.ContextVar("carrywave_deferred", default=None)

@@ -77,7 +77,7 @@ def together(kernel: Kernel, x_TBI: Tensor, carries: AnyCarries, layers: Sequenc
     joined = changed(carries[0], lambda *parts: torch.cat([part.to(x_TBI.dtype) for part in parts]), *carries[1:])
     y_TBO, ends = run(kernel, x_TBI, joined, weights, layers=len(layers))
     each = zip(*(part.chunk(len(layers)) for part in ends), strict=True)
-    return y_TBO, tuple(changed(carry, lambda own, part: part.to(own.dtype), end) for carry, end in zip(carries, each, strict=True))
+    return y_TBO, tuple(changed(carry, lambda before, part: part.to(before.dtype), end) for carry, end in zip(carries, each, strict=True))
 
 
 def stackable(x_TBI: Tensor, layers: Sequence[Layer]) -> bool:

@@ -123,14 +123,14 @@ def _context(device: int) -> Iterator[None]:
     """Make torch's context for this device current for the driver calls inside. A thread without a context, such as one of autograd's,
     keeps it afterwards, as it would after one of torch's own calls.
     """
-    driver, own = _driver(), _primary(device)
+    driver, primary = _driver(), _primary(device)
     current = int(_check(driver.cuCtxGetCurrent()))
     if current == 0:
-        _check(driver.cuCtxSetCurrent(own))
-    if current in (0, int(own)):
+        _check(driver.cuCtxSetCurrent(primary))
+    if current in (0, int(primary)):
         yield
         return
-    _check(driver.cuCtxPushCurrent(own))
+    _check(driver.cuCtxPushCurrent(primary))
     try:
         yield
     finally:
@@ -181,7 +181,7 @@ def available() -> str:
 def _text(source: str) -> str:
     """A source with this package's includes inlined: a single text for the compiler, and for the cache's hash."""
     text = files("carrywave.kernels").joinpath("source", source).read_text("utf-8")
-    return re.sub(r'^#include "([^"]+)"$', lambda found: _text(found[1]), text, flags=re.MULTILINE)
+    return re.sub(r'^#include "([^"]+)"$', lambda match: _text(match[1]), text, flags=re.MULTILINE)
 
 
 def _folder() -> Path:

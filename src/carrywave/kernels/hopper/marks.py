@@ -1,4 +1,4 @@
-"""`LayerMarks`: what the persistent kernels are told about some steps of a layer besides their inputs: where lanes start again, and noise.
+"""`LayerMarks`: what the persistent kernels read about some steps of a layer besides their inputs: where lanes start again, and noise.
 
 Shapes: T time, B lane, H hidden (P padded), W words of a lane, Q = 4P.
 """
