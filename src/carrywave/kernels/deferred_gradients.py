@@ -170,8 +170,8 @@ def deferred_for(*weights: Tensor) -> Deferred | None:
 def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor:
     """Like torch's `linear`."""
     # Under autocast the product is in a narrower dtype, which torch handles.
-    put_off = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
-    if not put_off or not torch.is_grad_enabled():
+    defers = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
+    if not defers or not torch.is_grad_enabled():
         return (aligned.linear if aligned.serves(x, weight_GI) else functional.linear)(x, weight_GI, bias_G)
     apply: Any = _Linear.apply
     y: Tensor = apply(x, weight_GI)

@@ -263,12 +263,12 @@ class StackWindow:
             after=after, before=index > 0,
         )  # fmt: skip
         self.started, self.reached = index, max(self.reached, index + 1)
-        self._put_off(index)
+        self._defer(index)
         if index == 0:
             self._release()
         return wave.input_gradient(dx_NJ, x_shape), [(each.starts[0][0], each.starts[1][0]) for each in grads]
 
-    def _put_off(self, index: int) -> None:
+    def _defer(self, index: int) -> None:
         """Defer this chunk's part of the weight gradients."""
         trained = [weight for weight in self.given if _trained(weight)]
         first, end = self.unsummed

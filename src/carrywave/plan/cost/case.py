@@ -39,7 +39,7 @@ class PlanCase(Footprint):
         super().__init__(plan, shape, units, transports_of(plan, units, cluster, placed))
         self.cluster, self.placed = cluster, placed
         # Chunks of a recorded window cost what their kernels do. Those that do not defer weight gradients run as if each were a window.
-        chunked: Piped = "recorded" if self.put_off else ""
+        chunked: Piped = "recorded" if self.defer_weights else ""
         self.piped: Piped = chunked if self.transports.recorded else "launched" if plan.stages > 1 else ""
         self.kinds = [[costs(profile, piped=self.piped, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
         self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
@@ -94,7 +94,7 @@ class PlanCase(Footprint):
             # Where carries are recomputed too, all chunks of a segment but its last run forward once more.
             segment = self.plan.segment(self.chunks)
             again = (work.forward + extra_forward) * (2 - 1 / segment) if self.plan.recompute else 0.0
-            backward = self.task_seconds + again + work.backward + extra_backward + (0.0 if self.put_off else work.put_off)
+            backward = self.task_seconds + again + work.backward + extra_backward + (0.0 if self.defer_weights else work.deferred)
             seconds = self._tasks[key] = self.task_seconds + work.forward + extra_forward, backward
         return seconds
 
@@ -113,14 +113,14 @@ class PlanCase(Footprint):
 
     def weight_gradients(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of a micro-batch's deferred weight gradients, including a shared head's for the `scored` chunks of the last stage."""
-        if not self.put_off:
+        if not self.defer_weights:
             return 0.0
         last = self.last_unit(last, self.chunks - 1)
-        stage_seconds = self._owed(stage, first, last, lanes) if last > first else 0.0
+        stage_seconds = self._deferred(stage, first, last, lanes) if last > first else 0.0
         head = len(self.units) - 1
-        return stage_seconds + (self._owed(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
+        return stage_seconds + (self._deferred(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
 
-    def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
+    def _deferred(self, stage: int, first: int, last: int, lanes: int) -> float:
         """Seconds of the deferred weight gradients of units [first, last), on the slowest of this stage's devices."""
         pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
         return max(costs.deferred(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
@@ -131,8 +131,8 @@ class PlanCase(Footprint):
     def score(self, stage: int, lanes: int, chunk: int) -> float:
         """Seconds of a shared-head task. Only the last stage defers its weight gradients."""
         work = self._head(stage, lanes, self.steps(chunk))
-        put_off = self.put_off and stage == self.plan.stages - 1
-        return self.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
+        defers = self.defer_weights and stage == self.plan.stages - 1
+        return self.task_seconds + work.forward + work.backward + (0.0 if defers else work.deferred)
 
     def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
         """Bytes of a unit's input for one chunk, which is the size of a message."""
@@ -176,7 +176,7 @@ class PlanCase(Footprint):
 
     def simulate(self, edges: tuple[int, ...]) -> Timeline:
         """Simulate the step, task by task."""
-        program = program_of(self.plan.stages, self.counts, self.share_head, self.put_off)
+        program = program_of(self.plan.stages, self.counts, self.share_head, self.defer_weights)
         last = self.plan.stages - 1
         unit_ranges = self.spans(edges)
         seconds: dict[tuple[str, int, int, bool, int], float] = {}
@@ -260,7 +260,7 @@ class PlanCase(Footprint):
     def _window(self, stage: int, first: int, last: int) -> float:
         """Seconds during which gradients become final one after another: the deferred weight gradients, or else the last backward."""
         lanes = self.lanes[-1]
-        return self.weight_gradients(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
+        return self.weight_gradients(stage, first, last, lanes) if self.defer_weights else self.backward(stage, first, last, lanes, 0)
 
     def _exposed(self, num_bytes: int, window: float) -> float:
         """Seconds by which the all-reduce over replicas outlasts the last task; buckets are reduced while later gradients are computed."""

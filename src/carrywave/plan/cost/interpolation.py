@@ -37,19 +37,19 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float
-    put_off: float
+    deferred: float
 
     def __add__(self, other: object) -> Seconds:
         assert isinstance(other, Seconds)
-        return Seconds(self.forward + other.forward, self.backward + other.backward, self.put_off + other.put_off)
+        return Seconds(self.forward + other.forward, self.backward + other.backward, self.deferred + other.deferred)
 
     def times(self, factor: float) -> Seconds:
         """All times multiplied by `factor`."""
-        return Seconds(self.forward * factor, self.backward * factor, self.put_off * factor)
+        return Seconds(self.forward * factor, self.backward * factor, self.deferred * factor)
 
     @property
     def all(self) -> float:
-        return self.forward + self.backward + self.put_off
+        return self.forward + self.backward + self.deferred
 
 
 NOTHING = Seconds(0.0, 0.0, 0.0)

@@ -41,7 +41,7 @@ class Costs:
         self._fits: dict[str, Fit | None] = {}
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
         self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
-        self._owed: dict[tuple[int, ...], float] = {}
+        self._of_deferred: dict[tuple[int, ...], float] = {}
         self.side_by_side = [s for s in self._samples(units.units[1].kind) if s.layers > 1]
         self._optimizers = {sample.name for sample in self._samples("optimizer")}
 
@@ -73,16 +73,16 @@ class Costs:
         have their part of the product for the whole window.
         """
         key = first, last, lanes, steps, chunk_steps
-        seconds = self._owed.get(key)
+        seconds = self._of_deferred.get(key)
         if seconds is None:
             seconds = 0.0
             for begin, end in self._runs(first, last):
-                whole = self.unit(begin, lanes, steps).put_off
-                by_chunk = self.unit(begin, lanes, chunk_steps).put_off * steps / chunk_steps
+                whole = self.unit(begin, lanes, steps).deferred
+                by_chunk = self.unit(begin, lanes, chunk_steps).deferred * steps / chunk_steps
                 together = self._together(self.units.units[begin], end - begin, lanes, steps)
                 as_one = self.piped != "recorded" and 2 * whole >= by_chunk
                 seconds += (whole if as_one else by_chunk) * (end - begin) * together
-            self._owed[key] = seconds
+            self._of_deferred[key] = seconds
         return seconds
 
     def update(self, parameters: int, tensors: int = 0) -> float:
@@ -113,7 +113,7 @@ class Costs:
             seconds = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
         if unit.launches:
             launched = steps * unit.directions * unit.launches * LAUNCH_SECONDS
-            seconds = Seconds(seconds.forward + launched / 3, seconds.backward + seconds.put_off + launched * 2 / 3, 0.0)
+            seconds = Seconds(seconds.forward + launched / 3, seconds.backward + seconds.deferred + launched * 2 / 3, 0.0)
         after = [("dropout", unit.dropout, steps), ("norm", unit.norm, steps)]
         for layer in unit.front:
             # A convolution is priced as the product that it is.

@@ -102,7 +102,7 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
         if case.share_head:
             # Chunks differ little, and micro-batches by at most one lane: the fewest lanes and the cheaper chunk keep it a lower bound.
             scores = (case.score(stage, min(case.lanes), chunk) for chunk in (0, case.chunks - 1))
-            work += scored_by(stages, case.counts, case.put_off)[stage] * min(scores)
+            work += scored_by(stages, case.counts, case.defer_weights)[stage] * min(scores)
         stage_ends.append(lead + work)
         if stage < stages - 1:
             lead += case.forward(stage, *units[stage], first, 0) + case.hop(stage, edges, first, 0)

@@ -165,7 +165,7 @@ class Predictor:
         """Necessary condition for fitting: all memory, divided evenly over the stages, fits. Every stage holds at least one micro-batch."""
         room = sum(self.limits(plan))
         for case in self.cases(plan):
-            whole = case.memory(0, 0, len(self.units), one_micro_batch(case.chunks, put_off=case.put_off))
+            whole = case.memory(0, 0, len(self.units), one_micro_batch(case.chunks, defer_weights=case.defer_weights))
             if whole.total - whole.workspace > room:
                 return False
         return True
