@@ -27,7 +27,7 @@ from carrywave.kernels import derivatives, random
 from carrywave.kernels.cuda import aligned
 from carrywave.kernels.torch_kernels import ON_X86, without_onednn
 
-APART, LARGE = ON_X86, 256  # whether chunks of so many rows have a product of their own: joining them is a copy of all of them
+APART, LARGE = ON_X86, 256  # whether chunks of this many rows have a product of their own: joining them is a copy of all of them
 Ready = Callable[[Tensor], None]  # called with each weight whose gradient is complete
 
 

@@ -161,7 +161,7 @@ def launch_store(rank: int, size: int, seconds: float) -> Store:
 
 
 def _self(device: torch.device, local_rank: int) -> dict[str, Any]:
-    """What this worker tells the others about itself."""
+    """What this worker reports to the others about itself."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {**identity(os.getpid()), "gpu": gpu, "local": local_rank}
 
@@ -261,7 +261,7 @@ def all_arrive(world: World, what: str, seconds: float) -> bool:
 
 
 def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
-    """Wait until so many workers have arrived at a key that is used once; False if some have not within this time.
+    """Wait until this many workers have arrived at a key that is used once; False if some have not within this time.
 
     They poll the store: a collective that others never enter would time out, or keep this process from ending until it does.
     """

@@ -13,7 +13,7 @@ earliest in the order of computation:
 
 A gradient summed over replicas is non-finite on all of them afterwards, so one small gradient of each unit is inspected before the sum.
 
-The optimizer is told through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
+The optimizer learns of it through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
 (except where `Update.guards_weights` is False).
 """
 

@@ -280,7 +280,7 @@ class Trainer:
     def broke_off(self, error: BaseException) -> None:
         """Note that a step or an evaluation ended halfway on this worker: others are not left waiting for it, and learn why."""
         if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:
-            lost_contact.tell(error)
+            lost_contact.announce_failure(error)
             self.engine.gradients.abandon()
             self.mesh.hang_up()
 

@@ -115,7 +115,7 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) ->
         try:
             return _check(load(binary(source, constants, architecture)))
         except KernelError:  # the file in the cache may be corrupt
-            return _check(load(binary(source, constants, architecture, anew=True)))
+            return _check(load(binary(source, constants, architecture, recompile=True)))
 
 
 @contextlib.contextmanager
@@ -143,8 +143,8 @@ def _primary(device: int) -> Any:
     return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
 
 
-def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, anew: bool = False) -> bytes:
-    """The machine code, from the cache on disk if it is there, unless `anew` asks to compile it again."""
+def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, recompile: bool = False) -> bytes:
+    """The machine code, from the cache on disk if it is there, unless `recompile` asks to compile it again."""
     nvrtc = _nvrtc()
     text = _text(source).encode()
     options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
@@ -153,7 +153,7 @@ def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str,
     path = _folder() / f"{Path(source).stem}-{digest}.cubin"
     with contextlib.suppress(OSError):  # missing, or not readable by this user
         kept = path.read_bytes()
-        if kept[:4] == b"\x7fELF" and not anew:
+        if kept[:4] == b"\x7fELF" and not recompile:
             return kept
     program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:

@@ -89,7 +89,7 @@ def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the st
 
 
 def _gates(state: Mapping[str, Tensor]) -> int | None:
-    """How many gates the first layer has; None if its shapes do not tell."""
+    """How many gates the first layer has; None if its shapes do not show it."""
     if (recurrent := state.get("weight_hh_l0")) is None or recurrent.dim() != 2:
         return None
     gates, rest = divmod(recurrent.shape[0], max(1, state.get("weight_hr_l0", recurrent).shape[-1]))

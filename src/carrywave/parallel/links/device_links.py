@@ -145,7 +145,7 @@ class DeviceLinks:
         return _Arrival(inbox, inbox.take(), shape, dtype)
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Write the next message on a channel into the receiver's buffer, and tell it."""
+        """Write the next message on a channel into the receiver's buffer, and signal it."""
         outbox = self._outgoing[channel]
         number = outbox.take()
         if number == 0:

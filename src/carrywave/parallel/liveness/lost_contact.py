@@ -127,8 +127,8 @@ def of(error: BaseException) -> ContactLost:
     return _contact_lost(rank, at, f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed")
 
 
-def tell(error: BaseException) -> None:
-    """Say in the rendezvous store why this worker ends a step halfway, for those who will lose contact with it."""
+def announce_failure(error: BaseException) -> None:
+    """Record in the rendezvous store why this worker ends a step halfway, for the workers that will lose contact with it."""
     if not dist.is_initialized() or (isinstance(error, Exception) and lost(error)):
         return
     with suppress(RuntimeError, ValueError):
@@ -167,14 +167,14 @@ def use_device() -> None:
     device_faults.use()
     before = sys.excepthook
 
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report an error that ends a user's own program, and end it: its memory is not to be torn down."""
         before(kind, error, trace)
         if device_faults.is_fault(error) and lost(error):
             print(f"carrywave: rank {os.environ.get('RANK', '?')}: {of(error)}", file=sys.stderr)
         device_faults.leave_if_in_use(1)
 
-    sys.excepthook = tell
+    sys.excepthook = report
 
 
 def _behind(error: BaseException) -> ContactLost | None:

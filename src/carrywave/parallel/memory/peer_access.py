@@ -18,7 +18,7 @@ TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 @dataclass(frozen=True)
 class Neighbour:
-    """What a worker tells the others about its GPU."""
+    """What a worker reports to the others about its GPU."""
 
     host: str
     gpu: str  # its UUID; empty: none

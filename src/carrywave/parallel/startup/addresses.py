@@ -19,7 +19,7 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, tuple[str, ...]]:
-    """The addresses of each interface, as far as the system tells without further libraries."""
+    """The addresses of each interface, as far as the system reports them without further libraries."""
     by_interface: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with contextlib.suppress(ImportError, OSError):
         import fcntl

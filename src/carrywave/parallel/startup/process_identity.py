@@ -1,6 +1,6 @@
 """What identifies a process, across hosts and after its id is used again, and whether it is gone. Torch-free.
 
-Linux tells it in /proc; elsewhere less is known.
+Linux shows it in /proc; elsewhere less is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-UNKNOWN = "unknown to"  # a start time that the system does not tell: no two processes have the same
+UNKNOWN = "unknown to"  # a start time that the system does not report: no two processes have the same
 EXITING = 0x4  # Linux's PF_EXITING, in the flags of a process
 
 

@@ -214,7 +214,7 @@ class PlanCase(Footprint):
         return timeline.then("reduce", reduced).then("update", updated)
 
     def whole_step(self, seconds: float) -> float:
-        """Seconds from one step to the next, if its passes and updates take so many: the host prepares a recorded step during another."""
+        """Seconds from one step to the next, if its passes and updates take `seconds`: the host prepares a recorded step during another."""
         tensors = self.units.tensors(0, len(self.units)) / self.plan.stages
         least = self.overheads.least_step_seconds + tensors * self.overheads.least_tensor_seconds
         return max(seconds + self.overheads.step_seconds, least if self.transports.recorded else 0.0)

@@ -18,7 +18,7 @@ from carrywave.plan.cost.profile import Sample
 
 _SWEEPS = 400
 _NEAR = 1e-9
-_ALIGNED = 8  # elements: products of half precision whose rows do not begin at multiples of so many take other, slower kernels
+_ALIGNED = 8  # elements: products of half precision whose rows do not begin at multiples of this take other, slower kernels
 
 
 class Size(NamedTuple):
@@ -160,7 +160,7 @@ class Fit:
 
 
 def _along(line: Sequence[tuple[int, Seconds]], steps: int) -> Seconds:
-    """The time for so many steps on the line through the nearest samples; with fewer steps than they have, never below their share."""
+    """The time for this many steps on the line through the nearest samples; with fewer steps than they have, never below their share."""
     (few, less), (many, more) = next((pair for pair in pairwise(line) if steps <= pair[1][0]), line[-2:])
     share = (steps - few) / (many - few)
     return Seconds(*(max(a + (b - a) * share, a * min(1.0, steps / few)) for a, b in zip(less, more, strict=True)))

@@ -69,7 +69,7 @@ class Units:
         return len(self.units) - 2
 
     def rows_of(self, unit: Unit, steps: int) -> int:
-        """How many rows of each lane a unit computes for so many steps; of a head that pools, one."""
+        """How many rows of each lane a unit computes for this many steps; of a head that pools, one."""
         if unit.width_out == 0 and self.pooled and not unit.launches:
             return 1
         return steps * (self.stride if unit.front else 1)

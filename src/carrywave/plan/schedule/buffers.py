@@ -3,7 +3,7 @@
 There, a send does not wait for a posted receive: it needs a free place. Each channel has *slots*, each of which holds all messages of one
 micro-batch, next to each other. Micro-batch m, counted by first messages, uses slot m modulo their number, and may be written once the
 receiver has finished micro-batch m - slots altogether: it reads messages in place, some of them until the weight gradients are computed.
-And each channel has *signals*, by which the sender tells that a message has arrived, unless one that it sends later is read before: whoever
+And each channel has *signals*, by which the sender says that a message has arrived, unless one that it sends later is read before: whoever
 has waited for that one need not wait again. So a shared head, which reads the last chunks first, needs few of them. The n-th message that
 is signalled uses signal n modulo their number, which must have been read before it is raised again.
 
