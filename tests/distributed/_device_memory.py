@@ -22,7 +22,7 @@ from _mapped import MappedMemory
 
 from carrywave.launch import launch_record
 from carrywave.parallel import mesh
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 
 ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 
@@ -65,7 +65,7 @@ def harm(how: str) -> None:
 
 def install() -> None:
     _mapped.LIMIT_SECONDS = float(os.environ.get("PATIENCE_SECONDS", "1"))
-    MappedMemory.meeting = own().store or Path()
+    MappedMemory.meeting = worker_file().store or Path()
     mesh.symmetric_memory = DeviceMemory  # type: ignore[attr-defined]
     mesh.peer_access.in_reach = lambda there, ranks: True
 

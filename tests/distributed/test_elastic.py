@@ -34,8 +34,8 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.launch import launch_record
 from carrywave.launch import exit_reports
 from carrywave.parallel.liveness import failure_file
-from carrywave.parallel.startup.launcher_env import own
-rank, attempt, place = int(os.environ["RANK"]), own().attempt, own().device(int(os.environ["LOCAL_RANK"]))
+from carrywave.parallel.startup.launcher_env import worker_file
+rank, attempt, place = int(os.environ["RANK"]), worker_file().attempt, worker_file().device(int(os.environ["LOCAL_RANK"]))
 here = Path(os.environ["HERE"])
 
 def die(number=signal.SIGKILL):

@@ -28,8 +28,8 @@ SIZES = [(1, 1), (5, 7), (700, 650), (33_278, 650), (20, 33_278), (129, 1023), (
 @pytest.fixture(autouse=True)
 def _nothing_fell_back() -> Iterator[None]:
     yield
-    assert not casting._own.failures
-    assert not dropout._own.failures
+    assert not casting._cuda_kernel.failures
+    assert not dropout._cuda_kernel.failures
 
 
 def same_bits(own: Tensor, expected: Tensor) -> bool:

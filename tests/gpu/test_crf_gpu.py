@@ -47,7 +47,7 @@ class OnDevice:
     def ours(self) -> list[Tensor]:
         assert dispatch._serves(self.leaves[0], self.tags)
         total = dispatch.summed(self.leaves[0], self.tags, self.lengths, Chain(*self.leaves[1:]), self.weights)
-        assert not dispatch._own.failures
+        assert not dispatch._cuda_kernel.failures
         return [total.detach(), *torch.autograd.grad(total, self.leaves)]
 
     def paths(self) -> Tensor:

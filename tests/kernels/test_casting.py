@@ -114,7 +114,7 @@ def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
         tried.append(1)
         raise nvrtc.KernelError("no room")
 
-    monkeypatch.setattr(casting._own, "failures", [])
+    monkeypatch.setattr(casting._cuda_kernel, "failures", [])
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(nvrtc, "kernel", fails)
     x = numbers(2, 3, SINGLE).as_subclass(OnCuda)

@@ -122,7 +122,7 @@ def test_without_kernels_the_definition_runs_with_one_warning(monkeypatch: pytes
     class OnCuda(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(dispatch._own, "failures", [])
+    monkeypatch.setattr(dispatch._cuda_kernel, "failures", [])
     monkeypatch.setattr(nvrtc, "available", lambda: "no compiler")
     given = problem(2, 4, 3, 4)
     emissions, tags = given.emissions_TBV.detach().as_subclass(OnCuda), given.tags_TB.as_subclass(OnCuda)

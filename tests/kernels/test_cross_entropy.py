@@ -36,7 +36,7 @@ def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
     class OnCuda(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(cross_entropy._own, "failures", [])
+    monkeypatch.setattr(cross_entropy._cuda_kernel, "failures", [])
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(cross_entropy._Losses, "apply", fails)
     logits = torch.randn(2, 3).bfloat16().as_subclass(OnCuda)

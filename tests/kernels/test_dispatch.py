@@ -38,7 +38,7 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been said or has failed yet, no variable is set, and a GPU that is asked what it is says that it is an H200."""
     monkeypatch.delenv("CARRYWAVE_KERNEL", raising=False)
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
-    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.setattr(dispatch, "_failures", [])
 
 

@@ -96,7 +96,7 @@ def test_the_check_at_first_use_runs_every_way_of_reading(dtype: torch.dtype, ho
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout._own, "failures", [])
+    monkeypatch.setattr(dropout._cuda_kernel, "failures", [])
     monkeypatch.setattr(dropout, "_checked", set())
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -134,7 +134,7 @@ def test_while_a_graph_is_recorded_nothing_is_decided(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dropout, "_launch", lambda *_: pytest.fail("it has not been checked"))
     x, place = numbers(3, 2, 9), Coordinates(4, 0.5)
     assert torch.equal(dropped(x.as_subclass(OnCuda), KEY, None, place), dropped(x, KEY, None, place))
-    assert not dropout._own.failures
+    assert not dropout._cuda_kernel.failures
     assert not dropout._checked
 
 

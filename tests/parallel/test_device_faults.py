@@ -24,8 +24,8 @@ LAUNCH = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA ke
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process uses device memory, and a message may take 10 s."""
-    monkeypatch.setattr(device_faults._Own, "in_use", True)
-    monkeypatch.setattr(device_faults._Own, "began_seconds", None)
+    monkeypatch.setattr(device_faults._Exchanges, "in_use", True)
+    monkeypatch.setattr(device_faults._Exchanges, "began_seconds", None)
     monkeypatch.setattr(process_groups, "seconds", lambda: 10.0)
 
 
@@ -53,26 +53,26 @@ def test_what_an_error_of_the_device_is(error: Exception, is_fault: bool) -> Non
 
 
 def test_without_shared_memory_a_device_error_tells_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_faults._Own, "in_use", False)
-    monkeypatch.setattr(device_faults._Own, "began_seconds", -1e9)
+    monkeypatch.setattr(device_faults._Exchanges, "in_use", False)
+    monkeypatch.setattr(device_faults._Exchanges, "began_seconds", -1e9)
     assert not lost_contact.lost(fresh(LAUNCH))
     device_faults.leave_if_in_use(3)  # which would end this process
 
 
 @pytest.mark.usefixtures("used")
 def test_a_device_error_while_everybody_lives_is_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: [])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: [])
     device_faults.begin()
     error = fresh(LAUNCH)
     assert not lost_contact.lost(error)
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: [1])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: [1])
     assert not lost_contact.lost(error)  # it is not looked into twice
 
 
 @pytest.mark.usefixtures("used")
 @pytest.mark.parametrize(("gone", "rank", "who"), [([2], 2, "rank 2"), ([1, 2], None, "another worker")])
 def test_a_device_error_tells_of_who_is_gone(gone: list[int], rank: int | None, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: gone if certain else [])
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: gone if certain else [])
 
     @lost_contact.kept
     def step() -> None:
@@ -95,8 +95,8 @@ def test_a_device_error_tells_of_who_is_gone(gone: list[int], rank: int | None, 
     ],
 )
 def test_a_signal_that_does_not_come(text: str, waited_seconds: float, is_timeout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_contact, "_found", lambda *, certain: [])
-    monkeypatch.setattr(device_faults._Own, "began_seconds", time.monotonic() - waited_seconds)
+    monkeypatch.setattr(lost_contact, "_gone_ranks", lambda *, certain: [])
+    monkeypatch.setattr(device_faults._Exchanges, "began_seconds", time.monotonic() - waited_seconds)
     error = torch.AcceleratorError(text)
     assert lost_contact.lost(error) == is_timeout
     if is_timeout:

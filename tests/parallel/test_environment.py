@@ -13,7 +13,7 @@ from carrywave.errors import WorkerError
 from carrywave.launch import script_workers
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.interfaces import check_hosts, unreachable
-from carrywave.parallel.startup.launcher_env import WorkerFile, check_not_of_mpi, own
+from carrywave.parallel.startup.launcher_env import WorkerFile, check_not_of_mpi, worker_file
 
 OWN = "unset it: carrywave sets it for the workers that it starts"
 
@@ -52,8 +52,8 @@ def test_what_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = WorkerFile(launch="one", attempt=2, store=tmp_path / "store", devices=(0, 2))
     monkeypatch.setenv("CARRYWAVE_WORKER", told.write(tmp_path / "worker.json")["CARRYWAVE_WORKER"])
     environment.check()
-    assert own() == told
-    assert [own().device(rank) for rank in range(3)] == [0, 2, 2]
+    assert worker_file() == told
+    assert [worker_file().device(rank) for rank in range(3)] == [0, 2, 2]
 
 
 def test_every_command_refuses_them_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def world(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def met(world: dist.ProcessGroup) -> str:
     """Where a worker waits for the others of its group."""
     symmetric._meeting(world)
-    return symmetric._known[-1][0].name
+    return symmetric._kept[-1][0].name
 
 
 def test_every_buffer_has_a_meeting_of_its_own(world: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ from typing import cast
 
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.messages import Channel, Program, ProgramStep, incoming, outgoing
-from carrywave.plan.schedule.schedule import Schedule, StageTask, check, name, own_needs, reader
+from carrywave.plan.schedule.schedule import Schedule, StageTask, check, name, needs_on_stage, reader
 
 
 def spell(program: Program) -> str:
@@ -115,7 +115,7 @@ class _Proof:
 
     def _run(self, task: StageTask) -> bool:
         what = name(task, self.schedule)
-        for need in own_needs(task, self.schedule):
+        for need in needs_on_stage(task, self.schedule):
             if need not in self.ran:
                 raise PlanError(f"stage {task.stage} runs {what} before {name(need, self.schedule)}, which it needs; swap them")
         if (line := incoming(task, self.schedule)) is not None:

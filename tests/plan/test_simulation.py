@@ -132,8 +132,8 @@ def test_what_stages_hold_is_what_the_schedule_says(stages: int, chunks: list[in
             assert not any(pending.values())
             assert max(held + weight * deferred for held, deferred in load.pairs) == pytest.approx(worst)
     if len(chunks) == 1:
-        assert all(set(load.pairs) == set(one_micro_batch(chunks[0], put_off=put_off).pairs) for load in found)
+        assert all(set(load.pairs) == set(one_micro_batch(chunks[0], defer_weights=put_off).pairs) for load in found)
     elif len(set(chunks)) == 1:
         for stage, load in enumerate(found):
-            [(held, deferred)] = most_held(chunks[0], len(chunks), stages - 1 - stage, put_off=put_off).pairs
+            [(held, deferred)] = most_held(chunks[0], len(chunks), stages - 1 - stage, defer_weights=put_off).pairs
             assert all(pair[0] <= held and pair[1] <= deferred for pair in load.pairs)

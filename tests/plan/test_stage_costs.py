@@ -31,7 +31,7 @@ def test_where_a_sample_matches_its_own_times_are_given() -> None:
         if sample.kind == "lstm":
             found = FIT(size_of(sample))
             assert found.forward == sample.forward_seconds
-            assert found.backward + found.put_off == pytest.approx(sample.backward_seconds)
+            assert found.backward + found.deferred == pytest.approx(sample.backward_seconds)
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,8 +42,8 @@ def test_between_and_beyond_samples_the_shape_of_the_work_is_found(inputs: int, 
     found = FIT(size)
     # The terms hold the formula, up to how the samples tell terms apart that grow together.
     assert found.forward == pytest.approx(forward, rel=0.2)
-    assert found.backward + found.put_off == pytest.approx(backward, rel=0.2)
-    assert found.put_off == pytest.approx(put_off, rel=0.3)
+    assert found.backward + found.deferred == pytest.approx(backward, rel=0.2)
+    assert found.deferred == pytest.approx(put_off, rel=0.3)
 
 
 def test_what_a_few_samples_leave_open_grows_with_the_work() -> None:
@@ -91,7 +91,7 @@ def test_a_stage_is_the_sum_of_its_units() -> None:
 
 def test_layers_that_run_side_by_side_take_less_than_one_after_the_other_and_more_never_less() -> None:
     alone = FIT(Size(512, 512, 4, 32))
-    together = Sample("lstm", "fp32", 512, 512, 4, 32, 2 * alone.forward, 2 * (alone.backward + alone.put_off), layers=4)
+    together = Sample("lstm", "fp32", 512, 512, 4, 32, 2 * alone.forward, 2 * (alone.backward + alone.deferred), layers=4)
     costs = Costs(units(), machine(samples=(*machine().samples, together)))
     plain = Costs(units(), machine())
     assert costs.stage(1, 5, 4, 32).all == pytest.approx(plain.stage(1, 5, 4, 32).all / 2, rel=0.01)
@@ -192,7 +192,7 @@ def test_sizes_far_from_all_samples_are_told(hidden: int, said: str | None) -> N
 
 def test_cudnn_runs_a_stack_in_one_call_only_if_nothing_comes_between_its_layers() -> None:
     alone = FIT(Size(512, 512, 4, 32))
-    together = Sample("lstm", "fp32", 512, 512, 4, 32, 2 * alone.forward, 2 * (alone.backward + alone.put_off), layers=4)
+    together = Sample("lstm", "fp32", 512, 512, 4, 32, 2 * alone.forward, 2 * (alone.backward + alone.deferred), layers=4)
     timed = machine(samples=(*machine().samples, together))
     dropped = units(model={"hidden": 512, "layers": 4, "dropout": 0.5})
     assert Costs(dropped, timed).stage(1, 5, 4, 32) == Costs(dropped, machine()).stage(1, 5, 4, 32)

@@ -206,7 +206,10 @@ def test_what_an_optimizer_keeps() -> None:
 
 def test_a_window_in_half_precision_is_held_while_all_of_its_gradients_are_pending() -> None:
     """On GPUs the kernels free what they saved of a window after its last backward; in float32, chunk by chunk."""
-    load, split = one_micro_batch(4, put_off=True), Split(8, 16, 64, 8, put_off=True, recompute=False, share_head=False, reduced=False)
+    load, split = (
+        one_micro_batch(4, defer_weights=True),
+        Split(8, 16, 64, 8, defer_weights=True, recompute=False, share_head=False, reduced=False),
+    )
     found = {}
     for precision in ("fp32", "bf16"):
         spec = Spec.model_validate({"model": {"hidden": 512, "layers": 4}, "train": {"precision": precision}})

@@ -149,7 +149,7 @@ def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(model()) == ["kernels   aten (oneDNN)"]
     assert told(OpaqueModel(nn.Linear(1, 1), loss=lambda out, target: (out.sum(), out.sum()))) == []  # not ours to name
     monkeypatch.setattr(persistent, "refusal", lambda x, layer, *rest: "too wide" if layer[0].w_hh.shape[1] > 16 else "")
-    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     with pytest.warns(UserWarning, match="too wide"):
         assert told(model(), Plan(kernel="persistent")) == ["kernels   persistent (layers 1-2), aten (oneDNN) (layer 3)"]
 

@@ -202,7 +202,7 @@ def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
     same(recorded, plain)
     assert counted(recorded, "update") == 4
     assert torch.equal(recorded.nonfinite.kept, plain.nonfinite.kept)
-    assert recorded.nonfinite.look().said == (recorded.nonfinite.units.forward(0),)
+    assert recorded.nonfinite.look().codes == (recorded.nonfinite.units.forward(0),)
 
 
 def test_other_lanes_within_a_step() -> None:

@@ -228,7 +228,7 @@ def test_what_is_kept_on_the_device_is_a_plain_count(course: list[tuple[bool, in
             seen = record.look()
             assert (seen.bad, seen.longest, seen.in_a_row) == (count, longest, in_a_row)
             assert seen.ago == (None if first is None else step - first[0])
-            assert seen.said == (() if first is None else (first[1],))
+            assert seen.codes == (() if first is None else (first[1],))
             longest, count, first = 0, 0, None
 
 

@@ -39,10 +39,10 @@ class Together:
     def all_reduce(self, tensor: Tensor) -> None:
         raise AssertionError("nothing is summed here")
 
-    def all_gather(self, rows: Tensor, own: int) -> None:
+    def all_gather(self, rows: Tensor, index: int) -> None:
         if self.round == len(self.rows):
             self.rows.append({})
-        self.rows[self.round][own] = rows[own].clone()
+        self.rows[self.round][index] = rows[index].clone()
         for replica, row in self.rows[self.round].items():
             rows[replica] = row
         self.round += 1
@@ -77,11 +77,11 @@ def test_a_quarter_of_the_state_on_each_of_four_replicas(kind: str, states: int)
     spec = TrainSpec.model_validate({"optimizer": kind, "momentum": 0.9 if kind == "sgd" else 0.0})
     whole = sum(p.nbytes for _, p in named) * states
     for replica in range(4):
-        own = cut(named, replica, 4)
-        optimizer = optimizers.build(spec, own.named, CPU)
+        index = cut(named, replica, 4)
+        optimizer = optimizers.build(spec, index.named, CPU)
         if isinstance(optimizer, optimizers.NTASGD):
             optimizer.trigger()
-        kept = [t for t in optimizers.state_tensors(optimizer, own.named).values() if t.dim()]
+        kept = [t for t in optimizers.state_tensors(optimizer, index.named).values() if t.dim()]
         assert all(t.untyped_storage().nbytes() == t.nbytes for t in kept)  # no view of something larger
         assert sum(t.nbytes for t in kept) == pytest.approx(whole / 4, rel=0.3)
 
@@ -111,20 +111,20 @@ def test_pieces_take_the_steps_of_a_whole_optimizer(kind: str, round_bytes: int,
         for named in (wanted, *replicas):
             for (_, p), grad in zip(named, grads, strict=True):
                 p.grad = None if step == 3 and p.dim() == 1 else grad.clone()
-        for each, own in zip(parts, owned, strict=True):
-            own.take()
+        for each, index in zip(parts, owned, strict=True):
+            index.take()
             each.found_inf = skip  # type: ignore[attr-defined]
             each.step()
         whole.found_inf = skip  # type: ignore[attr-defined]
         whole.step()
         for _ in range(2):  # the second time, the rows of all are there
-            for own in owned:
+            for index in owned:
                 group.round = 0
-                own.exchange()
+                index.exchange()
         group.rows.clear()
         for named in replicas:
             assert all(torch.equal(p, q) for (_, p), (_, q) in zip(named, wanted, strict=True))
-    given_ = {key: t for each, own in zip(parts, owned, strict=True) for key, t in piece_state.saved(each, own.owned).items()}
+    given_ = {key: t for each, index in zip(parts, owned, strict=True) for key, t in piece_state.saved(each, index.owned).items()}
     names = {name: Wanted.whole(name, p) for name, p in wanted}
     needed = {key: t for key, t in given_.items() if piece_state.needed(key, t.shape, names, names)}
     found = piece_state.assembled(needed, names, names)

@@ -146,7 +146,7 @@ def test_many_states_are_not_remembered_for_ever() -> None:
         made.encoder[2].p = number / 1000  # type: ignore[index]
         numbers.add(watch.version())
     assert len(numbers) == 1000
-    assert len(watch._known) < 300
+    assert len(watch._versions) < 300
 
 
 HOOKS: list[Callable[[Any, Any], Any]] = [

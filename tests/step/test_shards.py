@@ -23,7 +23,7 @@ from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
 from carrywave.plan.canonical_shards import SHARDS, shards_of, tree
 from carrywave.plan.plan import Plan
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
-from carrywave.step.reproducible.shards import Cut, own_shards, settle
+from carrywave.step.reproducible.shards import Cut, local_shards, settle
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def parts(lengths: list[int], replicas: int, *, read: bool) -> dict[int, Batch]:
         else:
             own = whole if replicas == 1 else whole.take(*where.share().bounds(lanes), pooled=False)
         cut = Cut(where, own, pooled=False)
-        shards = own_shards(where)
+        shards = local_shards(where)
         assert shards is not None
         found |= {shard: part for shard in shards if (part := cut.part(shard)) is not None}
     return found
@@ -90,7 +90,7 @@ def test_a_shard_has_memory_of_its_own() -> None:
 
 
 def test_replicas_that_cannot_share_them_have_none() -> None:
-    assert own_shards(mesh(1, 3)) is None
+    assert local_shards(mesh(1, 3)) is None
 
 
 def given_to_a_tree(parameters: list[nn.Parameter], grads: list[list[Tensor | None] | None]) -> list[Tensor]:

@@ -43,7 +43,7 @@ def test_the_size_of_a_pass_does_not_depend_on_its_batches() -> None:
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_losses_of_shards_are_added_up_in_a_fixed_order(reproducible: bool) -> None:
-    slots = step_slots(Mesh.alone(CPU), parameters=0, marks=0, reproducible=reproducible)
+    slots = step_slots(Mesh.alone(CPU), parameters=0, mark_columns=0, reproducible=reproducible)
     shards = SHARDS if reproducible else 1
     assert slots.shapes["score"] == (1, shards, 2)
     values = torch.tensor([1e8, 1.0, -1e8, 1.0, 1e8, 1.0, -1e8, 1.0], dtype=torch.float32)[:shards]

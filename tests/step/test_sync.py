@@ -136,7 +136,7 @@ def test_news_of_non_finite_steps_are_joined() -> None:
     good = [0, 0, 0, 0, 0, 0]
     assert joined([good] * 4, [0, 2]) == Seen()
     one, other = [3, 7, 2, 1, 0, 0], [5, 4, 3, 3, 3, 0]
-    assert joined([one, one, other, other], [0, 2]) == Seen(ago=4, said=(0, 0, 4, 4), bad=5, longest=3, in_a_row=3)
+    assert joined([one, one, other, other], [0, 2]) == Seen(ago=4, codes=(0, 0, 4, 4), bad=5, longest=3, in_a_row=3)
 
 
 def test_stages_do_not_push() -> None:

@@ -51,7 +51,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(persistent, "wave_of", lambda x, layers, cell, plain: None)
     yield
     dispatch._failures.clear()
-    dispatch._told.clear()
+    dispatch._warned.clear()
 
 
 def waves(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:

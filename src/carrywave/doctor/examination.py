@@ -31,7 +31,7 @@ from carrywave.doctor.worker import Place, Worker
 from carrywave.errors import ContactLost, UserError, WorkerError
 from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.parallel.liveness import heartbeat, lost_contact
-from carrywave.parallel.startup.launcher_env import launched, own
+from carrywave.parallel.startup.launcher_env import launched, worker_file
 from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
 from carrywave.parallel.world import World, join, launch_store, leave
 from carrywave.plan.cost.profile import Profile, Reduction
@@ -196,7 +196,7 @@ class _Launched:
         workers = list(self.workers.values())
         homes = worker.by_home(workers)
         # Workers that we started ourselves say nothing of how many hosts there will be.
-        self.findings += verdicts.of_launch(workers, hosts=None if own().one_host else len(homes))
+        self.findings += verdicts.of_launch(workers, hosts=None if worker_file().one_host else len(homes))
         if self.asked.meet is not None:
             self.findings.append(check_meeting(*self.asked.meet, first=None))
         if len(homes) > 1:

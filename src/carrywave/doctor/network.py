@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from carrywave.doctor.finding import Finding
 from carrywave.parallel.startup.addresses import addresses, is_loopback
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 
 GLOO = "GLOO_SOCKET_IFNAME"
 CONNECT_SECONDS = 3.0
@@ -40,7 +40,7 @@ class Network:
         """Look at this host. `meeting`: the name or address of the host where workers meet."""
         interfaces = addresses()
         named = os.environ.get(GLOO, "")
-        if own().one_host and named in ("lo", "lo0"):
+        if worker_file().one_host and named in ("lo", "lo0"):
             named = ""  # our own launcher's choice for workers of one host
         toward = None if meeting is None else _local_end(meeting)
         way = next((name for name, addresses in interfaces.items() if toward in addresses), "")

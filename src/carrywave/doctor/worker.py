@@ -24,7 +24,7 @@ from carrywave.doctor.network import Network, Target, check_name
 from carrywave.parallel.memory import peer_access
 from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 from carrywave.parallel.startup.process_identity import identity
 
 # Settings that workers should have in common; the first must be, because it decides what carries their messages.
@@ -100,7 +100,7 @@ def versions() -> dict[str, str]:
 def look(place: Place, device_name: str, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
     """Look at this process's host and device. `run`: the folder of runs; one in an object store has no disk to look at."""
     smi = gpu.ask_smi() if device_name != "cpu" else {}  # before this process uses a GPU itself
-    at = None if place.size == 1 else own().device(place.local_rank)
+    at = None if place.size == 1 else worker_file().device(place.local_rank)
     device, unusable = gpu.choose(device_name, at)
     host = Host.here()
     process = identity(os.getpid())
@@ -115,7 +115,7 @@ def look(place: Place, device_name: str, network: Network, run: str, door: tuple
         host,
         network,
         str(device),
-        peer_access.own(device),
+        peer_access.this_worker(device),
         gpu.look(device, smi) if device.type == "cuda" else None,
         unusable,
         tuple(disk.look(use, folder) for use, folder in folders) if place.local_rank == 0 else (),

@@ -27,7 +27,7 @@ from carrywave.kernels.window import WindowChunk
 Backend = Callable[..., tuple[Tensor, Any]]
 
 
-def known(asked: str, names: Iterable[str]) -> str:
+def checked_name(asked: str, names: Iterable[str]) -> str:
     """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is none of these."""
     forced = os.environ.get("CARRYWAVE_KERNEL", "")
     name = forced or asked
@@ -58,7 +58,7 @@ def in_dtype(
     weights = tuple(direction.to(compute) for direction in layer)
     named = {} if marks is None else {"marks": marks}
     y_TBO, end = backend(x_TBI.to(compute), changed(carry, lambda part: part.to(compute)), weights, lengths_B, **named)
-    return y_TBO.to(x_TBI.dtype), changed(end, lambda part, own: part.to(own.dtype), carry)
+    return y_TBO.to(x_TBI.dtype), changed(end, lambda part, before: part.to(before.dtype), carry)
 
 
 def with_library(name: str, x_TBI: Tensor, *, onednn: bool = False) -> str:
@@ -77,7 +77,7 @@ class Backends:
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one that the environment names; raise if there is none of this name."""
-        return known(asked, ("reference",))
+        return checked_name(asked, ("reference",))
 
     def choose(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
         """The backend that runs a layer."""

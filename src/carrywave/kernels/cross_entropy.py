@@ -20,7 +20,7 @@ from carrywave.kernels.cuda.aligned import empty_rows
 from carrywave.kernels.cuda.casting import HALVES
 
 _SOURCE = "cross_entropy.cu"
-_own = nvrtc.Replaceable("cross entropy")
+_cuda_kernel = nvrtc.Replaceable("cross entropy")
 
 
 def summed(
@@ -39,7 +39,7 @@ def summed(
         # The kernel reads two numbers at a time. Copied here, so that the tensor saved for backward is the autograd function's own input.
         in_place = logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 and logits_NV.data_ptr() % 4 == 0
         read_NV = logits_NV if in_place else logits_NV.clone(memory_format=torch.contiguous_format)
-        losses_N: Tensor | None = _own.tried(lambda: apply(read_NV, target_N, ignored))
+        losses_N: Tensor | None = _cuda_kernel.tried(lambda: apply(read_NV, target_N, ignored))
         if losses_N is not None:
             return _total(losses_N, weights_N)
     if weights_N is None:

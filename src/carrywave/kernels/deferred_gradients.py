@@ -27,7 +27,7 @@ from carrywave.kernels import derivatives, random
 from carrywave.kernels.cuda import aligned
 from carrywave.kernels.torch_kernels import ON_X86, without_onednn
 
-APART, LARGE = ON_X86, 256  # whether chunks of so many rows have a product of their own: joining them is a copy of all of them
+APART, LARGE = ON_X86, 256  # whether chunks of this many rows have a product of their own: joining them is a copy of all of them
 Ready = Callable[[Tensor], None]  # called with each weight whose gradient is complete
 
 
@@ -107,9 +107,9 @@ class Deferred:
         while self._later:
             later = self._later.pop(0)
             weights, grads = _each_once(later.weights, later.compute())
-            known = [(weight.grad, grad) for weight, grad in zip(weights, grads, strict=True) if weight.grad is not None]
-            if known:
-                torch._foreach_add_(*(list(each) for each in zip(*known, strict=True)))
+            pairs = [(weight.grad, grad) for weight, grad in zip(weights, grads, strict=True) if weight.grad is not None]
+            if pairs:
+                torch._foreach_add_(*(list(each) for each in zip(*pairs, strict=True)))
             for weight, grad in zip(weights, grads, strict=True):
                 weight.grad = grad if weight.grad is None else weight.grad
                 if ready is not None and not self.pending(weight):
@@ -126,10 +126,10 @@ def _large(grads_NG: Tensor) -> bool:
 
 def _each_once(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of weights of which some may be there twice, because layers share them: added up."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    by_id: dict[int, tuple[Tensor, Tensor]] = {}
     for weight, grad in zip(weights, grads, strict=True):
-        found[id(weight)] = weight, found[id(weight)][1].add_(grad) if id(weight) in found else grad
-    return [weight for weight, _ in found.values()], [grad for _, grad in found.values()]
+        by_id[id(weight)] = weight, by_id[id(weight)][1].add_(grad) if id(weight) in by_id else grad
+    return [weight for weight, _ in by_id.values()], [grad for _, grad in by_id.values()]
 
 
 _CURRENT: contextvars.ContextVar[Deferred | None] = contextvars.ContextVar("carrywave_deferred", default=None)
@@ -170,8 +170,8 @@ def deferred_for(*weights: Tensor) -> Deferred | None:
 def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor:
     """Like torch's `linear`."""
     # Under autocast the product is in a narrower dtype, which torch handles.
-    put_off = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
-    if not put_off or not torch.is_grad_enabled():
+    defers = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
+    if not defers or not torch.is_grad_enabled():
         return (aligned.linear if aligned.serves(x, weight_GI) else functional.linear)(x, weight_GI, bias_G)
     apply: Any = _Linear.apply
     y: Tensor = apply(x, weight_GI)

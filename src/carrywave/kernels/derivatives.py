@@ -52,16 +52,16 @@ def through(plain: Plain, inputs: Sequence[Tensor | None], wanted: Sequence[bool
         given = [each.view_as(each) if each is not None and want else each for each, want in zip(inputs, wanted, strict=True)]
         outputs = plain(*given)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    known = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None and output.requires_grad]
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None and output.requires_grad]
     sought = [each for each, want in zip(given, wanted, strict=True) if each is not None and want]
-    if not known or not sought:
+    if not pairs or not sought:
         return [None] * len(inputs)
-    found = iter(
+    input_grads = iter(
         torch.autograd.grad(
-            [output for output, _ in known], sought, [grad for _, grad in known], create_graph=torch.is_grad_enabled(), allow_unused=True
+            [output for output, _ in pairs], sought, [grad for _, grad in pairs], create_graph=torch.is_grad_enabled(), allow_unused=True
         )
     )
-    return [next(found) if each is not None and want else None for each, want in zip(given, wanted, strict=True)]
+    return [next(input_grads) if each is not None and want else None for each, want in zip(given, wanted, strict=True)]
 
 
 def as_saved(backward: Callable[P, R]) -> Callable[P, R]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from carrywave.cells.cell import Cell
 from carrywave.kernels import torch_kernels
-from carrywave.kernels.backends import Backend, Backends, in_dtype, known, with_library, without_choice
+from carrywave.kernels.backends import Backend, Backends, checked_name, in_dtype, with_library, without_choice
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.cuda import normed, nvrtc
 from carrywave.kernels.cuda.casting import HALVES
@@ -32,7 +32,7 @@ from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights, heads_of
 from carrywave.kernels.window import WindowChunk
 
-_told: set[str] = set()  # reasons that this process has already warned about
+_warned: set[str] = set()  # reasons that this process has already warned about
 _failures: list[str] = []  # after its first failure, the persistent kernel is not tried again
 
 
@@ -69,7 +69,7 @@ class Dispatch(Backends):
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
-        return known(asked, self.backends)
+        return checked_name(asked, self.backends)
 
     def choose(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
         """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
@@ -89,8 +89,8 @@ class Dispatch(Backends):
             return torchs
         why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks, self.cell)
         # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
-        if why and why not in _told and (forced or _is_broken(why)):
-            _tell(why)
+        if why and why not in _warned and (forced or _is_broken(why)):
+            _warn(why)
         # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
         return "persistent" if not why and (forced or marks is not None or persistent.pays(x_TBI, layer)) else torchs
 
@@ -210,10 +210,10 @@ def _is_broken(why: str) -> bool:
 
 def _give_up(error: nvrtc.KernelError) -> None:
     _failures.append(persistent.failure(error))
-    _tell(_failures[0])
+    _warn(_failures[0])
 
 
-def _tell(why: str) -> None:
-    if why not in _told:
-        _told.add(why)
+def _warn(why: str) -> None:
+    if why not in _warned:
+        _warned.add(why)
         warnings.warn(f"the persistent recurrent kernel is not used, torch's runs instead: {why}", stacklevel=2)

@@ -23,7 +23,7 @@ from carrywave.kernels.cuda.casting import BLOCK, HALVES, MOST, begin_at_multipl
 
 _SOURCE = "dropout.cu"
 _TILE = 256  # units of a row that a warp processes at once
-_own = nvrtc.Replaceable("dropout")
+_cuda_kernel = nvrtc.Replaceable("dropout")
 _checked: set[tuple[int, torch.dtype]] = set()  # devices and dtypes for which the kernel has been checked against the definition
 
 
@@ -36,36 +36,36 @@ class Coordinates(NamedTuple):
     start: int = 0
 
 
-def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
+def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, coords: Coordinates) -> Tensor:
     """Zero a fraction p of x and divide the rest by 1 - p; `lanes_B` are the global numbers of its lanes, or None for 0, 1, …"""
-    if _serves(x_TBU, key, lanes_B, place.p):
+    if _serves(x_TBU, key, lanes_B, coords.p):
         apply: Any = _Dropped.apply
-        y_TBU: Tensor = apply(x_TBU, key, lanes_B, place)
+        y_TBU: Tensor = apply(x_TBU, key, lanes_B, coords)
         return y_TBU
-    return x_TBU * _defined(x_TBU, key, lanes_B, place)
+    return x_TBU * _defined(x_TBU, key, lanes_B, coords)
 
 
-def multiplier(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
+def multiplier(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, coords: Coordinates) -> Tensor:
     """The multiplier that `dropped` applies: [T, B, U], or [1, B, U] when locked."""
-    if not _serves(like_TBU, key, lanes_B, place.p):
-        return _defined(like_TBU, key, lanes_B, place)
-    return _launch(None, like_TBU[:1] if place.locked else like_TBU, key, lanes_B, place)
+    if not _serves(like_TBU, key, lanes_B, coords.p):
+        return _defined(like_TBU, key, lanes_B, coords)
+    return _launch(None, like_TBU[:1] if coords.locked else like_TBU, key, lanes_B, coords)
 
 
-def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
+def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, coords: Coordinates) -> Tensor:
     """The multiplier by definition, in plain operations."""
     steps, count, units = like_TBU.shape
     device = like_TBU.device
     if torch.compiler.is_dynamo_compiling():
-        multiplier_TBU: Tensor = _whole([steps, count, units], key, lanes_B, *place, like_TBU.dtype)
+        multiplier_TBU: Tensor = _whole([steps, count, units], key, lanes_B, *coords, like_TBU.dtype)
         return multiplier_TBU
-    key = random.fold(key, place.site)
+    key = random.fold(key, coords.site)
     lane_B1 = (torch.arange(count, device=device) if lanes_B is None else lanes_B)[:, None]
     unit_U = torch.arange(units, device=device)
-    if place.locked:
-        return random.keep(key, place.p, lane_B1, unit_U, dtype=like_TBU.dtype)[None]
-    time_T11 = torch.arange(place.start, place.start + steps, device=device)[:, None, None]
-    return random.keep(key, place.p, time_T11, lane_B1, unit_U, dtype=like_TBU.dtype)
+    if coords.locked:
+        return random.keep(key, coords.p, lane_B1, unit_U, dtype=like_TBU.dtype)[None]
+    time_T11 = torch.arange(coords.start, coords.start + steps, device=device)[:, None, None]
+    return random.keep(key, coords.p, time_T11, lane_B1, unit_U, dtype=like_TBU.dtype)
 
 
 @torch.library.custom_op("carrywave::multiplier", mutates_args=())
@@ -86,20 +86,20 @@ def _(
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
+    def forward(ctx: Any, x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, coords: Coordinates) -> Tensor:
         ctx.save_for_backward(key, lanes_B)
-        ctx.place = place
-        return _launch(x_TBU, x_TBU, key, lanes_B, place)
+        ctx.coords = coords
+        return _launch(x_TBU, x_TBU, key, lanes_B, coords)
 
     @staticmethod
     def backward(ctx: Any, grad_TBU: Tensor) -> tuple[Tensor, None, None, None]:
         key, lanes_B = ctx.saved_tensors
         if derivatives.beyond_numbers(grad_TBU):
-            return grad_TBU * _defined(grad_TBU, key, lanes_B, ctx.place), None, None, None
-        return _launch(grad_TBU, grad_TBU, key, lanes_B, ctx.place), None, None, None
+            return grad_TBU * _defined(grad_TBU, key, lanes_B, ctx.coords), None, None, None
+        return _launch(grad_TBU, grad_TBU, key, lanes_B, ctx.coords), None, None, None
 
 
-def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
+def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, coords: Coordinates) -> Tensor:
     """x times its multiplier, or the multiplier alone if x is None: dense, in the shape and dtype of `like_TBU`."""
     steps, lanes, units = like_TBU.shape
     dtype = like_TBU.dtype
@@ -115,7 +115,8 @@ def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor
     numbers_B = None if lanes_B is None else lanes_B.to(torch.int64).contiguous()
     kernel(
         grid_of(steps * lanes, -(-units // _TILE)), BLOCK, x_TBU, y_TBU, key.contiguous(), numbers_B, steps * lanes, lanes, units, *pitches,
-        random.signed(place.site), int(not place.locked), random.signed(place.start), random.threshold(place.p), _scale(place.p, dtype),
+        random.signed(coords.site), int(not coords.locked), random.signed(coords.start), random.threshold(coords.p),
+        _scale(coords.p, dtype),
     )  # fmt: skip
     return y_TBU
 
@@ -134,15 +135,15 @@ def _readable(x_TBU: Tensor) -> bool:
 
 def _serves(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, p: float) -> bool:
     """True if the kernel supports these arguments and is available."""
-    if _own.failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or derivatives.plain_only():
+    if _cuda_kernel.failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or derivatives.plain_only():
         return False
-    known = key.dtype == torch.int32 and key.shape == (2,) and key.device == x_TBU.device
+    supported = key.dtype == torch.int32 and key.shape == (2,) and key.device == x_TBU.device
     if lanes_B is not None:
         integers = lanes_B.dtype in (torch.int64, torch.int32)
-        known = known and integers and lanes_B.shape == x_TBU.shape[1:2] and lanes_B.device == x_TBU.device
+        supported = supported and integers and lanes_B.shape == x_TBU.shape[1:2] and lanes_B.device == x_TBU.device
     # The kernel uses 32-bit indices.
     small = x_TBU.numel() > 0 and x_TBU.shape[0] * x_TBU.shape[1] < MOST and x_TBU.shape[2] < MOST and random.threshold(p) < 1 << 31
-    return known and small and _holds(x_TBU.device, x_TBU.dtype)
+    return supported and small and _holds(x_TBU.device, x_TBU.dtype)
 
 
 def _holds(device: torch.device, dtype: torch.dtype) -> bool:
@@ -152,7 +153,7 @@ def _holds(device: torch.device, dtype: torch.dtype) -> bool:
         return True
     if torch.cuda.is_current_stream_capturing():
         return False  # no values can be read back during graph capture; the next use decides
-    if not _own.tried(lambda: _compare(device, dtype)):
+    if not _cuda_kernel.tried(lambda: _compare(device, dtype)):
         return False
     _checked.add(name)
     return True
@@ -165,14 +166,14 @@ def _compare(device: torch.device, dtype: torch.dtype) -> bool:
     # Not from torch's generator: the user's random numbers must not depend on whether this has run.
     x_TBU = (torch.arange(3 * 5 * 640) % 251 - 125).mul(0.37).to(dtype).view(3, 5, 640)
     key, lanes_B = random.key(1, 2), torch.tensor([7, 0, -3, 2**40 + 1, 12])
-    there, key_there, lanes_there = (each.to(device) for each in (x_TBU, key, lanes_B))
+    on_device, device_key, device_lanes = (each.to(device) for each in (x_TBU, key, lanes_B))
     for number, units in enumerate((640, 540, 302, 7)):
         for locked in (False, True):
-            place = Coordinates(0x89ABCDEF + number, (0.5, 0.3)[number % 2], locked, start=-2)
-            given, given_there = (None, None) if number == 1 else (lanes_B, lanes_there)
-            here, seen = x_TBU[..., :units], there[..., :units]
-            mask = _defined(here, key, given, place)
-            own = _launch(None, seen[: len(mask)], key_there, given_there, place), _launch(seen, seen, key_there, given_there, place)
-            if not all(torch.equal(one.cpu().view(word), other.view(word)) for one, other in zip(own, (mask, here * mask), strict=True)):
+            coords = Coordinates(0x89ABCDEF + number, (0.5, 0.3)[number % 2], locked, start=-2)
+            given, sent = (None, None) if number == 1 else (lanes_B, device_lanes)
+            here, seen = x_TBU[..., :units], on_device[..., :units]
+            mask = _defined(here, key, given, coords)
+            got = _launch(None, seen[: len(mask)], device_key, sent, coords), _launch(seen, seen, device_key, sent, coords)
+            if not all(torch.equal(one.cpu().view(word), other.view(word)) for one, other in zip(got, (mask, here * mask), strict=True)):
                 raise nvrtc.KernelError(f"its numbers differ from the definition ({units} units)")
     return True

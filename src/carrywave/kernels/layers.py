@@ -92,8 +92,8 @@ def run_layers(
 
 def _dtype(device: str, layers: Sequence[Layer]) -> torch.dtype:
     """The compute dtype of the layers: autocast's if it is enabled, otherwise the weights'. Autocast never narrows float64."""
-    own = layers[0][0].w_ih.dtype
-    return torch.get_autocast_dtype(device) if is_cast(device) and own != torch.float64 else own
+    weight_dtype = layers[0][0].w_ih.dtype
+    return torch.get_autocast_dtype(device) if is_cast(device) and weight_dtype != torch.float64 else weight_dtype
 
 
 def is_cast(device: str) -> bool:

@@ -45,8 +45,8 @@ class CellNoise:
         """[T, B, H]: what the candidate is multiplied with, in the dtype of another tensor; None: nothing is dropped."""
         if self.key is None or not self.recurrent_dropout:
             return None
-        place = Coordinates(self.candidate_site(direction), self.recurrent_dropout, self.locked, self.start)
-        return multiplier(like_TBH, self.key, self.lanes, place).expand(like_TBH.shape)
+        coords = Coordinates(self.candidate_site(direction), self.recurrent_dropout, self.locked, self.start)
+        return multiplier(like_TBH, self.key, self.lanes, coords).expand(like_TBH.shape)
 
     def kept(self, direction: int, part: int, like_TBP: Tensor) -> Tensor | float | None:
         """[T, B, P] in the dtype of another tensor: 1 where a part of the carry keeps its value, 0 elsewhere; without a key, the share of
@@ -55,8 +55,8 @@ class CellNoise:
         chance = self.zoneout[part]
         if self.key is None or not chance:
             return chance or None
-        place = Coordinates(self.kept_site(direction, part), chance, start=self.start)
-        return multiplier(like_TBP, self.key, self.lanes, place).eq(0.0).to(like_TBP.dtype)
+        coords = Coordinates(self.kept_site(direction, part), chance, start=self.start)
+        return multiplier(like_TBP, self.key, self.lanes, coords).eq(0.0).to(like_TBP.dtype)
 
 
 @dataclass(frozen=True, eq=False)

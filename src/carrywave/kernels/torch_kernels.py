@@ -50,7 +50,7 @@ def run(
     kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, *, layers: int = 1, onednn: bool = False
 ) -> tuple[Tensor, AnyCarry]:
     """Run torch's kernel over one or both directions: outputs [T, B, O] and the carry after the last step. `layers`: the weights and the
-    carry are those of so many layers, one after the other. `onednn`: on the CPU.
+    carry are those of this many layers, one after the other. `onednn`: on the CPU.
     """
     if x_TBI.is_cuda and x_TBI.shape[0] > CUDNN_STEPS:
         return in_pieces(kernel, x_TBI, carry, weights, CUDNN_STEPS)
@@ -77,7 +77,7 @@ def together(kernel: Kernel, x_TBI: Tensor, carries: AnyCarries, layers: Sequenc
     joined = changed(carries[0], lambda *parts: torch.cat([part.to(x_TBI.dtype) for part in parts]), *carries[1:])
     y_TBO, ends = run(kernel, x_TBI, joined, weights, layers=len(layers))
     each = zip(*(part.chunk(len(layers)) for part in ends), strict=True)
-    return y_TBO, tuple(changed(carry, lambda own, part: part.to(own.dtype), end) for carry, end in zip(carries, each, strict=True))
+    return y_TBO, tuple(changed(carry, lambda before, part: part.to(before.dtype), end) for carry, end in zip(carries, each, strict=True))
 
 
 def stackable(x_TBI: Tensor, layers: Sequence[Layer]) -> bool:
@@ -113,7 +113,7 @@ def cut_at_resets(run: OneWay, x_TBI: Tensor, carry: AnyCarry, way: StepMarks | 
 
 
 def in_pieces(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, most_steps: int) -> tuple[Tensor, AnyCarry]:
-    """The same in pieces of at most so many steps, with the carry passed from each to the next; one direction at a time."""
+    """The same in pieces of at most this many steps, with the carry passed from each to the next; one direction at a time."""
     of_parts: Any = type(carry)
 
     def one_way(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, _: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:

@@ -91,7 +91,7 @@ Layer = tuple[LayerWeights, ...]  # one direction, or forward and reverse
 
 
 def heads_of(layer: Layer, gates: int) -> int:
-    """The number of blocks of the recurrent matrix of a layer whose cell has so many gates."""
+    """The number of blocks of the recurrent matrix of a layer whose cell has this many gates."""
     first = layer[0]
     outputs = first.w_ih.shape[0] // gates if first.w_hr is None else first.w_hr.shape[0]
     return outputs // first.w_hh.shape[1]

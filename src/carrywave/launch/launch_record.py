@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from carrywave.launch.engines import surroundings
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 
 NOTE = "launch.json"
 OWNER = "owner.json"  # written by `runs.owner`: the process that trains the run
@@ -66,7 +66,7 @@ def current_run() -> Path | None:
 def attempt() -> int:
     """How many times the workers of this launch have been restarted, as far as they are told."""
     counts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return max(own().attempt, *(int(count) if count.isdecimal() else 0 for count in counts))
+    return max(worker_file().attempt, *(int(count) if count.isdecimal() else 0 for count in counts))
 
 
 def warning() -> str | None:
@@ -82,12 +82,12 @@ def warning() -> str | None:
 
 def with_fewer() -> bool:
     """True if the launch continues with fewer workers than it started with."""
-    return own().fewer
+    return worker_file().fewer
 
 
 def names() -> list[str]:
     """The names that identify the launch of this process; empty if a user started it by hand."""
-    launch = own().launch
+    launch = worker_file().launch
     found = [f"carrywave {launch}"] if launch else []
     if "TORCHELASTIC_RUN_ID" in os.environ:
         given = os.environ["TORCHELASTIC_RUN_ID"]

@@ -32,7 +32,7 @@ from carrywave.launch.shares.mps import Shares
 from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
 from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.startup.environment import SHARE_GPU
-from carrywave.parallel.startup.launcher_env import FitCall, WorkerFile, own
+from carrywave.parallel.startup.launcher_env import FitCall, WorkerFile, worker_file
 
 if TYPE_CHECKING:
     from carrywave.launch.cluster.host_launcher import HostLauncher
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def is_worker() -> bool:
     """True if `start` started this process."""
-    return bool(own().launch)
+    return bool(worker_file().launch)
 
 
 def start(

@@ -22,7 +22,7 @@ from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.work_folder import work_folder
 from carrywave.parallel.liveness import device_faults, failure_file, heartbeat
 from carrywave.parallel.startup import environment
-from carrywave.parallel.startup.launcher_env import FitCall, check_not_of_mpi, is_first, own
+from carrywave.parallel.startup.launcher_env import FitCall, check_not_of_mpi, is_first, worker_file
 
 VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that take the next argument as their value
 
@@ -43,7 +43,7 @@ def begin() -> CallRecord | None:
     check_not_of_mpi()
     _results.append(None)
     heartbeat.start()
-    call, number = own().fit, len(_results) - 1
+    call, number = worker_file().fit, len(_results) - 1
     if call is None or number >= call.number:
         return None
     record = call.earlier[number]
@@ -80,7 +80,7 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
 
 def is_script_worker() -> bool:
     """True if this process is a worker that runs a script again."""
-    return own().fit is not None
+    return worker_file().fit is not None
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _leave(code: int) -> NoReturn:
 
 def finish(record: CallRecord) -> NoReturn:
     """End this worker; rank 0 first writes the result for the process that started it."""
-    call = own().fit
+    call = worker_file().fit
     if call is not None and is_first():
         part = call.result.with_suffix(".part")
         part.write_text(json.dumps(record), encoding="utf-8")

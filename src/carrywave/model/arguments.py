@@ -33,19 +33,19 @@ def checked_input(layers: Recurrent, x: Tensor | None) -> Tensor:
     if x.dim() not in (2, 3) or x.shape[-1] != layers.input_size:
         form = f"[lane, time, {layers.input_size}]" if layers.batch_first else f"[time, lane, {layers.input_size}]"
         raise UserError(f"{type(layers).__name__} got x of shape {list(x.shape)}; pass {form} or [time, {layers.input_size}]")
-    own = layers.dtype
-    if x.dtype != own and not (x.dtype in _SHORT and own in _SHORT and is_cast(x.device.type)):
+    weight_dtype = layers.dtype
+    if x.dtype != weight_dtype and not (x.dtype in _SHORT and weight_dtype in _SHORT and is_cast(x.device.type)):
         name, tokens = type(layers).__name__, not x.is_floating_point()
-        remedy = f"use x.to({own})" + ("; pass tokens through an embedding first" if tokens else f", or convert the {name}")
-        raise UserError(f"{name} got x in {x.dtype}, but its weights are in {own}; {remedy}")
+        remedy = f"use x.to({weight_dtype})" + ("; pass tokens through an embedding first" if tokens else f", or convert the {name}")
+        raise UserError(f"{name} got x in {x.dtype}, but its weights are in {weight_dtype}; {remedy}")
     return x
 
 
 def checked_lengths(lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
     """Lengths [B] on a device; those that are on the host are checked against the number of steps."""
     lengths_B = one_a_lane(lengths, "lengths", count, torch.int64)
-    if (found := out_of_range(lengths_B, steps)) is not None:
-        raise UserError(f"lengths range from {found[0]} to {found[1]}; they must be between 0 and the {steps} steps of x")
+    if (extremes := out_of_range(lengths_B, steps)) is not None:
+        raise UserError(f"lengths range from {extremes[0]} to {extremes[1]}; they must be between 0 and the {steps} steps of x")
     return lengths_B.to(device=device, dtype=torch.int64)
 
 
@@ -104,7 +104,7 @@ def check_dtypes(layers: Recurrent, carries: AnyCarries, x: Tensor) -> None:
 
 
 def check_options(layers: Recurrent, *, bias: bool, proj_size: int, **fixed: Any) -> None:
-    """Refuse what torch's module of this name may be told, but the cell does not do."""
+    """Refuse options of torch's module of this name that the cell does not support."""
     name = type(layers).__name__
     if not hasattr(type(layers), "cell"):
         raise UserError(f"{name} names no cell; use cw.LSTM, or a subclass with cell = …")
@@ -117,8 +117,8 @@ def check_options(layers: Recurrent, *, bias: bool, proj_size: int, **fixed: Any
     for option, value in fixed.items():
         if option not in layers.cell.torch_arguments:
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {option!r}")
-        if value != (own := layers.cell.torch_arguments[option]):
-            raise UserError(f"{name} got {option}={value!r}, and has only {own!r}; use that")
+        if value != (only := layers.cell.torch_arguments[option]):
+            raise UserError(f"{name} got {option}={value!r}, and has only {only!r}; use that")
 
 
 def checked_sizes(

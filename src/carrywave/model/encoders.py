@@ -110,7 +110,7 @@ class Features(nn.Module):
         dtype = torch.promote_types(x_TBF.dtype, self.tables[0].dtype)
         parts = [x_TBF[..., :numbers].to(dtype)]
         codes_TBK = x_TBF[..., numbers:].to(torch.int64)
-        parts += [embedding(codes_TBK[..., at], self.tables[place]).to(dtype) for at, place in enumerate(places)]
+        parts += [embedding(codes_TBK[..., column], self.tables[table]).to(dtype) for column, table in enumerate(places)]
         return torch.cat(parts, dim=-1)
 
     def extra_repr(self) -> str:

@@ -37,7 +37,7 @@ class Audit:
     """Rejects results that depend on parameters outside the model: their gradients would not be summed, divided or clipped."""
 
     def __init__(self, model: nn.Module, reads: Callable[[], Any]) -> None:
-        self.known = {id(p) for p in model.parameters()}
+        self.parameter_ids = {id(p) for p in model.parameters()}
         # Those that this worker gave up to another stage, as who still refers to them sees them.
         self.given_up = {id(p.stands_for()): name for name, p in model.named_parameters() if hasattr(p, "stands_for")}
         self.reads = reads  # returns the loss function, which is searched for the name of a foreign tensor
@@ -51,9 +51,9 @@ class Audit:
         """Raise if a result depends on a foreign tensor."""
         if not isinstance(root, Tensor) or not torch.is_grad_enabled():
             return
-        own = {id(tensor) for tensor in self.entered}
+        entered_ids = {id(tensor) for tensor in self.entered}
         for leaf in leaves(root):
-            if id(leaf) not in self.known and id(leaf) not in own:
+            if id(leaf) not in self.parameter_ids and id(leaf) not in entered_ids:
                 if id(leaf) in self.given_up:
                     raise UserError(
                         f"the loss depends on {self.given_up[id(leaf)]}, which another stage holds, through a reference that does not show "
@@ -70,16 +70,16 @@ class Audit:
 
 def _name(tensor: Tensor, function: Any) -> str:
     """The name by which a function refers to a tensor; empty if it cannot be found."""
-    places: list[dict[str, Any]] = []
+    namespaces: list[dict[str, Any]] = []
     if isinstance(function, nn.Module):
-        places.append(dict(function.named_parameters()))
+        namespaces.append(dict(function.named_parameters()))
     bound = getattr(function, "__self__", None)
     if bound is not None:
-        places.append(dict(bound.named_parameters()) if isinstance(bound, nn.Module) else dict(vars(bound)))
+        namespaces.append(dict(bound.named_parameters()) if isinstance(bound, nn.Module) else dict(vars(bound)))
     if inspect.isroutine(function):
         try:
             seen = inspect.getclosurevars(inspect.unwrap(function))
         except (TypeError, ValueError):
             return ""
-        places += [dict(seen.nonlocals), dict(seen.globals)]
-    return next((name for place in places for name, value in place.items() if value is tensor), "")
+        namespaces += [dict(seen.nonlocals), dict(seen.globals)]
+    return next((name for names in namespaces for name, value in names.items() if value is tensor), "")

@@ -45,9 +45,9 @@ class GRU(Recurrent):
 def class_of(name: str) -> type[Recurrent]:
     """The class whose layers have the cell of this name."""
     cell = by_name(name)
-    for own in (LSTM, GRU):
-        if cell is own.cell:
-            return own
+    for layers_class in (LSTM, GRU):
+        if cell is layers_class.cell:
+            return layers_class
     same = f", with the weights and answers of torch.nn.{cell.torch_module}" if cell.torch_module else ""
     return type(name.upper(), (Recurrent,), {"cell": cell, "__module__": __name__, "__doc__": f"Layers of the cell {name}{same}."})
 

@@ -112,7 +112,7 @@ class Model(nn.Module):
         return self.has_front or self.lstm.bidirectional or self.whole_head
 
     def output_steps(self, steps: int) -> int:
-        """At how many steps the head answers, for so many steps of a sequence."""
+        """At how many steps the head answers, for a sequence of this many steps."""
         return shorter(steps, self.stride) * (self.head.upsample if isinstance(self.head, Ctc) else 1)
 
     @property

@@ -18,8 +18,8 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own in before:
-            module.training = own
+        for module, was_training in before:
+            module.training = was_training
 
 
 class TrainingModes:

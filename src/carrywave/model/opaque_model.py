@@ -44,22 +44,22 @@ class OpaqueModel(nn.Module):
         if not isinstance(module, nn.Module):
             raise UserError(f"a trainer needs a cw.Model or an nn.Module, got {type(module).__name__}; wrap it in one")
         check_unwrapped(module)
-        own = getattr(module, "loss", None)
-        if loss is None and not callable(own):
+        module_loss = getattr(module, "loss", None)
+        if loss is None and not callable(module_loss):
             raise UserError(
                 f"the module {type(module).__name__} has no loss; pass loss=..., a function (out, target) -> (sum, count), "
                 "or wrap your modules: cw.Model(encoder, lstm, head)"
             )
-        self._said_pooled = getattr(module, "pooled", None) if pooled is None else pooled
-        self.pooled = bool(self._said_pooled)
+        self._given_pooled = getattr(module, "pooled", None) if pooled is None else pooled
+        self.pooled = bool(self._given_pooled)
         self.module = keyed(module, "module")
-        self.given_loss: Any = loss or own
+        self.given_loss: Any = loss or module_loss
         self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
         self.takes_lengths = "lengths" in inspect.signature(module.forward).parameters
 
     def expect(self, pooled: bool | None) -> None:
-        """Take it from a batch whether targets are one per lane, unless the module or whoever made this has said so."""
-        if self._said_pooled is None and pooled is not None:
+        """Take it from a batch whether targets are one per lane, unless the module or the caller has decided it."""
+        if self._given_pooled is None and pooled is not None:
             self.pooled = pooled
 
     @property
@@ -68,7 +68,7 @@ class OpaqueModel(nn.Module):
         return True
 
     @property
-    def own_loss(self) -> dict[str, object]:
+    def separate_loss(self) -> dict[str, object]:
         """The loss, by its name in messages, if it is not the module's own."""
         return {} if getattr(self.given_loss, "__self__", None) is self.module else {"loss": self.given_loss}
 

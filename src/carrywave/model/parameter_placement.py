@@ -26,18 +26,18 @@ def unit_of(name: str, units: int) -> int:
     part, _, rest = name.partition(".")
     if part in ("encoder", "dropout_in"):
         return 0
-    found = _LAYER.search(rest) if part == "lstm" else None
-    return int(found.group(1)) + 1 if found else units - 1
+    match = _LAYER.search(rest) if part == "lstm" else None
+    return int(match.group(1)) + 1 if match else units - 1
 
 
 def homes(model: Model) -> dict[str, frozenset[int]]:
     """The units that use each parameter and buffer, by its first name: more than one if it is tied."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    found: dict[str, set[int]] = {}
+    units_by_name: dict[str, set[int]] = {}
     for name, tensor in tensors:
-        found.setdefault(first.setdefault(id(tensor), name), set()).add(unit_of(name, model.units))
-    return {name: frozenset(units) for name, units in found.items()}
+        units_by_name.setdefault(first.setdefault(id(tensor), name), set()).add(unit_of(name, model.units))
+    return {name: frozenset(units) for name, units in units_by_name.items()}
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def hold(model: Model, holding: Holding, dtype: torch.dtype) -> dict[str, Tensor
     if emptied:
         for module in model.modules():
             module.register_state_dict_post_hook(_refuse_a_part)  # type: ignore[no-untyped-call]
-    order = {name: place for place, name in enumerate(where)}
+    order = {name: index for index, name in enumerate(where)}
     return {name: held[name] for name in sorted(held, key=order.__getitem__)}
 
 

@@ -46,21 +46,21 @@ def outside(names: Iterable[str], layers: Recurrent) -> dict[str, str]:
 def _outside(name: str, one: bool) -> str:
     if name in ("encoder.weight", "encoder.step_encoder.weight"):
         return "embedding.weight"
-    if (found := _SPELLED.fullmatch(name)) is not None:
-        kind, _, part = found["part"].partition(".")
+    if (match := _SPELLED.fullmatch(name)) is not None:
+        kind, _, part = match["part"].partition(".")
         reader = "character_lstm" if "_l0" in part else "character_filters"
         theirs = {"words": "embedding", "reader": reader}.get(kind, kind)
         return f"{theirs}.{part or 'weight'}"
-    if (found := _FRONT.fullmatch(name)) is not None:
-        return f"{'front' if found['kind'] == 'convolutions' else 'front_norms'}.{found['layer']}.{found['part']}"
-    if (found := _TABLE.fullmatch(name)) is not None:
-        return f"categories.{found['table']}.weight"
-    if (found := _NORM.fullmatch(name)) is not None:
-        return f"norms.{found['layer']}.{found['part']}"
-    if (found := _CARRY.fullmatch(name)) is not None:
-        return f"carry.{found['part']}.{found['layer']}"
-    if (found := _LAYER.fullmatch(name)) is not None:
-        return name if one else f"lstm.{found['layer']}.{found['part']}_l0{found['reverse'] or ''}"
+    if (match := _FRONT.fullmatch(name)) is not None:
+        return f"{'front' if match['kind'] == 'convolutions' else 'front_norms'}.{match['layer']}.{match['part']}"
+    if (match := _TABLE.fullmatch(name)) is not None:
+        return f"categories.{match['table']}.weight"
+    if (match := _NORM.fullmatch(name)) is not None:
+        return f"norms.{match['layer']}.{match['part']}"
+    if (match := _CARRY.fullmatch(name)) is not None:
+        return f"carry.{match['part']}.{match['layer']}"
+    if (match := _LAYER.fullmatch(name)) is not None:
+        return name if one else f"lstm.{match['layer']}.{match['part']}_l0{match['reverse'] or ''}"
     return name
 
 

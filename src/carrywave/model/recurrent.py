@@ -311,11 +311,11 @@ class Recurrent(nn.Module):
         plain = [self._parameters_of(layer) for layer in layers]
         if key is None or not self.weight_drop or (chunk is not None and chunk.index > 0 and self.backends.begun(chunk, plain)):
             return plain
-        found = [self.weights(layer, key) for layer in layers]
+        dropped_layers = [self.weights(layer, key) for layer in layers]
         if chunk is not None and chunk.index == 0:
-            of_both = zip((each for layer in plain for each in layer), (each for layer in found for each in layer), strict=True)
-            chunk.window.same += [own.w_hh for given, own in of_both if isinstance(given.w_hh, nn.Parameter)]
-        return found
+            of_both = zip((each for layer in plain for each in layer), (each for layer in dropped_layers for each in layer), strict=True)
+            chunk.window.same += [dropped_weights.w_hh for given, dropped_weights in of_both if isinstance(given.w_hh, nn.Parameter)]
+        return dropped_layers
 
     def weights(self, layer: int, key: Tensor | None = None) -> Layer:
         """The weights of a layer; given a key, `weight_drop` drops recurrent ones by (row, column), the same for all chunks of a batch."""
@@ -325,8 +325,8 @@ class Recurrent(nn.Module):
         kept = []
         for suffix, direction in zip(self._suffixes(layer), directions, strict=True):
             # Rows and columns take the place of lanes and units.
-            place = Coordinates(random.site(f"{self.path}.weight_hh{suffix}.drop"), self.weight_drop, locked=True)
-            kept.append(direction._replace(w_hh=dropped(direction.w_hh[None], key, None, place)[0]))
+            coordinates = Coordinates(random.site(f"{self.path}.weight_hh{suffix}.drop"), self.weight_drop, locked=True)
+            kept.append(direction._replace(w_hh=dropped(direction.w_hh[None], key, None, coordinates)[0]))
         return tuple(kept)
 
     def initial(
@@ -379,8 +379,8 @@ class Recurrent(nn.Module):
     @property
     def _any_parameter(self) -> Tensor:
         """A parameter to read dtype and device from. Not looked up by name: pruned or parametrized weights are no longer parameters."""
-        own = next((each for each in self._parameters.values() if each is not None), None)
-        return next(self.parameters()) if own is None else own
+        parameter = next((each for each in self._parameters.values() if each is not None), None)
+        return next(self.parameters()) if parameter is None else parameter
 
     def _suffixes(self, layer: int) -> tuple[str, ...]:
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]

@@ -110,7 +110,7 @@ class Stage(nn.Module):
         with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), sharing(chunk.most):
             raw = x
             if self.encoder is not None:
-                raw = self.encoder(_spared(self._in_own_dtype(x), self.encoder), *([chunk.lengths] if self.has_front else []))
+                raw = self.encoder(_spared(self._cast_floats(x), self.encoder), *([chunk.lengths] if self.has_front else []))
             raw = raw if self.dropout_in is None else self.dropout_in(_spared(raw, self.dropout_in))
             carries = state.carries
             if self.layers:
@@ -166,7 +166,7 @@ class Stage(nn.Module):
             given = state.acc if self.accumulates else y
             if state.ended is not None:
                 given, target = state.ended, self._by_sequence(target, chunk, torch.nan if target.is_floating_point() else IGNORED)
-            score = self.head.loss(given, self._in_own_dtype(target), *self._beside(y, chunk), **self._weights(target, state, chunk))
+            score = self.head.loss(given, self._cast_floats(target), *self._beside(y, chunk), **self._weights(target, state, chunk))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if torch.is_grad_enabled() and y.requires_grad and not scored[0].requires_grad and bool(scored[1] > 0):
             raise UserError(
@@ -222,7 +222,7 @@ class Stage(nn.Module):
             return {}
         by_lane = self.whole_head or (self.pooled and state.ended is None)
         check_weights(chunk.weights, self.head.loss, f"the head {type(self.head).__name__}", by_lane=by_lane)
-        weights = self._in_own_dtype(chunk.weights)
+        weights = self._cast_floats(chunk.weights)
         if state.ended is not None:
             return {"weights": self._by_sequence(weights, chunk, 0.0)}
         return {"weights": for_each_target(weights, target, pooled=by_lane)}
@@ -242,7 +242,7 @@ class Stage(nn.Module):
                 f"the head reads the last {self.past_steps} values at every step, but the history of the batch has "
                 f"{chunk.history.shape[0] - y.shape[0]} rows before its first step; pass {self.past_steps - 1} of them"
             )
-        return *lengths, self._in_own_dtype(chunk.history).unfold(0, self.past_steps, 1)
+        return *lengths, self._cast_floats(chunk.history).unfold(0, self.past_steps, 1)
 
     def _lengths(self, y: Tensor, chunk: Chunk) -> Tensor:
         """[B]: the real steps of each lane in the chunk, after a front."""
@@ -256,7 +256,7 @@ class Stage(nn.Module):
             raise UserError(f"{method} of the head {type(self.head).__name__} returned {_shown(acc)}; return a tuple of tensors [lane, …]")
         return acc
 
-    def _in_own_dtype(self, x: Tensor) -> Tensor:
+    def _cast_floats(self, x: Tensor) -> Tensor:
         """Cast floats to the parameters' dtype, so that user modules need not; leave tokens and labels unchanged."""
         return x.to(self.dtype) if x.is_floating_point() else x
 
@@ -281,9 +281,9 @@ def _is_ours(head: nn.Module) -> bool:
     """True if nothing in a head's class, in the head itself or in a hook replaces or follows what a class of ours defines."""
     classes = type(head).__mro__
     defined = {name for each in classes if each.__module__.startswith("carrywave.") for name in vars(each) if not name.startswith("__")}
-    own = [each for each in classes if not each.__module__.startswith(("carrywave.", "torch.", "builtins"))]
+    user_classes = [each for each in classes if not each.__module__.startswith(("carrywave.", "torch.", "builtins"))]
     return (
-        not defined & {*vars(head), *(name for each in own for name in vars(each))}
+        not defined & {*vars(head), *(name for each in user_classes for name in vars(each))}
         and not head._forward_hooks
         and not head._forward_pre_hooks
     )
@@ -291,8 +291,8 @@ def _is_ours(head: nn.Module) -> bool:
 
 def _scores_as_it_learns(head: nn.Module) -> bool:
     """True for a head of ours that scores its output, and of which no method was replaced; a subclass may have another loss."""
-    own = type(head).__module__.startswith("carrywave.") and hasattr(head, "score")
-    return own and not vars(head).keys() & {"loss", "score", "forward"}
+    of_ours = type(head).__module__.startswith("carrywave.") and hasattr(head, "score")
+    return of_ours and not vars(head).keys() & {"loss", "score", "forward"}
 
 
 def _width(model: ModelParts, unit: int) -> int:

@@ -58,7 +58,7 @@ class Channel:
             self._filled = 0
 
     def read(self, num_bytes: int) -> Iterator[memoryview]:
-        """Receive so many bytes, up to the sender's `flush`; each piece is valid until the next one."""
+        """Receive this many bytes, up to the sender's `flush`; each piece is valid until the next one."""
         piece = self._room()
         while num_bytes:
             part = piece[: min(num_bytes, PIECE_BYTES)]
@@ -95,7 +95,7 @@ class Star:
         self.renew()
 
     def renew(self) -> None:
-        """Connect anew, after a failure: messages that nobody received may be in flight in the old connections."""
+        """Connect again, after a failure: messages that nobody received may be in flight in the old connections."""
         if Star._group is not None:
             process_groups.drop(Star._group)
             Star._group = None

@@ -12,17 +12,17 @@ class Later:
     """A copy of the tensor's current values, transferred in the background."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._there: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if not tensor.is_cuda:
             self._copy = tensor.clone()
             return
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)
-        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._there.record()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
 
     def read(self) -> Any:
         """The values as Python numbers."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._copy.tolist()

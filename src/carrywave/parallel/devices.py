@@ -25,12 +25,12 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     kind, colon, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
         raise SpecError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:INDEX")
-    there = torch.cuda.is_available()
-    if kind == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if kind == "cuda" and not available:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
         raise SpecError(f"device cuda was requested, but no GPU is available{hint}; use {option('device', 'cpu')}")
-    if kind == "cpu" or not there:
+    if kind == "cpu" or not available:
         return torch.device("cpu")
     if index:
         if int(index) >= torch.cuda.device_count():
@@ -48,8 +48,8 @@ def check_gpus(workers_seen: Sequence[Mapping[str, Any]]) -> None:
     for host, gpu in gpus:
         if gpus.count((host, gpu)) > 1:
             workers = [one["host"] for one in workers_seen].count(host)
-            own = len({each for where, each in gpus if where == host})
-            raise on_every_rank(too_few_gpus(workers, own, host))
+            distinct = len({each for where, each in gpus if where == host})
+            raise on_every_rank(too_few_gpus(workers, distinct, host))
 
 
 def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:

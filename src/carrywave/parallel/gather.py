@@ -28,14 +28,14 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
         for tensor in tensors.values():
             dist.send(tensor.detach().cpu().contiguous(), 0)
         return []
-    found = [dict(tensors)]
+    by_rank = [dict(tensors)]
     for rank, header in enumerate(headers[1:], start=1):
-        own: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         for name, shape, dtype in header:
-            own[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.recv(own[name], rank)
-        found.append(own)
-    return found
+            received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(received[name], rank)
+        by_rank.append(received)
+    return by_rank
 
 
 @lost_contact.kept
@@ -48,7 +48,7 @@ def broadcast(world: World, tensors: Named | None, keep: Callable[[str, Tensor],
     if world.size == 1:
         return {name: part for name, tensor in (tensors or {}).items() if (part := keep(name, tensor)) is not None}
     header = all_gather_json(world, _header(tensors or {}) if world.rank == 0 else None)[0]
-    found: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     for name, shape, dtype in header:
         if world.rank == 0 and tensors is not None:
             whole = tensors[name]
@@ -57,8 +57,8 @@ def broadcast(world: World, tensors: Named | None, keep: Callable[[str, Tensor],
             whole = torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(whole, 0)
         if (part := keep(name, whole)) is not None:
-            found[name] = part
-    return found
+            kept[name] = part
+    return kept
 
 
 def _all_of_it(name: str, tensor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Mesh:
         self.links: Links | None = None
         self._replicas: Summing | None = None
         self._all: Summing | None = None
-        self._there: list[Neighbour] = []
+        self._neighbours: list[Neighbour] = []
         if world.size > 1:
             self._connect()
 
@@ -73,7 +73,7 @@ class Mesh:
         world = self.world
         return seats(world.hosts or ("this host",) * world.size, world.local_ranks or range(world.size), self.plan)
 
-    def span(self, units: int) -> tuple[int, int]:
+    def unit_range(self, units: int) -> tuple[int, int]:
         """The half-open range of units of this worker's stage."""
         edges = self.plan.edges(units)
         return edges[self.stage], edges[self.stage + 1]
@@ -184,7 +184,7 @@ class Mesh:
     def _connect(self) -> None:
         plan, world = self.plan, self.world
         process_groups.agree(lambda text: all_gather_text(world, text))
-        self._there = peer_access.neighbours(world)
+        self._neighbours = peer_access.neighbours(world)
         self._check_transport()
         if world.backend == "nccl":
             lost_contact.use_device()
@@ -202,13 +202,13 @@ class Mesh:
         if pair_links.takes_order(world.backend):
             self.links = pair_links.connect(world, plan, self.ranks)
             return
-        known = channels_of(plan.stages, share_head=plan.shares_head)
+        all_channels = channels_of(plan.stages, share_head=plan.shares_head)
         channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
         # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
         for replica in range(plan.replicas):
-            for channel in known:
+            for channel in all_channels:
                 sender, receiver = (self.rank_at(replica, stage) for stage in (channel.sender, channel.receiver))
                 group = process_groups.group(sorted((sender, receiver)), f"{channel.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
@@ -220,7 +220,7 @@ class Mesh:
     def _check_transport(self) -> None:
         asked = peer_access.asked()
         everyone = range(self.world.size)
-        if asked == "device" and not peer_access.in_reach(self._there, everyone):
+        if asked == "device" and not peer_access.in_reach(self._neighbours, everyone):
             raise on_every_rank(
                 PlanError(f"{TRANSPORT}=device needs GPUs of one host that reach each other's memory; unset it, or set it to auto")
             )
@@ -233,11 +233,11 @@ class Mesh:
             )
 
     def _in_device_memory(self, ranks: Sequence[int]) -> bool:
-        return peer_access.asked() in ("auto", "device") and peer_access.in_reach(self._there, ranks)
+        return peer_access.asked() in ("auto", "device") and peer_access.in_reach(self._neighbours, ranks)
 
     def _in_host_memory(self, ranks: Sequence[int]) -> bool:
         """True if these workers compute on the CPUs of one host."""
-        group = [self._there[rank] for rank in ranks]
+        group = [self._neighbours[rank] for rank in ranks]
         return (
             self.world.backend == "gloo" and self.device.type == "cpu" and all(not one.gpu and one.host == group[0].host for one in group)
         )

@@ -81,7 +81,7 @@ def drop(group: dist.ProcessGroup) -> None:
         close = user()
         if close is not None:
             close()
-    for key in [key for key, known in _Made.groups.items() if known is group]:
+    for key in [key for key, made in _Made.groups.items() if made is group]:
         del _Made.groups[key]
     with suppress(RuntimeError, ValueError):
         dist.destroy_process_group(group)

@@ -23,25 +23,25 @@ class ReplicaMesh(Mesh):
         self.whole, self.device, self.links = whole, whole.device, whole.links
         self.plan = replace(plan, replicas=1)
         self.replica, self.stage = 0, whole.stage
-        self._replicas, self._all, self._there = None, None, whole._there
+        self._replicas, self._all, self._neighbours = None, None, whole._neighbours
         ranks = self._ranks(whole.replica, range(plan.stages))  # in the whole world
-        own = [sorted(ranks).index(rank) for rank in ranks]  # as torch counts them in a group
-        self.ranks = tuple(own)
+        group_ranks = [sorted(ranks).index(rank) for rank in ranks]  # as torch counts them in a group
+        self.ranks = tuple(group_ranks)
         hosts = tuple(world.hosts[rank] for rank in sorted(ranks)) if world.hosts else ()
         local_ranks = tuple(world.local_ranks[rank] for rank in sorted(ranks)) if world.local_ranks else ()
         backend = world.backend if plan.stages > 1 else ""
-        self.world = replace(world, rank=own[whole.stage], size=plan.stages, backend=backend, hosts=hosts, local_ranks=local_ranks)
+        self.world = replace(world, rank=group_ranks[whole.stage], size=plan.stages, backend=backend, hosts=hosts, local_ranks=local_ranks)
         if plan.stages > 1:
-            self._all = self._own(range(plan.stages))
+            self._all = self._within_replica(range(plan.stages))
             self.world = replace(self.world, group=self._groups()[whole.replica])
 
     def share(self, *, inputs: bool = True, targets: bool = True) -> Share:
         return self.whole.share(inputs=inputs, targets=targets)
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
-        return None if len(stages) == 1 else self._own(stages)
+        return None if len(stages) == 1 else self._within_replica(stages)
 
-    def _own(self, stages: Sequence[int]) -> Summing:
+    def _within_replica(self, stages: Sequence[int]) -> Summing:
         """What sums over these stages of this replica. Every worker creates the groups of every replica, in the same order."""
         made = [self.whole._summing(sorted(self._ranks(replica, stages)), "replica") for replica in range(self.whole.plan.replicas)]
         return made[self.whole.replica]

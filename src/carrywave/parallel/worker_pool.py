@@ -33,10 +33,10 @@ def start(
     module: str, job: Mapping[str, Any], workers: int, *, threads: int = 1, environment: Mapping[str, str] | None = None, name: str = ""
 ) -> list[list[Row]]:
     """Run `work` of a module in `workers` processes of `threads` threads each; returns the rows of each, by rank. `name` is for errors."""
-    with unwinding(), tempfile.TemporaryDirectory(prefix="carrywave-crew-") as place:
-        folder = Path(place)
+    with unwinding(), tempfile.TemporaryDirectory(prefix="carrywave-crew-") as path:
+        folder = Path(path)
         (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
-        command = [sys.executable, "-m", "carrywave.parallel.worker_pool", module, place]
+        command = [sys.executable, "-m", "carrywave.parallel.worker_pool", module, path]
         environments = [environment_of(folder, rank, workers, threads) | dict(environment or {}) for rank in range(workers)]
         run_together([command] * workers, environments, folder, name or module)
         texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]

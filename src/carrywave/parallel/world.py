@@ -30,7 +30,7 @@ from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup import door, environment, native_logs, nccl
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
-from carrywave.parallel.startup.launcher_env import WORKER, launched, own
+from carrywave.parallel.startup.launcher_env import WORKER, launched, worker_file
 from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.startup.rendezvous import everyone, find_store, number, on_every_rank, reason, start_seconds
 
@@ -108,20 +108,20 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
         return _of_group(device, local_rank, local_size or size)
     heartbeat.start()
     _end_with_parent()
-    where = made_current(pick_device(device, own().device(local_rank)))
+    where = made_current(pick_device(device, worker_file().device(local_rank)))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     native_logs.hush()
     opened = launch_store(rank, size, start)
     _Joined.times += 1
-    _Joined.job = known = door.job_of_worker(size, job)
+    _Joined.job = our_job = door.job_of_worker(size, job)
     store = PrefixStore(f"{_room()}/{_Joined.times}", opened)
     if rank == 0:
-        door.put_up(opened, door.WORKERS, known)
+        door.put_up(opened, door.WORKERS, our_job)
     about = {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}
-    place = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
-    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, known, place))
+    address = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
+    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, our_job, address))
     check_hosts(workers_seen)
     gpus = [one["gpu"] for one in workers_seen]
     check_gpus(workers_seen)
@@ -161,19 +161,19 @@ def launch_store(rank: int, size: int, seconds: float) -> Store:
 
 
 def _self(device: torch.device, local_rank: int) -> dict[str, Any]:
-    """What this worker tells the others about itself."""
+    """What this worker reports to the others about itself."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {**identity(os.getpid()), "gpu": gpu, "local": local_rank}
 
 
 def host_names(workers_seen: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The host of each worker: its name, with a number if several hosts have the same name."""
-    known: dict[tuple[str, str, str], str] = {}
+    names_by_host: dict[tuple[str, str, str], str] = {}
     for one in workers_seen:
         key = (one["host"], one["boot"], one["net"])
-        alike = sum(name == one["host"] for name, _, _ in known) + 1
-        known.setdefault(key, one["host"] if alike == 1 else f"{one['host']} ({alike})")
-    return tuple(known[one["host"], one["boot"], one["net"]] for one in workers_seen)
+        alike = sum(name == one["host"] for name, _, _ in names_by_host) + 1
+        names_by_host.setdefault(key, one["host"] if alike == 1 else f"{one['host']} ({alike})")
+    return tuple(names_by_host[one["host"], one["boot"], one["net"]] for one in workers_seen)
 
 
 def leave(world: World) -> None:
@@ -212,8 +212,8 @@ def from_rank_0(world: World, make: Callable[[], T], *, no_timeout: bool = False
     with raise_on_all(world, same_message=True, no_timeout=no_timeout):
         if world.rank == 0:
             made = make()
-    found: T = all_gather_json(world, made)[0]
-    return found
+    result: T = all_gather_json(world, made)[0]
+    return result
 
 
 @contextmanager
@@ -233,14 +233,14 @@ def raise_on_all(world: World, *, same_message: bool = False, no_timeout: bool =
         failure = error
     if no_timeout:
         wait_for_all(world)
-    told = all_gather_json(world, None if failure is None else [type(failure).__name__, str(failure)])
-    failures = [(rank, each) for rank, each in enumerate(told) if each is not None]
+    reports = all_gather_json(world, None if failure is None else [type(failure).__name__, str(failure)])
+    failures = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failures:
         return
     rank, (kind, message) = failures[0]
     alike = len(failures) == world.size and all(each == [kind, message] for _, each in failures)
-    known = getattr(errors, kind, UserError)
-    raise on_every_rank(known(message if alike or same_message else f"rank {rank}: {message}")) from failure
+    error_type = getattr(errors, kind, UserError)
+    raise on_every_rank(error_type(message if alike or same_message else f"rank {rank}: {message}")) from failure
 
 
 def wait_for_all(world: World) -> None:
@@ -261,7 +261,7 @@ def all_arrive(world: World, what: str, seconds: float) -> bool:
 
 
 def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
-    """Wait until so many workers have arrived at a key that is used once; False if some have not within this time.
+    """Wait until this many workers have arrived at a key that is used once; False if some have not within this time.
 
     They poll the store: a collective that others never enter would time out, or keep this process from ending until it does.
     """
@@ -283,7 +283,7 @@ def _room() -> str:
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
     if WORKER in os.environ:
-        return str(own().attempt)  # our own launchers agree on it, and keep their store
+        return str(worker_file().attempt)  # our own launchers agree on it, and keep their store
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -295,12 +295,12 @@ def check_agreement(
     """Refuse workers that were started with a different spec, data, version or model than rank 0."""
     if world.size == 1:
         return
-    said = all_gather_json(world, dict(what))
-    for rank, theirs in enumerate(said):
-        for name in dict.fromkeys([*said[0], *theirs]):
-            if theirs.get(name) != said[0].get(name):
+    reports = all_gather_json(world, dict(what))
+    for rank, theirs in enumerate(reports):
+        for name in dict.fromkeys([*reports[0], *theirs]):
+            if theirs.get(name) != reports[0].get(name):
                 raise on_every_rank(
-                    WorkerError(f"rank {rank} has {name} {short(theirs.get(name))}, but rank 0 has {short(said[0].get(name))}; {remedy}")
+                    WorkerError(f"rank {rank} has {name} {short(theirs.get(name))}, but rank 0 has {short(reports[0].get(name))}; {remedy}")
                 )
 
 
@@ -363,7 +363,7 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
 
 def _end_with_parent() -> None:
     """Make a worker of a local launch shut down cleanly when the process that started it is gone: nobody else would stop it."""
-    parent = own().parent
+    parent = worker_file().parent
     if parent is None or _Joined.watches_parent:
         return
     _Joined.watches_parent = True

@@ -70,24 +70,24 @@ def describe(seated: Sequence[Seat]) -> list[str]:
 
 def _runs(seated: Sequence[Seat]) -> list[str]:
     """Neighbours that do alike in one go: consecutive stages of a replica, or one stage of consecutive replicas."""
-    found: list[list[Seat]] = []
+    runs: list[list[Seat]] = []
     for seat in seated:
-        run = found[-1] if found else []
+        run = runs[-1] if runs else []
         step = (seat.rank - run[-1].rank, seat.local_rank - run[-1].local_rank) if run else (0, 0)
         moved = (seat.replica - run[-1].replica, seat.stage - run[-1].stage) if run else (0, 0)
         same_way = len(run) < 2 or moved == (run[1].replica - run[0].replica, run[1].stage - run[0].stage)
         if run and step == (1, 1) and moved in ((0, 1), (1, 0)) and same_way:
             run.append(seat)
         else:
-            found.append([seat])
-    return [_run(run) for run in found]
+            runs.append([seat])
+    return [_run(run) for run in runs]
 
 
 def _run(run: Sequence[Seat]) -> str:
     first, last = run[0], run[-1]
-    who = f"{_span('rank', first.rank, last.rank)} ({_span('local', first.local_rank, last.local_rank, plural='local')})"
-    return f"{who}: {_span('replica', first.replica, last.replica)}, {_span('stage', first.stage, last.stage)}"
+    who = f"{_range_text('rank', first.rank, last.rank)} ({_range_text('local', first.local_rank, last.local_rank, plural='local')})"
+    return f"{who}: {_range_text('replica', first.replica, last.replica)}, {_range_text('stage', first.stage, last.stage)}"
 
 
-def _span(noun: str, first: int, last: int, plural: str = "") -> str:
+def _range_text(noun: str, first: int, last: int, plural: str = "") -> str:
     return f"{noun} {first}" if first == last else f"{plural or f'{noun}s'} {first}-{last}"

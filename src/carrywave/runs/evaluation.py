@@ -31,7 +31,7 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
-from carrywave.step.reproducible.shards import own_shards, parts_of, settle
+from carrywave.step.reproducible.shards import local_shards, parts_of, settle
 from carrywave.tasks.label_metrics import Row
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
@@ -92,7 +92,7 @@ def evaluate(
     batches a user's modules were checked with.
     """
     device = mesh.device
-    shards = own_shards(mesh) if task.spec.train.reproducible else None
+    shards = local_shards(mesh) if task.spec.train.reproducible else None
     if shards is not None:
         settle(device)
     by_series = details is not None and "series" in details.by
@@ -174,7 +174,7 @@ def _walk(
     splits: SplitCheck | None = None,
 ) -> Iterator[tuple[int, Batch, BatchOutcome]]:
     """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
-    stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
+    stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)

@@ -179,10 +179,10 @@ def _owned(reduced: Reduced, grads: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _weakly(gradients: AllReduce) -> Callable[[Tensor], None]:
     """A hook that does not keep the object alive."""
-    found = weakref.ref(gradients)
+    reference = weakref.ref(gradients)
 
     def added(parameter: Tensor) -> None:
-        gradients = found()
+        gradients = reference()
         if gradients is not None:
             gradients._added(parameter)
 

@@ -1,7 +1,7 @@
 """The engine of a training step: run forward and backward of every batch, sum the gradients over workers, update the weights.
 
 Every plan takes this one way. A *pass* is the forward and backward of one batch; a pipeline takes all batches of a step in one pass, so
-that they follow each other through its stages. What else differs is said by the parts: how gradients are summed (`Gradients` and its
+that they follow each other through its stages. The parts decide what else differs: how gradients are summed (`Gradients` and its
 subclasses), and whether the lanes run shard by shard (a reproducible run).
 
 If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it is one pass, and all that workers exchange
@@ -102,25 +102,25 @@ class Engine:
     ) -> tuple[ShardStats, FlatCarry]:
         """Run forward and backward of all batches, shard by shard if there are shards."""
         if self.shards is None:
-            found, carry = self._run_passes(batches, keys, carry, graphs)
-            return {0: found}, carry
+            pass_stats, carry = self._run_passes(batches, keys, carry, graphs)
+            return {0: pass_stats}, carry
         assert isinstance(self.gradients, FixedTree)
         cuts = [Cut(self.mesh, batch, pooled=self.compute.stage.pooled) for batch in batches]
         stats: ShardStats = {}
         lefts: list[list[Tensor]] = []
         for shard in self.shards:
             parts = [cut.part(shard) for cut in cuts]
-            there = [(part, key) for part, key in zip(parts, keys, strict=True) if part is not None]
-            if not there:
+            nonempty = [(part, key) for part, key in zip(parts, keys, strict=True) if part is not None]
+            if not nonempty:
                 self.gradients.skip()
                 continue
-            own, own_keys = zip(*there, strict=True)
+            shard_batches, shard_keys = zip(*nonempty, strict=True)
             # A shard that is empty in the first batch but not in a later one means that the number of lanes changed, and then all lanes are
             # fresh.
             before = carry
             if carry is not None:
-                before = self.compute.start(own[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, carry)
-            stats[shard], left = self._run_passes(own, own_keys, before, graphs)
+                before = self.compute.start(shard_batches[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, carry)
+            stats[shard], left = self._run_passes(shard_batches, shard_keys, before, graphs)
             if left is not None and parts[-1] is not None:
                 # A graph replay for the next shard may overwrite these tensors.
                 lefts.append([tensor.clone() for tensor in left])

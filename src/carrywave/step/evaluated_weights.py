@@ -35,31 +35,31 @@ def evaluation_weights(trainer: Trainer, of: nn.Module | None) -> AbstractContex
 @contextmanager
 def _taken_from(other: nn.Module, trainer: Trainer) -> Iterator[None]:
     """Use the parameters and buffers of a copy of the model. Collective: every rank must enter it."""
-    own = trainer.parameters()
+    held = trainer.parameters()
     with raise_on_all(trainer.mesh.world):
         if trainer.sync is not None or (not trainer.user_optimizer and weight_average.averaged(trainer.optimizer)):
             raise UserError("this trainer evaluates with weights of its own (train.ema, ntasgd or train.sync); use these, without a copy")
-        given = _given(other, own)
+        given = _given(other, held)
     with torch.no_grad():
-        kept = {name: tensor.clone() for name, tensor in own.items()}
-        for name, tensor in own.items():
+        kept = {name: tensor.clone() for name, tensor in held.items()}
+        for name, tensor in held.items():
             tensor.copy_(given[name])
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in held.items():
                 tensor.copy_(kept[name])
 
 
-def _given(other: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _given(other: nn.Module, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of another module, which must be those that this worker holds of the model."""
     given = tensors_of(other.module if isinstance(other, AveragedModel) else other)
-    for name, tensor in own.items():
-        there = given.get(name)
-        if there is None or there.shape != tensor.shape:
-            found = f"no {name}" if there is None else f"{name} of shape {list(there.shape)}, expected {list(tensor.shape)}"
-            raise UserError(f"the module whose weights are to be used has {found}; pass a copy of trainer.model made after the Trainer")
-        if there.is_meta:
+    for name, tensor in held.items():
+        theirs = given.get(name)
+        if theirs is None or theirs.shape != tensor.shape:
+            problem = f"no {name}" if theirs is None else f"{name} of shape {list(theirs.shape)}, expected {list(tensor.shape)}"
+            raise UserError(f"the module whose weights are to be used has {problem}; pass a copy of trainer.model made after the Trainer")
+        if theirs.is_meta:
             raise UserError(f"the copy of the model has no values for {name}; make it from trainer.model on the same worker")
     return given

@@ -39,7 +39,7 @@ class Allocate(Protocol):
 
 class FlatBuffers:
     """One contiguous buffer for each part, parameters of one dtype, and a view for each of them; views start at multiples of `aligned`.
-    `allocate`: returns a zeroed buffer of so many numbers, by default in memory of this process.
+    `allocate`: returns a zeroed buffer of this many numbers, by default in memory of this process.
     """
 
     def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, aligned: int = 1, allocate: Allocate | None = None) -> None:

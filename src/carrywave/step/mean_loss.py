@@ -37,10 +37,10 @@ def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[
             if trainer.keep_state:
                 lanes = check_continued(batch, lanes)
             trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
-            own = local_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
+            local_batch = local_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
             # number of replicas.
-            for shard, part in parts_of(mesh, own, shards, pooled=model.pooled):
+            for shard, part in parts_of(mesh, local_batch, shards, pooled=model.pooled):
                 try:
                     outcome = _forward(trainer, part, states.get(shard), see)
                 except BaseException as error:

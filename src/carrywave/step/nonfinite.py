@@ -13,7 +13,7 @@ earliest in the order of computation:
 
 A gradient summed over replicas is non-finite on all of them afterwards, so one small gradient of each unit is inspected before the sum.
 
-The optimizer is told through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
+The optimizer learns of it through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
 (except where `Update.guards_weights` is False).
 """
 
@@ -55,11 +55,11 @@ class ComputeOrder:
     @staticmethod
     def in_model(model: Model | OpaqueModel) -> ComputeOrder:
         """Encoder, layers and head; for a one-piece model, its parameters and finally the module itself."""
-        own = [name for name, _ in model.named_parameters()]
+        parameters = [name for name, _ in model.named_parameters()]
         if isinstance(model, OpaqueModel):
-            return ComputeOrder((*own, type(model.module).__name__), {name: number for number, name in enumerate(own)})
+            return ComputeOrder((*parameters, type(model.module).__name__), {name: number for number, name in enumerate(parameters)})
         names = ("encoder", *(f"lstm.l{layer}" for layer in range(model.lstm.num_layers)), "head")
-        return ComputeOrder(names, {name: unit_of(name, model.units) for name in own})
+        return ComputeOrder(names, {name: unit_of(name, model.units) for name in parameters})
 
     def forward(self, unit: int) -> int:
         """The code for a non-finite output."""
@@ -69,16 +69,16 @@ class ComputeOrder:
         """The code for a non-finite gradient."""
         return 1 + unit + (0 if summed else len(self.names))
 
-    def words(self, said: int, rank: int) -> str:
+    def words(self, code: int, rank: int) -> str:
         """A code in words, as the subject of a sentence."""
         count = len(self.names)
-        if said > 2 * count:
-            unit = 3 * count - said
+        if code > 2 * count:
+            unit = 3 * count - code
             what = LOSS if unit == count - 1 else "the output that"
             return f"{what} {self.names[unit]} computes on rank {rank}"
-        if said > count:
-            return f"the gradient of {self.names[said - count - 1]} on rank {rank}"
-        return f"the gradient of {self.names[said - 1]}, summed over the replicas of rank {rank},"
+        if code > count:
+            return f"the gradient of {self.names[code - count - 1]} on rank {rank}"
+        return f"the gradient of {self.names[code - 1]}, summed over the replicas of rank {rank},"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Seen:
     """What `NonfiniteRecord.look` found in the steps since the previous look."""
 
     ago: int | None = None  # how many steps before the last step the first bad one was; None: all were good
-    said: tuple[int, ...] = ()  # each rank's code for the first bad step
+    codes: tuple[int, ...] = ()  # each rank's code for the first bad step
     bad: int = 0  # number of bad steps
     longest: int = 0  # longest series of consecutive bad steps, including those before the previous look
     in_a_row: int = 0  # consecutive bad steps up to the last one
@@ -115,10 +115,10 @@ class NonfiniteRecord:
     @property
     def watched(self) -> list[nn.Parameter]:
         """The smallest parameter of each unit, inspected before the all-reduce: a non-finite gradient anywhere in a unit reaches it too."""
-        found: dict[int, nn.Parameter] = {}
+        smallest: dict[int, nn.Parameter] = {}
         for _, parameter in sorted(self.named, key=lambda pair: pair[1].numel()):
-            found.setdefault(self.unit[id(parameter)], parameter)
-        return [parameter for parameter in found.values() if parameter.numel() <= SMALL]
+            smallest.setdefault(self.unit[id(parameter)], parameter)
+        return [parameter for parameter in smallest.values() if parameter.numel() <= SMALL]
 
     @torch.no_grad()
     def code(self, counted: Sequence[Tensor], norms: Tensor, passes: Tensor, gradients: Gradients) -> Tensor:
@@ -163,11 +163,11 @@ class NonfiniteRecord:
 
     def look(self) -> Seen:
         """Read on the host what was recorded since the last look; the same on every worker that looks after the same step."""
-        steps, in_a_row, longest, bad, first, *said = (int(number) for number in self.kept.tolist())
+        steps, in_a_row, longest, bad, first, *codes = (int(number) for number in self.kept.tolist())
         if not first:
             return Seen(in_a_row=in_a_row)
         self.kept[2:] = 0
-        return Seen(steps - first, tuple(said), bad, longest, in_a_row)
+        return Seen(steps - first, tuple(codes), bad, longest, in_a_row)
 
     def forget(self, in_a_row: int = 0) -> None:
         """Reset the record, with `in_a_row` consecutive bad steps already counted."""
@@ -181,16 +181,16 @@ class NonfiniteRecord:
         have seen it, if there are more than the workers of one replica.
         """
         units, count = self.units, len(self.units.names)
-        said = max(seen.said, default=0)
-        found = units.words(said, seen.said.index(said)) if said else "the loss or its gradient"
+        code = max(seen.codes, default=0)
+        subject = units.words(code, seen.codes.index(code)) if code else "the loss or its gradient"
         # A weight precedes its unit's output; even if no output reveals it, it precedes every gradient.
-        own = self._bad_weight() if weights else ""
-        named = [(units.of[name], rank, name) for rank, name in enumerate(all_gather_text(world or self.world, own)) if name]
+        bad_weight = self._bad_weight() if weights else ""
+        named = [(units.of[name], rank, name) for rank, name in enumerate(all_gather_text(world or self.world, bad_weight)) if name]
         if named:
             unit, rank, name = min(named)
-            if said <= 2 * count or unit <= 3 * count - said:
+            if code <= 2 * count or unit <= 3 * count - code:
                 return f"the weight {name} of {units.names[unit]} on rank {rank}"
-        return found
+        return subject
 
     def _bad_weight(self) -> str:
         """The name of the first non-finite parameter on this worker in the order of computation; empty if all are finite."""

@@ -19,20 +19,20 @@ T = TypeVar("T", bound=Tensor)
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of each tensor, ordered by dtype as in `by_dtype`; in float64, so that squares do not overflow."""
-    found = [
+    by_group = [
         torch.stack(list(torch._foreach_norm(part, 2, torch.promote_types(part[0].dtype, torch.float32)))).to(torch.float64)
         for part in by_dtype(tensors)
     ]
-    return found[0] if len(found) == 1 else torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    return by_group[0] if len(by_group) == 1 else torch.cat(by_group) if by_group else torch.zeros(0, dtype=torch.float64)
 
 
 @torch.no_grad()
 def norm_of_each(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of each tensor, in the given order; finite if all of its elements are."""
-    found, groups = norms(tensors), by_dtype(tensors)
+    all_norms, groups = norms(tensors), by_dtype(tensors)
     if len(groups) <= 1:
-        return found
-    by_id = dict(zip((id(tensor) for group in groups for tensor in group), found.unbind(), strict=True))
+        return all_norms
+    by_id = dict(zip((id(tensor) for group in groups for tensor in group), all_norms.unbind(), strict=True))
     return torch.stack([by_id[id(tensor)] for tensor in tensors])
 
 

@@ -48,11 +48,11 @@ def settled(unfit: Mapping[int, str], workers: int, model: nn.Module | None) -> 
     """
     if unfit:
         rank, name = next(iter(unfit.items()))
-        said = f"train.precision is fp32 on all workers, because rank {rank} ({name}) is not made for bf16"
-        return suited(made_for_bf16=False), said if len(unfit) < workers else None
+        reason = f"train.precision is fp32 on all workers, because rank {rank} ({name}) is not made for bf16"
+        return suited(made_for_bf16=False), reason if len(unfit) < workers else None
     if model is not None and not ours(model):
-        said = "train.precision is fp32, because modules of your own may not be made for bf16; if yours are, set train.precision=bf16"
-        return suited(made_for_bf16=False), said
+        reason = "train.precision is fp32, because modules of your own may not be made for bf16; if yours are, set train.precision=bf16"
+        return suited(made_for_bf16=False), reason
     return suited(made_for_bf16=True), None
 
 

@@ -93,7 +93,7 @@ def total(vectors: Sequence[Tensor]) -> Tensor:
     return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
 
 
-def step_slots(mesh: Mesh, *, parameters: int, marks: int, reproducible: bool) -> Slots:
+def step_slots(mesh: Mesh, *, parameters: int, mark_columns: int, reproducible: bool) -> Slots:
     """What workers share after the last pass of a step."""
     stages, shards = (mesh.plan.stages, SHARDS) if reproducible else (1, 1)
     return Slots(
@@ -103,5 +103,5 @@ def step_slots(mesh: Mesh, *, parameters: int, marks: int, reproducible: bool) -
         votes=(2,),  # how many workers were asked to stop, as on Ctrl-C and as on SIGTERM
         reached=(parameters,),  # how many workers have a gradient for each parameter
         codes=(mesh.world.size,),  # each worker's code for non-finite numbers
-        marks=(mesh.world.size, marks),  # each worker's checksums of what all must agree on
+        marks=(mesh.world.size, mark_columns),  # each worker's checksums of what all must agree on
     )

@@ -54,14 +54,14 @@ from carrywave.step.mean_loss import mean_loss
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.own_gradients import OwnGradients
 from carrywave.step.passes.compute import Compute
 from carrywave.step.passes.micro_batches import flatten, lanes_of
 from carrywave.step.precision import configure, with_settled_precision
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
-from carrywave.step.sync.own_loop import OwnExchanges
+from carrywave.step.sync.user_loop import UserExchanges
 from carrywave.step.update import StepResult, Votes
+from carrywave.step.user_gradients import UserGradients
 from carrywave.step.worker_setup import engine_of, local_part, mesh_of, owned, pieces_of, place_model, tensors_of, trained, user_optimizer
 
 
@@ -150,9 +150,9 @@ class Trainer:
         self.agreement = Agreement(self.within, self.held.replicated, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.within.plan, in_pieces=self.pieces is not None)
         self.engine = self.new_engine()
-        self.own_gradients = OwnGradients()  # of `backward`, until they are applied
+        self.user_gradients = UserGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
-        self.exchanges = OwnExchanges(self) if mesh is None and self.sync is not None else None
+        self.exchanges = UserExchanges(self) if mesh is None and self.sync is not None else None
         self._followed = TrainableParameters(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
@@ -160,9 +160,9 @@ class Trainer:
         shards = self.engine.shards is not None
         self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement, shards=shards)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
-        known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
+        capturable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         on_device = self.mesh.messages_on_device
-        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, on_device=on_device) if known else None
+        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, on_device=on_device) if capturable else None
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
@@ -184,7 +184,7 @@ class Trainer:
     @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """Take one optimizer step and return its sums, which are valid until the next one."""
-        self.own_gradients.end(self)
+        self.user_gradients.end(self)
         return self.run(batches, applies=True)
 
     def run(self, batches: Sequence[Batch], *, applies: bool) -> StepResult:
@@ -205,26 +205,26 @@ class Trainer:
 
     def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """This worker's part of each batch and the batch's key, with a carry for its lanes."""
-        keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
+        keys = [random.key(self.spec.seed, batch.epoch, self._step_number(batch)) for batch in batches]
         if self.keep_state:
             self.lanes = check_lanes(batches, self.lanes)
         self.compute.count_changes(batches)
-        own = [self.local_part(batch) for batch in batches]
-        self._splits.look(batches if self.within is self.mesh else own, keys, training=True)
-        self._padding.look(own, keys)
-        lanes = own[0].lanes.shape[0]
+        local_batches = [self.local_part(batch) for batch in batches]
+        self._splits.look(batches if self.within is self.mesh else local_batches, keys, training=True)
+        self._padding.look(local_batches, keys)
+        lanes = local_batches[0].lanes.shape[0]
         if self.keep_state and (self.state is None or lanes_of(self.state, lanes) != lanes):
             self.state = self.stage.start(lanes, self.device).detach()
-        return own, keys
+        return local_batches, keys
 
-    def _run(self, own: Sequence[Batch], keys: Sequence[Tensor], *, applies: bool) -> StepResult:
+    def _run(self, local_batches: Sequence[Batch], keys: Sequence[Tensor], *, applies: bool) -> StepResult:
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
             with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off():
                 clock = self.compute.clock
                 uncaptured = (clock is not None and not clock.recordable) or self.hooks.any_registered(self.optimizer)
-                take = self.engine.step if applies else self.own_gradients.engine(self).backward
-                result, left = take(own, keys, state, self.votes, None if uncaptured else self.capture)
+                take = self.engine.step if applies else self.user_gradients.engine(self).backward
+                result, left = take(local_batches, keys, state, self.votes, None if uncaptured else self.capture)
         except BaseException as error:
             self.broke_off(error)
             raise
@@ -239,21 +239,21 @@ class Trainer:
 
         The first backward after an update starts from zero. `again`: as the last one, from the same carry and with the same dropout.
         """
-        result = self.own_gradients.backward(self, batches, weight, again=again)
+        result = self.user_gradients.backward(self, batches, weight, again=again)
         return self._mean(result)
 
     @lost_contact.kept
     def apply(self) -> Tensor:
         """Clip what is in `.grad`, update the weights, and return the norm before clipping. Non-finite numbers are treated as in `step`."""
         self.check_unbroken()
-        result = self.own_gradients.apply(self)
+        result = self.user_gradients.apply(self)
         if self.spec.on_nan == "stop":
             self._look(result)
         return result.norm
 
     def zero_grad(self) -> None:
         """Drop the gradients of `backward`; its carry stays as it is."""
-        self.own_gradients.drop(self)
+        self.user_gradients.drop(self)
 
     def exchange(self) -> None:
         """With `train.sync` local or diloco, have all replicas exchange their weights now. Collective: every rank must call it."""
@@ -263,7 +263,7 @@ class Trainer:
     @lost_contact.kept
     def gradient_norm(self) -> Tensor:
         """The norm of what is in `.grad`, over the parameters on all workers. Collective: every rank must call it."""
-        return self.own_gradients.engine(self).update.norm()
+        return self.user_gradients.engine(self).update.norm()
 
     @lost_contact.kept
     def evaluate(self, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None = None) -> float:
@@ -280,7 +280,7 @@ class Trainer:
     def broke_off(self, error: BaseException) -> None:
         """Note that a step or an evaluation ended halfway on this worker: others are not left waiting for it, and learn why."""
         if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:
-            lost_contact.tell(error)
+            lost_contact.announce_failure(error)
             self.engine.gradients.abandon()
             self.mesh.hang_up()
 
@@ -298,13 +298,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
-        self.own_gradients.check_applied()
+        self.user_gradients.check_applied()
         return trainer_state.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
         trainer_state.load_state_dict(self, state)
-        self.own_gradients = OwnGradients()
+        self.user_gradients = UserGradients()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -368,7 +368,7 @@ class Trainer:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device."""
         return local_part(self.mesh, self.stage, batch, scores=self.stage.scores, pooled=self.model.pooled)
 
-    def _place(self, batch: Batch) -> int:
+    def _step_number(self, batch: Batch) -> int:
         """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""
         if batch.step >= 0:
             return batch.step

@@ -23,7 +23,7 @@ from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state, piece_state
 from carrywave.step.optim.piece_state import Wanted
-from carrywave.step.sync.own_loop import check_unsaved
+from carrywave.step.sync.user_loop import check_unsaved
 from carrywave.step.trainer_view import TrainerView
 from carrywave.step.worker_setup import check_saved_whole, owned, tensors_of
 
@@ -33,8 +33,8 @@ _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 def whole_weights(trainer: TrainerView) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    found = row_parts.joined(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
-    return {name: found[name] for name in tensors_of(trainer.model) if name in found}
+    weights = row_parts.joined(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
+    return {name: weights[name] for name in tensors_of(trainer.model) if name in weights}
 
 
 def _local_part(trainer: TrainerView, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def state_dict(trainer: TrainerView) -> dict[str, Any]:
     trainer.agreement.settle()
     world = trainer.mesh.world
     weights = whole_weights(trainer)
-    own = _user_optimizer(trainer) if trainer.user_optimizer else None
+    user_state = _user_optimizer(trainer) if trainer.user_optimizer else None
     state: dict[str, Tensor] = {}
     if trainer.pieces is not None:
         state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
@@ -69,16 +69,16 @@ def state_dict(trainer: TrainerView) -> dict[str, Any]:
         state = _local_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
-    own_carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state and low < high else {}
-    states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
+    local_carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state and low < high else {}
+    states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in local_carry.items()})
     if world.rank:
         return {}
     return {
         "format": FORMAT,
         "weights": _on_host(weights),
         "optimizer": _on_host(_whole(trainer, row_parts.joined(states))),
-        "groups": [_settings(group) for group in trainer.optimizer.param_groups] if own is None else [],
-        "own_optimizer": own,
+        "groups": [_settings(group) for group in trainer.optimizer.param_groups] if user_state is None else [],
+        "own_optimizer": user_state,
         "carry": _on_host(_joined(carries)),
         "scaler": {} if trainer.scaler is None else _on_host(trainer.scaler.tensors()),
         "position": {"batches": trainer.uncounted, "lanes": None if trainer.lanes is None else list(trainer.lanes)},
@@ -89,13 +89,13 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
     """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's argument is used, the others' is ignored."""
     check_unsaved(trainer.spec.sync)
     world = trainer.mesh.world
-    told, tensors = "", dict[str, Tensor]()
+    text, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
             _check(given, user_optimizer=trainer.user_optimizer)
-            told, tensors = pack(given)
-    told = all_gather_text(world, told)[0]
-    state = unpack(told, broadcast(world, tensors))
+            text, tensors = pack(given)
+    text = all_gather_text(world, text)[0]
+    state = unpack(text, broadcast(world, tensors))
     rows = trainer.held.rows
     state["weights"], state["optimizer"] = (row_parts.cut(state[part], rows) for part in ("weights", "optimizer"))
     with raise_on_all(world):
@@ -111,9 +111,9 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
         if trainer.user_optimizer:
-            held_rows = {name: (own.low, own.high) for name, own in rows.items()}
-            own_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
-            optimizer_state.load(trainer.optimizer, trainer.held.parameters, own_state)
+            held_rows = {name: (local_rows.low, local_rows.high) for name, local_rows in rows.items()}
+            user_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
+            optimizer_state.load(trainer.optimizer, trainer.held.parameters, user_state)
         else:
             _take_optimizer(trainer, state["optimizer"], state["groups"])
     with raise_on_all(world):
@@ -161,8 +161,8 @@ def _check(given: Mapping[str, Any], *, user_optimizer: bool) -> None:
         raise RunError("not a trainer state; pass what trainer.state_dict() returned on rank 0")
     if (given["own_optimizer"] is not None) != user_optimizer:
         kinds = ("your own optimizer", "the spec's optimizer")
-        there, here = kinds if given["own_optimizer"] is not None else kinds[::-1]
-        raise RunError(f"the state is from a trainer with {there}, but this one has {here}; use the same in both")
+        state_kind, trainer_kind = kinds if given["own_optimizer"] is not None else kinds[::-1]
+        raise RunError(f"the state is from a trainer with {state_kind}, but this one has {trainer_kind}; use the same in both")
 
 
 def _whole(trainer: TrainerView, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -170,8 +170,8 @@ def _whole(trainer: TrainerView, state: dict[str, Tensor]) -> dict[str, Tensor]:
     if trainer.pieces is None:
         return state
     wanted = {name: Wanted.whole(name, parameter) for name, parameter in trainer.model.named_parameters()}
-    found = {name: tensor.to("cpu") for name, tensor in state.items()}  # those of rank 0 itself are on its device
-    return piece_state.assembled(found, wanted, wanted.keys())
+    on_host = {name: tensor.to("cpu") for name, tensor in state.items()}  # those of rank 0 itself are on its device
+    return piece_state.assembled(on_host, wanted, wanted.keys())
 
 
 def wanted_state(trainer: TrainerView, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Wanted]:
@@ -202,22 +202,22 @@ def _user_optimizer(trainer: TrainerView) -> optimizer_state.Saved | None:
     world, has_part = trainer.mesh.world, trainer.mesh.replica == 0 or bool(trainer.held.rows)
     with raise_on_all(world):
         text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
-    texts, found = all_gather_text(world, text), collect(world, tensors)
+    texts, collected = all_gather_text(world, text), collect(world, tensors)
     if world.rank:
         return None
-    parts = [part for part in map(unpack, texts, found) if part is not None]
+    parts = [part for part in map(unpack, texts, collected) if part is not None]
     return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()], trainer.held.rows.keys())
 
 
 def _check_weights(trainer: TrainerView, given: Mapping[str, Tensor]) -> None:
-    own = trainer.parameters()
+    parameters = trainer.parameters()
     whole = tensors_of(trainer.model).keys()
-    for name, tensor in own.items():
-        there = given.get(name)
-        if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
-            found = "nothing" if there is None else f"{list(there.shape)} {there.dtype}"
+    for name, tensor in parameters.items():
+        saved = given.get(name)
+        if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            description = "nothing" if saved is None else f"{list(saved.shape)} {saved.dtype}"
             raise RunError(
-                f"the state has {found} for {name}, but the model has {list(tensor.shape)} {tensor.dtype}; pass a state of this model"
+                f"the state has {description} for {name}, but the model has {list(tensor.shape)} {tensor.dtype}; pass a state of this model"
             )
     if extra := sorted(given.keys() - whole):
         raise RunError(f"the state has {extra[0]}, which the model does not have; pass a state of this model")
@@ -232,12 +232,12 @@ def _take_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], groups: S
     stated = {key.partition("/")[2] for key in mine}
     optimizers.enlarge(optimizer, owned(trainer.pieces, [(name, p) for name, p in held.items() if name in stated]))
     load_optimizer(trainer, mine, list(held.items()), averages=bool(given))
-    for own, saved in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
-            if isinstance(own.get(name), Tensor):
-                own[name].fill_(value)
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
             else:
-                own[name] = value
+                group[name] = value
 
 
 def _local_carry(trainer: TrainerView, carry: Mapping[str, Tensor]) -> State | None:
@@ -247,13 +247,13 @@ def _local_carry(trainer: TrainerView, carry: Mapping[str, Tensor]) -> State | N
     first = next(iter(carry.values()))
     low, high = trainer.mesh.share().bounds(first.shape[1])
     wanted = carry_tensors(trainer.stage.start(high - low, trainer.device), trainer.stage)
-    own: dict[str, Tensor] = {}
+    local: dict[str, Tensor] = {}
     for name, tensor in wanted.items():
-        there = carry.get(name)
-        if there is None or there[:, low:high].shape != tensor.shape:
+        saved = carry.get(name)
+        if saved is None or saved[:, low:high].shape != tensor.shape:
             raise RunError(f"the carry of {name} in the state does not match the model; pass a state of this model")
-        own[name] = there[:, low:high].to(tensor.dtype)
-    return carry_state(own, trainer.device, trainer.stage)
+        local[name] = saved[:, low:high].to(tensor.dtype)
+    return carry_state(local, trainer.device, trainer.stage)
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ class Update:
 
     def __post_init__(self) -> None:
         columns, flags = self.agreement.columns, self.reach.count
-        self.slots = step_slots(self.mesh, parameters=flags, marks=columns, reproducible=self.reproducible)
+        self.slots = step_slots(self.mesh, parameters=flags, mark_columns=columns, reproducible=self.reproducible)
 
     def local_marks(self, votes: Votes) -> Tensor | None:
         """What this worker tells the others besides its sums: votes and checksums. It is known before the step, so that a captured step can
@@ -103,8 +103,8 @@ class Update:
         """
         if self.mesh.world.size == 1:
             return None
-        own = torch.tensor(votes, dtype=torch.float64).to(self.mesh.device, non_blocking=True)
-        return torch.cat([own, self.agreement.marks()])
+        local_votes = torch.tensor(votes, dtype=torch.float64).to(self.mesh.device, non_blocking=True)
+        return torch.cat([local_votes, self.agreement.marks()])
 
     def check_marks(self, result: StepResult) -> None:
         """Compare the marks of all workers; where nothing runs ahead of the host, that was done before the weights changed."""
@@ -168,7 +168,7 @@ class Update:
         grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
         # The all-reduce of a step, unless it has begun already.
-        stats = self._own(stats_by_shard, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
+        stats = self._local_stats(stats_by_shard, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
         if self.agreement.at_once:
             self.agreement.after(stats["marks"])
         self.reach.forget(stats["reached"])
@@ -190,7 +190,7 @@ class Update:
         if self.pieces is not None:
             self.pieces.exchange()
 
-    def _own(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, overflow: Tensor | None) -> StepStats:
+    def _local_stats(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
         counted, of_grads = self._norms()
         of_passes = total(list(stats_by_shard.values())) if stats_by_shard else self._zeros(self.pass_slots.size)

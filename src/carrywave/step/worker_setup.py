@@ -116,15 +116,15 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
         _check_whole(model, mesh.world)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
-        # Rows that a worker has initialized for itself are no others'.
-        own = {name: tensor for name, tensor in tensors_of(model).items() if name not in split_rows(model)}
-        check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in own.items()})
-        order = {f"as parameter or buffer {number} of the model": name for number, name in enumerate(own, start=1)}
+        # Rows that a worker has initialized itself belong to no other worker.
+        tensors = {name: tensor for name, tensor in tensors_of(model).items() if name not in split_rows(model)}
+        check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()})
+        order = {f"as parameter or buffer {number} of the model": name for number, name in enumerate(tensors, start=1)}
         check_agreement(mesh.world, order, "build its modules in the same order everywhere, from a list and not from a set")
         _check_values(model, mesh.world)
         if not drawn:
-            for name, tensor in broadcast(mesh.world, own).items():
-                own[name].copy_(tensor)
+            for name, tensor in broadcast(mesh.world, tensors).items():
+                tensors[name].copy_(tensor)
     if isinstance(model, OpaqueModel):
         model.to(mesh.device, dtype)
         return HeldStage(model, dict(model.named_parameters()))
@@ -141,7 +141,7 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
 
 def holding_of(mesh: Mesh, units: int) -> Holding:
     """What a worker holds of a model with this many units."""
-    return Holding(*mesh.span(units), mesh.device, mesh.plan.shares_head)
+    return Holding(*mesh.unit_range(units), mesh.device, mesh.plan.shares_head)
 
 
 def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:
@@ -231,12 +231,12 @@ def _all_reduce(
         # stream itself would hold up the rest of backward.
         during_backward = group.overlaps and (mesh.links is None or not mesh.links.in_order)
         wanted.append(Reduced(group, [p for name, p in named if name not in names], during_backward=during_backward, owners=pieces))
-    own = dict(named)
+    by_name = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = mesh.replicas_of(stages)  # collective: also created by workers outside it
         if mesh.stage in stages and group is not None:
             # Not early, to avoid a deadlock: the other stages reach it only after messages that this one has yet to send.
-            wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], during_backward=False))
+            wanted.append(Reduced(group, [by_name[each.name] for each in tied if each.stages == stages], during_backward=False))
     wanted = [each for each in wanted if each.parameters]
     parameters, everything = [p for _, p in named], list(held.parameters.values())
     return AllReduce(parameters, everything, wanted, watched=watched) if wanted else Gradients(parameters, everything)
@@ -248,12 +248,12 @@ def _fixed_tree(
     names = {each.name for each in tied}
     pairs = fixed_tree.pairs_of(mesh)
     branches = [Branch([p for name, p in named if name not in names], pairs)]
-    own = dict(named)
+    by_name = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = fixed_tree.group_of(mesh, stages)
         if mesh.stage in stages:
             # Reduce over replicas first, like the other parameters, so that each stage's part does not depend on the number of replicas.
-            branches.append(Branch([own[each.name] for each in tied if each.stages == stages], pairs, group))
+            branches.append(Branch([by_name[each.name] for each in tied if each.stages == stages], pairs, group))
     return FixedTree([p for _, p in named], held, branches, watched=watched)
 
 
@@ -332,7 +332,11 @@ def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.o
 
 def _check_values(model: Model | OpaqueModel, world: World) -> None:
     """Refuse modules that hold other numbers than those of rank 0 beside their parameters and saved buffers."""
-    roots = {"module": model.module, **model.own_loss} if isinstance(model, OpaqueModel) else {"encoder": model.encoder, "head": model.head}
+    roots = (
+        {"module": model.module, **model.separate_loss}
+        if isinstance(model, OpaqueModel)
+        else {"encoder": model.encoder, "head": model.head}
+    )
     check_agreement(
         world,
         {f"other numbers in the {name}:": checksum for name, checksum in unregistered_values(roots).items()},
@@ -352,9 +356,9 @@ def check_saved_whole(model: nn.Module) -> None:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by name, each once (a tied one under its first name); detached, not copied."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     passing = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
-    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}
+    return parameters | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}
 
 
 def local_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: bool, pooled: bool) -> Batch:

@@ -73,10 +73,10 @@ def best_paths(emissions_TBV: Tensor, lengths_B: Tensor, chain: Chain) -> Tensor
     before = []
     for t in range(1, steps):
         real_B1 = (t < lengths_B)[:, None]
-        found = (best_BV[:, :, None] + chain.transitions_VV).max(dim=1)
-        before.append(torch.where(real_B1, found.indices, label_V))
+        best = (best_BV[:, :, None] + chain.transitions_VV).max(dim=1)
+        before.append(torch.where(real_B1, best.indices, label_V))
         # Less the best so far, so that the scores of long sequences keep their last digits.
-        best_BV = torch.where(real_B1, found.values - best_BV.amax(-1, keepdim=True) + emissions_TBV[t], best_BV)
+        best_BV = torch.where(real_B1, best.values - best_BV.amax(-1, keepdim=True) + emissions_TBV[t], best_BV)
     path_TB = [(best_BV + chain.end_V).argmax(-1)]
     for before_BV in reversed(before):
         path_TB.append(before_BV.gather(1, path_TB[-1][:, None])[:, 0])

@@ -23,14 +23,14 @@ _SOURCE = "crf.cu"
 _MOST_LABELS = 2048  # two rows of float64 in the memory of a block
 _ROWS = 8  # of the matrix of pairs, for each thread
 _STEPS_PER_CHUNK, _MOST_CHUNKS = 64, 128
-_own = nvrtc.Replaceable("conditional random fields")
+_cuda_kernel = nvrtc.Replaceable("conditional random fields")
 
 
 def summed(emissions_TBV: Tensor, tags_TB: Tensor, lengths_B: Tensor, chain: Chain, weights_B: Tensor | None = None) -> Tensor:
     """The sum of the lanes' negative log-likelihoods, each times its weight, in the dtype of the emissions."""
     if _serves(emissions_TBV, tags_TB):
         apply: Any = _Summed.apply
-        total: Tensor | None = _own.tried(lambda: apply(emissions_TBV, *chain, tags_TB, lengths_B, weights_B))
+        total: Tensor | None = _cuda_kernel.tried(lambda: apply(emissions_TBV, *chain, tags_TB, lengths_B, weights_B))
         if total is not None:
             return total
     return _plain(emissions_TBV, *chain, tags_TB, lengths_B, weights_B)
@@ -40,9 +40,9 @@ def best_paths(emissions_TBV: Tensor, lengths_B: Tensor, chain: Chain) -> Tensor
     """The best path of each lane [T, B], as `definition.best_paths` has it."""
     emissions_TBV, chain = emissions_TBV.detach(), Chain(*(each.detach() for each in chain))
     if _serves(emissions_TBV):
-        found = _own.tried(lambda: _best_paths(emissions_TBV.contiguous(), lengths_B.to(torch.int64), chain))
-        if found is not None:
-            return found
+        paths_TB = _cuda_kernel.tried(lambda: _best_paths(emissions_TBV.contiguous(), lengths_B.to(torch.int64), chain))
+        if paths_TB is not None:
+            return paths_TB
     return definition.best_paths(emissions_TBV, lengths_B, chain)
 
 
@@ -52,8 +52,8 @@ def _plain(emissions: Tensor, start: Tensor, transitions: Tensor, end: Tensor, t
 
 
 def _serves(emissions_TBV: Tensor, tags_TB: Tensor | None = None) -> bool:
-    known = emissions_TBV.is_cuda and emissions_TBV.dtype in (torch.float32, torch.float64) and not derivatives.plain_only()
-    return known and emissions_TBV.numel() > 0 and emissions_TBV.shape[2] <= _MOST_LABELS and (tags_TB is None or tags_TB.is_cuda)
+    supported = emissions_TBV.is_cuda and emissions_TBV.dtype in (torch.float32, torch.float64) and not derivatives.plain_only()
+    return supported and emissions_TBV.numel() > 0 and emissions_TBV.shape[2] <= _MOST_LABELS and (tags_TB is None or tags_TB.is_cuda)
 
 
 class _Summed(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _Summed(torch.autograd.Function):
         chain = Chain(start_V, transitions_VV, end_V)
         tags_TB, lengths_B = tags_TB.to(torch.int64).contiguous(), lengths_B.to(torch.int64).contiguous()
         ctx.save_for_backward(emissions_TBV, *chain, tags_TB, lengths_B, weights_B)
-        total, ctx.found = loss_and_slopes(emissions_TBV.contiguous(), tags_TB, lengths_B, chain, weights_B, any(ctx.needs_input_grad[:4]))
+        total, ctx.slopes = loss_and_slopes(emissions_TBV.contiguous(), tags_TB, lengths_B, chain, weights_B, any(ctx.needs_input_grad[:4]))
         return total
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Summed(torch.autograd.Function):
             inputs, fixed = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
             return *derivatives.through(lambda *given: _plain(*given, *fixed), inputs, ctx.needs_input_grad[:4], (grad,)), None, None, None
         wanted: Sequence[bool] = ctx.needs_input_grad[:4]
-        return *(slope * grad if want else None for slope, want in zip(ctx.found, wanted, strict=True)), None, None, None
+        return *(slope * grad if want else None for slope, want in zip(ctx.slopes, wanted, strict=True)), None, None, None
 
 
 def loss_and_slopes(

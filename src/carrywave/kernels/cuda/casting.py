@@ -22,7 +22,7 @@ _ROWS, _TILE = 8, 128  # rows per block, one warp each; groups of a row that a w
 BLOCK = (32 * _ROWS, 1)
 _ENOUGH = 16_384  # warps that keep a large GPU busy
 MOST = 1 << 30  # the kernel uses 32-bit indices
-_own = nvrtc.Replaceable("casting rows")
+_cuda_kernel = nvrtc.Replaceable("casting rows")
 
 
 def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
@@ -43,18 +43,18 @@ def dense_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cast(x_NI: Tensor, to_NJ: Tensor) -> bool:
     """Write the rows, and zeros after them, with the kernel; False if it does not apply or is unavailable."""
-    return _serves(x_NI, to_NJ) and _own.tried(lambda: _launch(x_NI, to_NJ)) is not None
+    return _serves(x_NI, to_NJ) and _cuda_kernel.tried(lambda: _launch(x_NI, to_NJ)) is not None
 
 
 def _serves(x_NI: Tensor, to_NJ: Tensor) -> bool:
     """True if the kernel supports these tensors and pays: rows that are dense on both sides are cast as fast by torch."""
     dtypes = {x_NI.dtype, to_NJ.dtype}
     halves = dtypes.intersection(HALVES)
-    known = len(halves) == 1 and dtypes <= {torch.float32, *halves}
+    supported = len(halves) == 1 and dtypes <= {torch.float32, *halves}
     dense = x_NI.is_contiguous() and x_NI.shape == to_NJ.shape
     small = max(x_NI.stride(0), *to_NJ.shape) < MOST
     readable = x_NI.is_cuda and x_NI.numel() > 0 and x_NI.stride(1) == 1 and small
-    return known and readable and not dense and not plain_only()
+    return supported and readable and not dense and not plain_only()
 
 
 def _launch(x_NI: Tensor, to_NJ: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def _checked_fold(device: torch.device, plain: Callable[[Tensor, int], Tensor]) 
         kernel: Fused = torch.cuda.jiterator._create_jit_fn(_FOLD)
         for word in (0, 1, -5, 0x12345678):
             key = torch.tensor([word ^ 77, -3 - word], dtype=torch.int32, device=device)
-            own = kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=device), _first_and_second(device))
-            if not torch.equal(own, plain(key, word)):
+            folded = kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=device), _first_and_second(device))
+            if not torch.equal(folded, plain(key, word)):
                 return _refused("its bits differ from the definition")
         return kernel
     except Exception as error:

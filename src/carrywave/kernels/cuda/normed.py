@@ -25,7 +25,7 @@ from carrywave.kernels.weights import Layer, LayerWeights, heads_of
 _SOURCE = "normed.cu"
 _CELLS = {"lstm": 0, "gru": 1}
 _MOST_HIDDEN = 4096
-_own = nvrtc.Replaceable("norms inside a cell")
+_cuda_kernel = nvrtc.Replaceable("norms inside a cell")
 
 
 def serves(cell: Cell, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> bool:
@@ -37,8 +37,8 @@ def serves(cell: Cell, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> 
         return False
     if set(first.extra) - {"norm_ih", "norm_hh", "norm_c", "norm_c_bias"} or first.w_hh.shape[1] > _MOST_HIDDEN:
         return False
-    known = x_TBI.is_cuda and x_TBI.dtype in (torch.float32, *HALVES) and x_TBI.shape[1] > 0 and not derivatives.plain_only()
-    return known and not _own.failures and bool(_own.tried(lambda: _compiled(cell, x_TBI, first)))
+    supported = x_TBI.is_cuda and x_TBI.dtype in (torch.float32, *HALVES) and x_TBI.shape[1] > 0 and not derivatives.plain_only()
+    return supported and not _cuda_kernel.failures and bool(_cuda_kernel.tried(lambda: _compiled(cell, x_TBI, first)))
 
 
 def _compiled(cell: Cell, x_TBI: Tensor, weights: LayerWeights) -> bool:
@@ -51,12 +51,12 @@ def layer(
     x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, cell: Cell, *, marks: StepMarks | None = None
 ) -> tuple[Tensor, AnyCarry]:
     """One layer in one direction: outputs [T, B, H] and the carry at each lane's last real step."""
-    [own] = weights
+    [direction] = weights
     real_TB1 = None if lengths_B is None else real_steps(lengths_B, x_TBI.shape[0])
-    inputs_TBG = own.inputs(x_TBI if real_TB1 is None else torch.where(real_TB1, x_TBI, 0.0))
+    inputs_TBG = direction.inputs(x_TBI if real_TB1 is None else torch.where(real_TB1, x_TBI, 0.0))
     resets_TB = None if marks is None else marks.resets
-    norms = [None if (each := own.extra.get(name)) is None else each.float() for name in ("norm_hh", "norm_c", "norm_c_bias")]
-    bias_G = None if own.b_hh is None else own.b_hh.float()
+    norms = [None if (each := direction.extra.get(name)) is None else each.float() for name in ("norm_hh", "norm_c", "norm_c_bias")]
+    bias_G = None if direction.b_hh is None else direction.b_hh.float()
     apply: Any = _Steps.apply
     h_TBH, memory_BH = apply(
         cell.name,
@@ -64,7 +64,7 @@ def layer(
         inputs_TBG.contiguous(),
         carry[0][0],
         carry[-1][0].float(),
-        own.w_hh,
+        direction.w_hh,
         norms[0],
         bias_G,
         *norms[1:],
@@ -154,11 +154,11 @@ def _of_norms(
     hats_TBG = (products_TBG.float() - moments_TB4[..., 0:1]) * moments_TB4[..., 1:2]
     if resets_TB is not None:
         hats_TBG = torch.where(resets_TB[..., None], 0.0, hats_TBG)
-    own_TBG = grads_TBG.to(torch.float32, copy=True)
+    recurrent_TBG = grads_TBG.to(torch.float32, copy=True)
     if cell == "gru":  # the reset gate is between the candidate and its recurrent part
-        hidden = own_TBG.shape[-1] // 3
-        own_TBG[..., 2 * hidden :] *= gates_TBG[..., :hidden].float()
-    return (own_TBG * hats_TBG).sum((0, 1)), own_TBG.sum((0, 1)) if biased else None
+        hidden = recurrent_TBG.shape[-1] // 3
+        recurrent_TBG[..., 2 * hidden :] *= gates_TBG[..., :hidden].float()
+    return (recurrent_TBG * hats_TBG).sum((0, 1)), recurrent_TBG.sum((0, 1)) if biased else None
 
 
 def _kernel(name: str, cell: str, hidden: int, like: Tensor) -> nvrtc.Kernel:

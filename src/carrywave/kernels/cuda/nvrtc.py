@@ -115,7 +115,7 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) ->
         try:
             return _check(load(binary(source, constants, architecture)))
         except KernelError:  # the file in the cache may be corrupt
-            return _check(load(binary(source, constants, architecture, anew=True)))
+            return _check(load(binary(source, constants, architecture, recompile=True)))
 
 
 @contextlib.contextmanager
@@ -123,14 +123,14 @@ def _context(device: int) -> Iterator[None]:
     """Make torch's context for this device current for the driver calls inside. A thread without a context, such as one of autograd's,
     keeps it afterwards, as it would after one of torch's own calls.
     """
-    driver, own = _driver(), _primary(device)
+    driver, primary = _driver(), _primary(device)
     current = int(_check(driver.cuCtxGetCurrent()))
     if current == 0:
-        _check(driver.cuCtxSetCurrent(own))
-    if current in (0, int(own)):
+        _check(driver.cuCtxSetCurrent(primary))
+    if current in (0, int(primary)):
         yield
         return
-    _check(driver.cuCtxPushCurrent(own))
+    _check(driver.cuCtxPushCurrent(primary))
     try:
         yield
     finally:
@@ -143,8 +143,8 @@ def _primary(device: int) -> Any:
     return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
 
 
-def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, anew: bool = False) -> bytes:
-    """The machine code, from the cache on disk if it is there, unless `anew` asks to compile it again."""
+def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, recompile: bool = False) -> bytes:
+    """The machine code, from the cache on disk if it is there, unless `recompile` asks to compile it again."""
     nvrtc = _nvrtc()
     text = _text(source).encode()
     options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
@@ -153,7 +153,7 @@ def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str,
     path = _folder() / f"{Path(source).stem}-{digest}.cubin"
     with contextlib.suppress(OSError):  # missing, or not readable by this user
         kept = path.read_bytes()
-        if kept[:4] == b"\x7fELF" and not anew:
+        if kept[:4] == b"\x7fELF" and not recompile:
             return kept
     program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:
@@ -181,7 +181,7 @@ def available() -> str:
 def _text(source: str) -> str:
     """A source with this package's includes inlined: a single text for the compiler, and for the cache's hash."""
     text = files("carrywave.kernels").joinpath("source", source).read_text("utf-8")
-    return re.sub(r'^#include "([^"]+)"$', lambda found: _text(found[1]), text, flags=re.MULTILINE)
+    return re.sub(r'^#include "([^"]+)"$', lambda match: _text(match[1]), text, flags=re.MULTILINE)
 
 
 def _folder() -> Path:

@@ -151,9 +151,9 @@ class _Sequence(torch.autograd.Function):
                 x_TBI = torch.where(real_steps(lengths_B, steps), x_TBI, 0.0)
             flat_NI, before_NH = x_TBI.reshape(steps * lanes, inputs), before_TBH.view(steps * lanes, hidden)
             if ctx.deferred is not None and ctx.deferred.open:
-                own_ih_GI, own_hh_GH = ctx.weights
-                ctx.deferred.product(own_ih_GI, grads_NG, flat_NI)
-                ctx.deferred.product(own_hh_GH, recurrent_NG, before_NH, shift=hidden)
+                weight_ih_GI, weight_hh_GH = ctx.weights
+                ctx.deferred.product(weight_ih_GI, grads_NG, flat_NI)
+                ctx.deferred.product(weight_hh_GH, recurrent_NG, before_NH, shift=hidden)
             else:
                 dw_ih_GI = grads_NG.t() @ flat_NI if wants_ih else None
                 dw_hh_GH = (recurrent_NG.t() @ before_NH).roll(-hidden, 0) if wants_hh else None

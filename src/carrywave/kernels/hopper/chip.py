@@ -13,7 +13,7 @@ _kept_free = [0]
 
 
 def keep_free(multiprocessors: int) -> None:
-    """Leave at least so many multiprocessors to others from now on: to kernels that wait there for what ours compute."""
+    """Leave at least this many multiprocessors to others from now on: to kernels that wait there for what ours compute."""
     _kept_free[0] = max(_kept_free[0], multiprocessors)
 
 

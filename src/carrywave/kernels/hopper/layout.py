@@ -171,14 +171,14 @@ def _dealt(hidden: int, units: int, groups: int, lanes: int, widest: int) -> Lay
 def shapes_for(chip: Chip, hidden: int, lanes: int) -> list[LayerShape]:
     """All layouts that fit, with blocks of 16 or 32 units, fewest passes first."""
     padded = -(-hidden // 64) * 64
-    found = []
+    shapes = []
     for units in (16, 32):
         groups = min(chip.multiprocessors * units // padded, -(-lanes // 8))
         for widest in (32, 24, 16, 8) if groups else ():
             shape = _dealt(padded, units, groups, lanes, widest)
-            if shape.fits(chip) and shape not in found:
-                found.append(shape)
-    return sorted(found, key=lambda shape: shape.passes)
+            if shape.fits(chip) and shape not in shapes:
+                shapes.append(shape)
+    return sorted(shapes, key=lambda shape: shape.passes)
 
 
 @cache
@@ -186,8 +186,8 @@ def shape_for(chip: Chip, hidden: int, lanes: int) -> LayerShape | None:
     """The layout to use; None if none fits. Of those with the fewest passes, one with 32-unit blocks is used if there is no other, or if
     all its weights stay in registers and 16-unit blocks would need more than 16 lanes: that halves the reads from other blocks.
     """
-    found = shapes_for(chip, hidden, lanes)
-    best = [shape for shape in found if shape.passes == found[0].passes]
+    shapes = shapes_for(chip, hidden, lanes)
+    best = [shape for shape in shapes if shape.passes == shapes[0].passes]
     small, wide = ([shape for shape in best if shape.units == units] for units in (16, 32))
     if wide and (not small or (small[0].lanes > 16 and wide[0].in_registers == wide[0].k_blocks)):
         return wide[0]
@@ -209,10 +209,10 @@ def back_for(chip: Chip, shape: LayerShape, lanes: int) -> LayerShape:
     most 16; or 32 up to 512 units, as many as forward above that), otherwise forward's layout. 24 lanes take as long as 32.
     """
     for groups in range(min(chip.in_fours * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
-        found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
-        few = found.lanes <= 16 or found.lanes == (32 if shape.hidden <= 512 else shape.lanes)
-        if shape.passes == 1 and found.fits(chip) and found.passes == 1 and few:
-            return found
+        candidate = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
+        few = candidate.lanes <= 16 or candidate.lanes == (32 if shape.hidden <= 512 else shape.lanes)
+        if shape.passes == 1 and candidate.fits(chip) and candidate.passes == 1 and few:
+            return candidate
     return shape
 
 
@@ -250,15 +250,15 @@ def heads_for(chip: Chip, hidden: int, heads: int, lanes: int, cell: str) -> Lay
     """A layout for heads of this many units, each group of lanes of a head as one cluster: as few lanes in a group as still let all groups
     run at once; if none does, as many as possible, and groups wait their turn. None if there is none.
     """
-    found = [
+    shapes = [
         LayerShape(hidden, -(-lanes // of_group), of_group, 1, units, hidden // units, cell, heads)
         for of_group in (8, 16, 32)
         for units in (16, 32)
         if hidden % (4 * units) == 0 and chip.room(hidden // units)
     ]
-    found = [shape for shape in found if shape.valid]
-    at_once = [shape for shape in found if shape.fits(chip)]
-    return at_once[0] if at_once else found[-1] if found else None
+    shapes = [shape for shape in shapes if shape.valid]
+    at_once = [shape for shape in shapes if shape.fits(chip)]
+    return at_once[0] if at_once else shapes[-1] if shapes else None
 
 
 def alone(chip: Chip, hidden: int, lanes: int, steps: int, *, plain: bool = False) -> Wave | None:

@@ -1,4 +1,4 @@
-"""`LayerMarks`: what the persistent kernels are told about some steps of a layer besides their inputs: where lanes start again, and noise.
+"""`LayerMarks`: what the persistent kernels read about some steps of a layer besides their inputs: where lanes start again, and noise.
 
 Shapes: T time, B lane, H hidden (P padded), W words of a lane, Q = 4P.
 """
@@ -72,7 +72,7 @@ def resets_of(resets_TB: Tensor | None, first: int = 0, bits_BW: Tensor | None =
 
 
 def empty_bits(steps: int, lanes: int, like: Tensor) -> Tensor:
-    """[B, W]: no resets in a window of so many steps. There is a bit more than steps: a launch also asks about the step after its last."""
+    """[B, W]: no resets in a window of this many steps. One bit more than steps: a launch also asks about the step after its last."""
     return torch.zeros(lanes, steps // 32 + 1, dtype=torch.int32, device=like.device)
 
 

@@ -180,28 +180,28 @@ def backward(
     with _Streams(wave.streams, grad_y_TBP.device) as streams:
         for turned_number, turned_piece in diagonals(count, len(spans)):
             number, piece = count - 1 - turned_number, len(spans) - 1 - turned_piece
-            layer, own, (first, end), (w_ih_QJ, turned_PQ) = layers[number], grads[number], spans[piece], weights[number]
-            rows, (of_h, of_memory) = slice(first * lanes, end * lanes), own.starts
+            layer, of_layer, (first, end), (w_ih_QJ, turned_PQ) = layers[number], grads[number], spans[piece], weights[number]
+            rows, (of_h, of_memory) = slice(first * lanes, end * lanes), of_layer.starts
             follows = None if after is None else after[number]
             if piece < len(spans) - 1:
-                follows = own.gates_NQ[end * lanes : (end + 1) * lanes] if shape.continues else None
+                follows = of_layer.gates_NQ[end * lanes : (end + 1) * lanes] if shape.continues else None
             with streams.of(number, number + 1, piece):
                 assert layer.cells_TBP is not None  # kept by forward
                 recurrence.backward(
                     shape, turned_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
-                    ends[number] if piece == len(spans) - 1 else (of_h[piece + 1], of_memory[piece + 1]), own.gates_NQ[rows],
-                    (of_h[piece], of_memory[piece]), own.bias_CEQ[piece], own.ring[piece], dealt[piece],
-                    marks[number].part(first, end), None if own.resets_CEP2 is None else own.resets_CEP2[piece],
+                    ends[number] if piece == len(spans) - 1 else (of_h[piece + 1], of_memory[piece + 1]), of_layer.gates_NQ[rows],
+                    (of_h[piece], of_memory[piece]), of_layer.bias_CEQ[piece], of_layer.ring[piece], dealt[piece],
+                    marks[number].part(first, end), None if of_layer.resets_CEP2 is None else of_layer.resets_CEP2[piece],
                     follows, before=shape.continues and (before or piece > 0),
                 )  # fmt: skip
                 if number:
                     below = ys[number - 1][first:end]
-                    torch.mm(own.gates_NQ[rows], w_ih_QJ, out=below.view(-1, shape.width))
+                    torch.mm(of_layer.gates_NQ[rows], w_ih_QJ, out=below.view(-1, shape.width))
                     mask = layers[number - 1].mask
                     if mask is not None:
                         below.mul_(_steps_of(mask, first, end))
                 elif dx_NJ is not None:
-                    torch.mm(own.gates_NQ[rows], w_ih_QJ, out=dx_NJ[rows])
+                    torch.mm(of_layer.gates_NQ[rows], w_ih_QJ, out=dx_NJ[rows])
                 if piece == 0 and finish is not None:
                     finish(number)
 

@@ -106,11 +106,11 @@ class _Stack(torch.autograd.Function):
         wave: Wave,
         wanted: bool,
         x_TBI: Tensor,
-        told: tuple[Tensor | None, Sequence[StepMarks | None] | None],
+        lengths_and_marks: tuple[Tensor | None, Sequence[StepMarks | None] | None],
         clean: bool,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        (lengths_B, marks), steps = told, x_TBI.shape[0]
+        (lengths_B, marks), steps = lengths_and_marks, x_TBI.shape[0]
         given = list(zip(*[iter(flat)] * _OF_LAYER, strict=True))
         hidden = given[0][2].shape[0] // by_name(wave.shape.cell).gates
         like, kept = x_TBI.new_empty(0), wanted and any(ctx.needs_input_grad)

@@ -148,8 +148,8 @@ class StackWindow:
         key = "dealt", self.how.chunk_steps
         if key not in window.kept:
             window.kept[key] = self._dealt(self.lengths_B)
-        found: list[Dealt] = window.kept[key]
-        return found
+        dealt: list[Dealt] = window.kept[key]
+        return dealt
 
     def _dealt(self, lengths_B: Tensor) -> list[Dealt]:
         piece = self.how.chunk_steps
@@ -263,12 +263,12 @@ class StackWindow:
             after=after, before=index > 0,
         )  # fmt: skip
         self.started, self.reached = index, max(self.reached, index + 1)
-        self._put_off(index)
+        self._defer(index)
         if index == 0:
             self._release()
         return wave.input_gradient(dx_NJ, x_shape), [(each.starts[0][0], each.starts[1][0]) for each in grads]
 
-    def _put_off(self, index: int) -> None:
+    def _defer(self, index: int) -> None:
         """Defer this chunk's part of the weight gradients."""
         trained = [weight for weight in self.given if _trained(weight)]
         first, end = self.unsummed
@@ -300,11 +300,11 @@ class StackWindow:
         """The gradients of the wanted weights over these chunks."""
         steps = self.chunks[first][0], self.chunks[end - 1][1]
         pieces = slice(self.pieces[first].start, self.pieces[end - 1].stop)
-        found: list[Tensor | None] = []
+        sums: list[Tensor | None] = []
         for number, (weights, pack) in enumerate(zip(self.weights, self.packs, strict=True)):
             wants = [wanted(each) for each in weights[:_OF_LAYER]]
             if not any(wants):
-                found += [None] * _OF_LAYER
+                sums += [None] * _OF_LAYER
                 continue
             layer, grads = self.layers[number].part(steps, pieces), self.grads[number].part(steps, self.lanes, pieces)
             inputs_NJ = stack.joined(self.rows[first:end]) if layer.inputs_NJ is None else layer.inputs_NJ
@@ -315,8 +315,8 @@ class StackWindow:
             width, dtype = weights.w_ih.shape[1], weights.w_ih.dtype
             bias_EQ = grads.bias_CEQ.flatten(0, 1)
             dw_ih, dw_hh, db = recurrence.unpack(self.how.back, into_ih, into_hh, bias_EQ, self.like, self.hidden, width, dtype)
-            found += [grad if want else None for grad, want in zip((dw_ih, dw_hh, *db.unbind()), wants, strict=True)]
-        return found
+            sums += [grad if want else None for grad, want in zip((dw_ih, dw_hh, *db.unbind()), wants, strict=True)]
+        return sums
 
     def carry_at(self, index: int) -> AnyCarries:
         """The carries at the start of a chunk. A lane that has ended may hold anything."""
@@ -341,16 +341,16 @@ class _Chunk(torch.autograd.Function):
         held: StackWindow,
         index: int,
         x_TBI: Tensor,
-        told: tuple[Tensor | None, bool, Marks],
+        options: tuple[Tensor | None, bool, Marks],
         masks: Sequence[Tensor | None],
         carried: int,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        lengths_B, clean, marks = told
+        lengths_B, clean, marks = options
         outputs = held.forward(index, x_TBI.detach(), None if clean else lengths_B, masks, marks)
         # Backward reads them from the buffers; saved here, torch notices if somebody has written to them.
         ctx.save_for_backward(x_TBI, held.parts[index][-1].hs_SBP)
-        ctx.held, ctx.index, ctx.told, ctx.masks, ctx.carried, ctx.flat = held, index, told, masks, carried, flat
+        ctx.held, ctx.index, ctx.options, ctx.masks, ctx.carried, ctx.flat = held, index, options, masks, carried, flat
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -378,7 +378,7 @@ class _Chunk(torch.autograd.Function):
 
 def _by_itself(ctx: Any, x_TBI: Tensor, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of one chunk alone, for a user who asks for them along the way: from a forward that is run again."""
-    held, index, count, (lengths_B, clean, marks) = ctx.held, ctx.index, len(ctx.held.layers), ctx.told
+    held, index, count, (lengths_B, clean, marks) = ctx.held, ctx.index, len(ctx.held.layers), ctx.options
 
     def plain(x: Tensor, *flat: Tensor | None) -> tuple[Tensor, ...]:
         each = list(flat[ctx.carried :])
@@ -391,5 +391,5 @@ def _by_itself(ctx: Any, x_TBI: Tensor, grad_y_TBH: Tensor | None, *grad_ends: T
         last = [part for end in ends for part in (end[0][0], wave.memory_of(end))]
         return (y, *(last if index == len(held.spans) - 1 else [y.new_zeros(1)]))
 
-    found = derivatives.through(plain, (x_TBI, *ctx.flat), (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]), (grad_y_TBH, *grad_ends))
-    return None, None, found[0], None, None, None, *found[1:]
+    grads = derivatives.through(plain, (x_TBI, *ctx.flat), (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]), (grad_y_TBH, *grad_ends))
+    return None, None, grads[0], None, None, None, *grads[1:]

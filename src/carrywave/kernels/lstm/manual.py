@@ -150,9 +150,9 @@ class _Sequence(torch.autograd.Function):
             dh_BH = grads_y[-1]
             resets, initial = where_any(resets_TB), InitialGradients((first_h_1H, first_c_1H), ctx.needs_input_grad[6:8])
             deferred: Deferred | None = ctx.deferred if ctx.deferred is not None and ctx.deferred.open else None
-            own_ih_GI, own_hh_GH = ctx.weights
-            to_inputs = None if deferred is None else packed(own_ih_GI, steps * lanes, transposed=True)
-            to_step = None if deferred is None else packed(own_hh_GH, lanes, transposed=True)
+            weight_ih_GI, weight_hh_GH = ctx.weights
+            to_inputs = None if deferred is None else packed(weight_ih_GI, steps * lanes, transposed=True)
+            to_step = None if deferred is None else packed(weight_hh_GH, lanes, transposed=True)
             # From here on, the slopes are overwritten with the gradients of the gates.
             for t in range(steps - 1, -1, -1):
                 dc_BH.addcmul_(dh_BH, through[t])
@@ -183,8 +183,8 @@ class _Sequence(torch.autograd.Function):
                 h_BH = torch.where(resets_TB[0, :, None], first_h_1H, h_BH)
                 past_NH = torch.where(resets_TB[1:, :, None], first_h_1H, y_TBH[:-1]).view(-1, hidden)
             if deferred is not None:
-                deferred.product(own_ih_GI, grads_NG, flat_NI)
-                deferred.product(own_hh_GH, grads_NG, torch.cat((h_BH, past_NH)))
+                deferred.product(weight_ih_GI, grads_NG, flat_NI)
+                deferred.product(weight_hh_GH, grads_NG, torch.cat((h_BH, past_NH)))
             else:
                 dw_ih_GI = grads_NG.t() @ flat_NI if wants_ih else None
                 dw_hh_GH = slopes[0].t() @ h_BH if wants_hh else None

@@ -31,7 +31,7 @@ SMALLEST_TRANSPOSED = 2**20  # those of 512 units: plain products with a transpo
 
 
 def packed(weight_GI: Tensor, rows: int, *, transposed: bool = False) -> Product | None:
-    """Products with a weight, or with its transpose, for inputs of so many rows; None where plain ones are faster or all there is."""
+    """Products with a weight, or with its transpose, for inputs of this many rows; None where plain ones are faster or all there is."""
     smallest = SMALLEST_TRANSPOSED if transposed else SMALLEST
     if not AVAILABLE or weight_GI.dtype != DTYPE or weight_GI.numel() < smallest or rows < FEWEST_ROWS:
         return None

@@ -51,11 +51,11 @@ class AdaptiveSoftmax(nn.Module):
     def forward(self, y_TBW: Tensor) -> Tensor:
         """Log-probabilities of all classes [T, B, V]."""
         first = self.cutoffs[0]
-        found = functional.log_softmax(at_least_float32(linear(y_TBW, self.head.weight)), dim=-1)
-        parts = [found[..., :first]]
+        scores = functional.log_softmax(at_least_float32(linear(y_TBW, self.head.weight)), dim=-1)
+        parts = [scores[..., :first]]
         for number in range(len(self.tail)):
-            own = functional.log_softmax(at_least_float32(self._cluster(number, y_TBW)), dim=-1)
-            parts.append(own + found[..., first + number, None])
+            in_cluster = functional.log_softmax(at_least_float32(self._cluster(number, y_TBW)), dim=-1)
+            parts.append(in_cluster + scores[..., first + number, None])
         return torch.cat(parts, dim=-1)
 
     def score(self, out_TBV: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

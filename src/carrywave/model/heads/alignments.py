@@ -68,8 +68,8 @@ class _Alignments(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_B: Tensor) -> tuple[Tensor, None, None]:
-        (own_TBV,) = ctx.saved_tensors
-        return own_TBV * gradient_B[:, None], None, None
+        (per_loss_TBV,) = ctx.saved_tensors
+        return per_loss_TBV * gradient_B[:, None], None, None
 
 
 def _places(labels_BL: Tensor, blank: int) -> Tensor:

@@ -18,7 +18,7 @@ from carrywave.model.heads.scoring import IGNORED, at_least_float32, keyword, we
 class Ctc(nn.Module):
     """Labels 0 to `labels` - 1, and a blank as the last class, scored over all ways to lay the labels along the steps.
 
-    With `upsample`, it answers so many times for each step, so that there may be more labels than steps.
+    With `upsample`, it answers that many times for each step, so that there may be more labels than steps.
 
     Targets are [B, L]: the labels of a lane, then -1; a row that begins with -100 is missing and adds nothing. Labels are what is counted,
     and a lane without any counts as one: losses of long and short transcriptions can be compared, and so can steps that train on them.

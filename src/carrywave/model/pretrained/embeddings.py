@@ -29,7 +29,7 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
     for token, row in rows.items():
         if token.lower() != token:
             others.setdefault(token.lower(), []).append(row)
-    found: dict[int, list[float]] = {}
+    vectors: dict[int, list[float]] = {}
     lowered: dict[int, list[float]] = {}
     width = weight_VE.shape[1]
     opener = gzip.open if str(path).endswith(".gz") else open
@@ -49,18 +49,18 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
                     continue
                 values = _numbers(fields[-width:], path, number)
                 if token in rows:
-                    found.setdefault(rows[token], values)
+                    vectors.setdefault(rows[token], values)
                 for other in others.get(token, ()):
                     lowered.setdefault(other, values)
     except UnicodeDecodeError:
         raise DataError(f"{path}:{number}: not UTF-8 text; use a text file with a token and its numbers on each line") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); pass a text file of embeddings") from None
-    found = lowered | found
-    if found:
+    vectors = lowered | vectors
+    if vectors:
         with torch.no_grad():
-            weight_VE[list(found)] = torch.tensor(list(found.values()), dtype=weight_VE.dtype, device=weight_VE.device)
-    return len(found)
+            weight_VE[list(vectors)] = torch.tensor(list(vectors.values()), dtype=weight_VE.dtype, device=weight_VE.device)
+    return len(vectors)
 
 
 def _token(fields: list[str], width: int, path: str | Path, line: int) -> str:

@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Tensor]:
             cells = {name: [np.asarray(group[key]) for key in sorted(group, key=int)] for name, group in _cells(h5py, file, "")}
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a weights file of Keras 3 ({error}); save it with model.save_weights('NAME.weights.h5')") from error
-    return _stack({name: cells[name] for name in _in_order(list(cells), config, str(path))}, str(path), told=config is not None)
+    return _stack({name: cells[name] for name in _in_order(list(cells), config, str(path))}, str(path), described=config is not None)
 
 
 def _h5py() -> Any:
@@ -75,13 +75,13 @@ def _cells(h5py: Any, group: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _cells(h5py, inner, whole)
 
 
-def _stack(cells: dict[str, list[Any]], where: str, *, told: bool) -> dict[str, Tensor]:
-    """`told`: the file says how its layers compute, and they have been checked."""
+def _stack(cells: dict[str, list[Any]], where: str, *, described: bool) -> dict[str, Tensor]:
+    """`described`: the file says how its layers compute, and they have been checked."""
     state: dict[str, Tensor] = {}
     layers: dict[str, int] = {}
     for path, values in cells.items():
         name = path.rpartition("/")[2] or path
-        gates = _gates(values, f"{where}: layer {path.strip('/')}", told=told)
+        gates = _gates(values, f"{where}: layer {path.strip('/')}", described=described)
         rows = gates * values[1].shape[0]
         layer = layers.setdefault(path.rpartition("/")[0] if name in ("forward_layer", "backward_layer") else path, len(layers))
         suffix = f"_l{layer}" + ("_reverse" if name == "backward_layer" else "")
@@ -98,7 +98,7 @@ def _stack(cells: dict[str, list[Any]], where: str, *, told: bool) -> dict[str, 
     return state
 
 
-def _gates(values: list[Any], where: str, *, told: bool) -> int:
+def _gates(values: list[Any], where: str, *, described: bool) -> int:
     """How many gates a layer has, by the shapes of its variables; those of other layers are refused."""
     shapes = [value.shape for value in values]
     hidden = shapes[1][0] if len(shapes) in (2, 3) and len(shapes[1]) == 2 else 0
@@ -107,7 +107,7 @@ def _gates(values: list[Any], where: str, *, told: bool) -> int:
         if hidden and len(shapes[0]) == 2 and (shapes[0][1], shapes[1][1]) == (rows, rows):
             if gates == 3 and shapes[2:] == [(rows,)]:
                 raise DataError(f"{where} is a GRU with reset_after=False, which computes something else; train one with reset_after=True")
-            if gates == 3 and len(shapes) == 2 and not told:
+            if gates == 3 and len(shapes) == 2 and not described:
                 raise DataError(f"{where} is a GRU without biases, which does not tell if it has reset_after; save the model as NAME.keras")
             if shapes[2:] in ([], [(rows,)] if gates == 4 else [(2, rows)]):
                 return gates
@@ -121,20 +121,20 @@ def _in_order(paths: list[str], config: Any, where: str) -> list[str]:
         raise DataError(f"{where} mixes layers of one direction and of both, and a carrywave model has one kind; use layers of one kind")
     listed = list(_listed(config, ""))
     numbers = {path: number for number, layer in enumerate(listed) for path in paths if f"{path}/".startswith(f"{layer}/")}
-    kinds = {tuple(stem for stem, _ in _place(layer)) for layer in layers.values()}
+    kinds = {tuple(stem for stem, _ in _sort_key(layer)) for layer in layers.values()}
     if len(numbers) < len(paths) and len(kinds) > 1:
         names = " and ".join(sorted({layer.strip("/") for layer in layers.values()})[:3])
         raise DataError(
             f"{where}: the names {names} do not tell the order of these layers; save a keras.Sequential of them, in their order, as "
             "NAME.keras"
         )
-    return sorted(paths, key=lambda path: (numbers[path] if len(numbers) == len(paths) else 0, _place(path)))
+    return sorted(paths, key=lambda path: (numbers[path] if len(numbers) == len(paths) else 0, _sort_key(path)))
 
 
 def _listed(config: Any, path: str) -> Iterator[str]:
     """The paths of the layers that a configuration lists, in its order; those inside a layer that lists its own come in its place."""
-    own = config.get("config") if isinstance(config, dict) else None
-    layers = own.get("layers") if isinstance(own, dict) else None
+    settings = config.get("config") if isinstance(config, dict) else None
+    layers = settings.get("layers") if isinstance(settings, dict) else None
     if not isinstance(layers, list):
         yield from [path] if path else []
         return
@@ -146,10 +146,10 @@ def _listed(config: Any, path: str) -> Iterator[str]:
         used[kind] += 1
 
 
-def _place(path: str) -> list[tuple[str, int]]:
+def _sort_key(path: str) -> list[tuple[str, int]]:
     """Where a layer stands among those that are numbered alike: the name and the number of each part of its path."""
     parts = (re.fullmatch(r"(.*?)_?(\d+)?", part) for part in path.split("/"))
-    return [(found[1], int(found[2] or 0)) for found in parts if found is not None]
+    return [(match[1], int(match[2] or 0)) for match in parts if match is not None]
 
 
 def _check(config: Any, where: str) -> None:
@@ -159,19 +159,23 @@ def _check(config: Any, where: str) -> None:
             _check(each, where)
     if not isinstance(config, dict):
         return
-    kind, own = config.get("class_name"), config.get("config")
-    if kind in ("LSTM", "LSTMCell", "GRU", "GRUCell") and isinstance(own, dict):
-        if own.get("reset_after") is False:
-            raise DataError(f"{where}: layer {own.get('name')} has reset_after=False, and carrywave's have it; use reset_after=True")
+    kind, settings = config.get("class_name"), config.get("config")
+    if kind in ("LSTM", "LSTMCell", "GRU", "GRUCell") and isinstance(settings, dict):
+        if settings.get("reset_after") is False:
+            raise DataError(f"{where}: layer {settings.get('name')} has reset_after=False, and carrywave's have it; use reset_after=True")
         for name, usual in _USUAL.items():
-            if own.get(name, usual) != usual:
-                raise DataError(f"{where}: layer {own.get('name')} has {name}={own[name]}, and carrywave's have {usual}; use that")
-        if own.get("go_backwards"):
-            raise DataError(f"{where}: layer {own.get('name')} goes backwards; use Bidirectional, or turn the data round")
-    if kind == "Bidirectional" and isinstance(own, dict):
-        if own.get("merge_mode", "concat") != "concat":
-            raise DataError(f"{where}: layer {own.get('name')} has merge_mode={own['merge_mode']}, and carrywave's are joined; use concat")
-        own = {name: value for name, value in own.items() if name != "backward_layer"}  # it goes backwards, as it should
-        config = {**config, "config": own}
+            if settings.get(name, usual) != usual:
+                raise DataError(
+                    f"{where}: layer {settings.get('name')} has {name}={settings[name]}, and carrywave's have {usual}; use that"
+                )
+        if settings.get("go_backwards"):
+            raise DataError(f"{where}: layer {settings.get('name')} goes backwards; use Bidirectional, or turn the data round")
+    if kind == "Bidirectional" and isinstance(settings, dict):
+        if settings.get("merge_mode", "concat") != "concat":
+            raise DataError(
+                f"{where}: layer {settings.get('name')} has merge_mode={settings['merge_mode']}, and carrywave's are joined; use concat"
+            )
+        settings = {name: value for name, value in settings.items() if name != "backward_layer"}  # it goes backwards, as it should
+        config = {**config, "config": settings}
     for each in config.values():
         _check(each, where)

@@ -45,20 +45,20 @@ def one_stack(given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """The layers among these tensors as one stack: of one nn.LSTM, whatever its name, or of several that are numbered, as in lstm.0."""
     stacks: dict[str, dict[str, Tensor]] = {}
     for name, tensor in given.items():
-        if (found := _NAME.fullmatch(name)) is not None:
-            stacks.setdefault(found["prefix"], {})[name] = tensor
+        if (match := _NAME.fullmatch(name)) is not None:
+            stacks.setdefault(match["prefix"], {})[name] = tensor
     if not stacks:
         raise DataError(f"{where} holds no recurrent layers: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM or nn.GRU")
     numbers = [re.fullmatch(r"(.*?)(\d+)\.", prefix) for prefix in stacks]
-    if len(stacks) > 1 and (None in numbers or len({found[1] for found in numbers if found is not None}) > 1):
+    if len(stacks) > 1 and (None in numbers or len({match[1] for match in numbers if match is not None}) > 1):
         raise DataError(f"{where} holds several stacks of layers ({', '.join(sorted(stacks))}); save one of them by itself")
     one: dict[str, Tensor] = {}
     depth = 0
     for prefix in sorted(stacks, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)]):
-        parts = {name: found for name in stacks[prefix] if (found := _NAME.fullmatch(name)) is not None}
-        for name, found in parts.items():
-            one[f"{found['part']}_l{depth + int(found['layer'])}{found['reverse'] or ''}"] = stacks[prefix][name]
-        depth += 1 + max(int(found["layer"]) for found in parts.values())
+        parts = {name: match for name in stacks[prefix] if (match := _NAME.fullmatch(name)) is not None}
+        for name, match in parts.items():
+            one[f"{match['part']}_l{depth + int(match['layer'])}{match['reverse'] or ''}"] = stacks[prefix][name]
+        depth += 1 + max(int(match["layer"]) for match in parts.values())
     return one
 
 
@@ -73,30 +73,30 @@ def load_lstm(lstm: Recurrent, given: Mapping[str, Tensor], where: str = "the st
     if (gates := _gates(state)) not in (None, lstm.cell.gates * lstm.num_heads):
         cell = lstm.cell
         raise DataError(f"{where} has layers of {gates} gates, but the cell {cell.name} has {cell.gates}; use weights of that cell")
-    own = {name: parameter for name, parameter in lstm.named_parameters() if _NAME.fullmatch(name)}
+    parameters = {name: parameter for name, parameter in lstm.named_parameters() if _NAME.fullmatch(name)}
     unbiased = not any(name.startswith("bias") for name in state)
     if unbiased:
-        state |= {name: torch.zeros_like(parameter) for name, parameter in own.items() if name.startswith("bias")}
-    for name in sorted(own.keys() | state.keys()):
-        there, here = (list(tensors[name].shape) if name in tensors else None for tensors in (state, own))
-        if there != here:
-            raise DataError(f"{where} has {_said(name, there)}, but the model {_said(name, here)}; {_remedy(state, lstm.cell.gates)}")
+        state |= {name: torch.zeros_like(parameter) for name, parameter in parameters.items() if name.startswith("bias")}
+    for name in sorted(parameters.keys() | state.keys()):
+        theirs, ours = (list(tensors[name].shape) if name in tensors else None for tensors in (state, parameters))
+        if theirs != ours:
+            raise DataError(f"{where} has {_text(name, theirs)}, but the model {_text(name, ours)}; {_remedy(state, lstm.cell.gates)}")
         if not bool(state[name].isfinite().all()):
             raise DataError(f"{where}: {name} has numbers that are not finite; use other weights")
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(state[name])
 
 
 def _gates(state: Mapping[str, Tensor]) -> int | None:
-    """How many gates the first layer has; None if its shapes do not tell."""
+    """How many gates the first layer has; None if its shapes do not show it."""
     if (recurrent := state.get("weight_hh_l0")) is None or recurrent.dim() != 2:
         return None
     gates, rest = divmod(recurrent.shape[0], max(1, state.get("weight_hr_l0", recurrent).shape[-1]))
     return None if rest else gates
 
 
-def _said(name: str, shape: list[int] | None) -> str:
+def _text(name: str, shape: list[int] | None) -> str:
     return f"no {name}" if shape is None else f"{name} of shape {shape}"
 
 

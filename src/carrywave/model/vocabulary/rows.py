@@ -42,7 +42,7 @@ class Exchange(Protocol):
     def of(self) -> int:
         """How many they are."""
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """[R, …]: the tensors of all workers."""
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ def embedded(tokens_TB: Tensor, weight_VW: Tensor, rows: Rows) -> Tensor:
     exchange, most = _connected(rows)
     tokens_RTM = exchange.gather(_padded(tokens_TB, most, rows.vocabulary))
     owned_RTM = (tokens_RTM >= rows.low) & (tokens_RTM < rows.high)
-    found_RTMW = deferred_gradients.embedding(torch.where(owned_RTM, tokens_RTM - rows.low, 0), weight_VW)
+    rows_RTMW = deferred_gradients.embedding(torch.where(owned_RTM, tokens_RTM - rows.low, 0), weight_VW)
     apply: Any = _ScatterSum.apply
     # Not a product with the mask: a gradient that is not finite must stay with the row that it belongs to.
-    own_TMW: Tensor = apply(torch.where(owned_RTM[..., None], found_RTMW, 0.0), exchange)
-    return own_TMW[:, : tokens_TB.shape[1]]
+    local_TMW: Tensor = apply(torch.where(owned_RTM[..., None], rows_RTMW, 0.0), exchange)
+    return local_TMW[:, : tokens_TB.shape[1]]
 
 
 def summed_cross_entropy(
@@ -122,15 +122,15 @@ def logits(y_TBW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, rows: Rows) 
         raise UserError(
             "logits over a vocabulary that is split over workers have no gradient; call the head's loss, or use torch.no_grad()"
         )
-    own: Tensor | None = None
+    local: Tensor | None = None
     for worker, y_TMW in enumerate(exchange.gather(_padded(y_TBW, most, 0.0))):
         part_TMV = functional.linear(y_TMW, weight_VW, bias_V)
         whole = part_TMV.new_zeros(*part_TMV.shape[:2], rows.vocabulary)
         whole[..., rows.low : rows.high] = part_TMV
         whole = exchange.sum_(whole)
-        own = whole if worker == exchange.index else own
-    assert own is not None
-    return own[:, : y_TBW.shape[1]]
+        local = whole if worker == exchange.index else local
+    assert local is not None
+    return local[:, : y_TBW.shape[1]]
 
 
 def _connected(rows: Rows) -> tuple[Exchange, int]:
@@ -228,8 +228,8 @@ class _Summed(torch.autograd.Function):
             if grad_V is not None:
                 grad_V.add_(error_nV.sum(0, dtype=grad_V.dtype))
         # All workers take part, even one whose own lanes need no gradient.
-        own_TMW = exchange.scatter_sum(grad_NW.view(*ctx.shape_RTM, -1))
-        return own_TMW[:, : ctx.lanes].to(ctx.given) if wants_y else None, grad_VW, grad_V, *[None] * 5
+        local_TMW = exchange.scatter_sum(grad_NW.view(*ctx.shape_RTM, -1))
+        return local_TMW[:, : ctx.lanes].to(ctx.given) if wants_y else None, grad_VW, grad_V, *[None] * 5
 
 
 def _tops(y_NW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, target_N: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

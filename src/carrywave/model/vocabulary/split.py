@@ -27,14 +27,14 @@ def split_rows(model: nn.Module) -> dict[str, Rows]:
     """The rows that a model has of each tensor that is split, by its first name; empty if its vocabulary is not split."""
     if not isinstance(model, Model) or not isinstance(model.encoder, Embedding) or model.encoder.rows is None:
         return {}
-    found = {"encoder.weight": model.encoder.rows}
+    rows = {"encoder.weight": model.encoder.rows}
     head = model.head
     if isinstance(head, Softmax) and head.rows is not None:
         if head.weight is not model.encoder.weight:
-            found["head.weight"] = head.rows
+            rows["head.weight"] = head.rows
         if head.bias is not None:
-            found["head.bias"] = head.rows
-    return found
+            rows["head.bias"] = head.rows
+    return rows
 
 
 def whole_shape(name: str, shape: torch.Size, rows: Mapping[str, Rows]) -> tuple[int, ...]:
@@ -53,11 +53,11 @@ def check_modules(model: nn.Module) -> int:
     encoder = model.encoder if isinstance(model, Model) else None
     if not isinstance(model, Model) or type(encoder) is not Embedding:
         kind = type(model if encoder is None else encoder)
-        told = f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
-        raise PlanError(f"plan.split_vocabulary=true needs carrywave's Embedding as the encoder, but this model has {told}; {_REMEDY}")
-    places = [encoder, model.head] if _has_vocabulary(model) else [encoder]
+        actual = f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
+        raise PlanError(f"plan.split_vocabulary=true needs carrywave's Embedding as the encoder, but this model has {actual}; {_REMEDY}")
+    allowed = [encoder, model.head] if _has_vocabulary(model) else [encoder]
     for path, module in model.named_modules():
-        if not any(module is place for place in places) and any(tensor is encoder.weight for tensor in module._parameters.values()):
+        if not any(module is each for each in allowed) and any(tensor is encoder.weight for tensor in module._parameters.values()):
             raise PlanError(
                 f"{path} ({type(module).__name__}) reads the embedding's whole matrix, which plan.split_vocabulary=true splits; "
                 f"use carrywave's Softmax without class weights, or {_REMEDY}"
@@ -70,19 +70,19 @@ def split_vocabulary(model: Model, exchange: Exchange) -> None:
     """Keep this worker's rows of a model's vocabulary, and connect it with the workers that hold the others."""
     encoder = model.encoder
     assert isinstance(encoder, Embedding)
-    own = encoder.rows or Rows.of_worker(encoder.vocabulary, exchange.index, exchange.of)
-    own = replace(own, exchange=exchange)
+    local_rows = encoder.rows or Rows.of_worker(encoder.vocabulary, exchange.index, exchange.of)
+    local_rows = replace(local_rows, exchange=exchange)
     tensors = [encoder.weight] if encoder.rows is None else []
     if isinstance(model.head, Softmax) and _has_vocabulary(model):
         head = model.head
         tensors += [t for t in (head.weight, head.bias) if t is not None and head.rows is None and t is not encoder.weight]
-        head.rows = own
+        head.rows = local_rows
         head.register_state_dict_post_hook(_refuse_rows)  # type: ignore[no-untyped-call]
-    encoder.rows = own
+    encoder.rows = local_rows
     encoder.register_state_dict_post_hook(_refuse_rows)  # type: ignore[no-untyped-call]
     for tensor in tensors:
         # A copy, so that the other rows are freed; in the same parameter, which a user's optimizer may hold.
-        tensor.data = tensor.data[own.low : own.high].clone()
+        tensor.data = tensor.data[local_rows.low : local_rows.high].clone()
 
 
 @torch.no_grad()

@@ -136,39 +136,39 @@ class DeviceLinks:
             }
             memory = self._memory(pair, max(begins[channel] + each.size for channel, each in laid))
             for channel, each in laid:
-                found = _ChannelMemory(memory, 1 - memory.rank, _number(channel) * _SIGNALS_OF_CHANNEL, each, begins[channel])
-                (self._outgoing if channel.sender == self.stage else self._incoming)[channel] = found
+                ends = _ChannelMemory(memory, 1 - memory.rank, _number(channel) * _SIGNALS_OF_CHANNEL, each, begins[channel])
+                (self._outgoing if channel.sender == self.stage else self._incoming)[channel] = ends
 
     def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """The next message on a channel."""
-        found = self._incoming[channel]
-        return _Arrival(found, found.take(), shape, dtype)
+        inbox = self._incoming[channel]
+        return _Arrival(inbox, inbox.take(), shape, dtype)
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Write the next message on a channel into the receiver's buffer, and tell it."""
-        found = self._outgoing[channel]
-        number = found.take()
+        """Write the next message on a channel into the receiver's buffer, and signal it."""
+        outbox = self._outgoing[channel]
+        number = outbox.take()
         if number == 0:
-            found.memory.wait(found.peer, found.all_free)
-        ordinal = found.layout.firsts.get(number, 0)
-        if ordinal >= found.layout.slots:
-            found.memory.wait(found.peer, found.free(ordinal))
-        write(found.piece(found.peer, number, tensor.shape, tensor.dtype), tensor)
-        arrived = found.arrived(number)
+            outbox.memory.wait(outbox.peer, outbox.all_free)
+        ordinal = outbox.layout.firsts.get(number, 0)
+        if ordinal >= outbox.layout.slots:
+            outbox.memory.wait(outbox.peer, outbox.free(ordinal))
+        write(outbox.piece(outbox.peer, number, tensor.shape, tensor.dtype), tensor)
+        arrived = outbox.arrived(number)
         if arrived is not None:
-            found.memory.signal(found.peer, arrived)
+            outbox.memory.signal(outbox.peer, arrived)
 
     def finished(self, micro_batch: int) -> None:
         """This stage has finished a micro-batch: where another one waits for its slots, they are free."""
-        for found in self._incoming.values():
-            ordinal = found.layout.parts.get(micro_batch)
-            if ordinal is not None and ordinal + found.layout.slots < len(found.layout.parts):
-                found.memory.signal(found.peer, found.free(ordinal))
+        for inbox in self._incoming.values():
+            ordinal = inbox.layout.parts.get(micro_batch)
+            if ordinal is not None and ordinal + inbox.layout.slots < len(inbox.layout.parts):
+                inbox.memory.signal(inbox.peer, inbox.free(ordinal))
 
     def end(self) -> None:
         """This stage has finished the pass: all its buffers are free."""
-        for found in self._incoming.values():
-            found.memory.signal(found.peer, found.all_free)
+        for inbox in self._incoming.values():
+            inbox.memory.signal(inbox.peer, inbox.all_free)
         self._incoming, self._outgoing = {}, {}
 
     def flush(self) -> None:
@@ -221,8 +221,8 @@ def _number(channel: Channel) -> int:
 
 @lru_cache(maxsize=1024)
 def _rooms(program: Program) -> dict[Channel, Places]:
-    found = places(program)
-    most = max((room.signals for room in found.values()), default=0)
+    rooms = places(program)
+    most = max((room.signals for room in rooms.values()), default=0)
     if most > SIGNALS:
         raise PlanError(f"the schedule has {most} messages on their way between two stages, more than {SIGNALS}; use longer chunks")
-    return found
+    return rooms

@@ -53,7 +53,7 @@ def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = 
     Without the rank at each position, ranks are positions.
     """
     over_nccl = world.backend == "nccl"
-    own: dict[int, PeerLink] = {}
+    peers: dict[int, PeerLink] = {}
     at = range(world.size) if ranks_by_position is None else ranks_by_position
     # Every worker creates every group, in the same order.
     for first in range(0, world.size, plan.stages):
@@ -65,12 +65,12 @@ def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = 
                 else process_groups.group(ranks, "messages")
             )
             if world.rank in ranks:
-                own[low if world.rank == ranks[1] else high] = PeerLink(group, sum(ranks) - world.rank)
+                peers[low if world.rank == ranks[1] else high] = PeerLink(group, sum(ranks) - world.rank)
     if over_nccl:
         # A posted receive occupies multiprocessors until its message arrives, which may be after a persistent kernel has run. Messages of a
         # pair follow each other, so that there are at most as many receives on the device as pairs.
-        chip.keep_free(nccl.MESSAGE_BLOCKS * len(own))
-    links = PairLinks(own, world.device, over_nccl=over_nccl, on_device=world.records_nccl)
+        chip.keep_free(nccl.MESSAGE_BLOCKS * len(peers))
+    links = PairLinks(peers, world.device, over_nccl=over_nccl, on_device=world.records_nccl)
     links.greet()
     return links
 

@@ -23,7 +23,7 @@ TRAPS = ("unspecified launch failure", "an illegal instruction was encountered")
 NEARLY = 0.9  # of the timeout: the host starts to wait a little later than the device
 
 
-class _Own:
+class _Exchanges:
     """What this process exchanges with others."""
 
     in_use = False
@@ -32,17 +32,17 @@ class _Own:
 
 def use() -> None:
     """Note that other workers write to this one's device memory from now on."""
-    _Own.in_use = True
+    _Exchanges.in_use = True
 
 
 def in_use() -> bool:
     """True if other workers write to this one's device memory."""
-    return _Own.in_use
+    return _Exchanges.in_use
 
 
 def begin() -> None:
     """Note that this worker begins work in which others take part."""
-    _Own.began_seconds = time.monotonic()
+    _Exchanges.began_seconds = time.monotonic()
 
 
 def is_fault(error: BaseException) -> bool:
@@ -53,13 +53,13 @@ def is_fault(error: BaseException) -> bool:
 
 def is_timeout(error: BaseException, timeout_seconds: float) -> bool:
     """True if a device error is that of a kernel that waited in vain: it looks like one, and there was time for it."""
-    waited = 0.0 if _Own.began_seconds is None else time.monotonic() - _Own.began_seconds
+    waited = 0.0 if _Exchanges.began_seconds is None else time.monotonic() - _Exchanges.began_seconds
     return waited >= NEARLY * timeout_seconds and any(part in str(error) for part in TRAPS)
 
 
 def leave_if_in_use(code: int) -> None:
     """After a failure has been reported: if other workers write to this one's device memory, end the process without any cleanup."""
-    if _Own.in_use:
+    if _Exchanges.in_use:
         _leave(code)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 
 CAUSES = "causes"  # the folder of these files, within that of an attempt
 
@@ -34,7 +34,7 @@ class Cause:
 
 def folder() -> Path | None:
     """Where this worker should record its failure; None if nobody would read it."""
-    given = own().folder
+    given = worker_file().folder
     return given / CAUSES if given is not None and (given / CAUSES).is_dir() else None
 
 

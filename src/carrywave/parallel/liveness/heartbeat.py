@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from carrywave.parallel.startup.environment import seconds_of
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 from carrywave.parallel.startup.process_identity import processor_ticks
 
 BEATS = "beats"  # the folder of these files, within that of an attempt
@@ -33,7 +33,7 @@ _FORM = struct.Struct("<QQQ")  # beats, steps, whether training is in progress
 
 
 @dataclass
-class _Own:
+class _Progress:
     """What this process reports about itself."""
 
     steps: int = 0
@@ -41,7 +41,7 @@ class _Own:
     thread: threading.Thread | None = None
 
 
-_own = _Own()
+_progress = _Progress()
 
 
 def silent_seconds() -> float:
@@ -56,8 +56,8 @@ def hang_seconds() -> float:
 
 def start() -> None:
     """Start beating if somebody listens; call it early. A second call does nothing."""
-    folder = own().folder
-    if folder is None or not (folder / BEATS).is_dir() or _own.thread is not None:
+    folder = worker_file().folder
+    if folder is None or not (folder / BEATS).is_dir() or _progress.thread is not None:
         return
     handle = os.open(folder / BEATS / os.environ.get("RANK", "0"), os.O_WRONLY | os.O_CREAT, 0o600)
     every_seconds = min(BEAT_SECONDS, silent_seconds() / 5)
@@ -67,27 +67,27 @@ def start() -> None:
         while True:
             beats += 1
             # One write of a few bytes, so a reader never sees half of it.
-            os.pwrite(handle, _FORM.pack(beats, _own.steps, _own.training), 0)
+            os.pwrite(handle, _FORM.pack(beats, _progress.steps, _progress.training), 0)
             time.sleep(every_seconds)
 
-    _own.thread = threading.Thread(target=beat, name="carrywave-heartbeat", daemon=True)
-    _own.thread.start()
+    _progress.thread = threading.Thread(target=beat, name="carrywave-heartbeat", daemon=True)
+    _progress.thread.start()
 
 
 def mark() -> None:
     """Record that training has advanced by a step."""
-    _own.steps += 1
-    _own.training = True
+    _progress.steps += 1
+    _progress.training = True
 
 
 def rest() -> None:
     """Record that training has paused: what follows may take a long time."""
-    _own.training = False
+    _progress.training = False
 
 
 def is_training() -> bool:
     """True while training steps follow each other."""
-    return _own.training
+    return _progress.training
 
 
 class Silence:
@@ -95,17 +95,17 @@ class Silence:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._said: object = None
+        self._last: object = None
 
     def after(self, value: object, passed: float) -> float:
-        """The seconds of silence, after what was said now and the time that has passed."""
-        self.seconds = 0.0 if value != self._said else self.seconds + passed
-        self._said = value
+        """The seconds of silence, given the current value and the time that has passed since the last one."""
+        self.seconds = 0.0 if value != self._last else self.seconds + passed
+        self._last = value
         return self.seconds
 
 
 @dataclass
-class _Heard:
+class _Signs:
     """What was last read from one worker, and for how long nothing has changed."""
 
     beats: int = 0
@@ -120,35 +120,35 @@ class Listener:
 
     def __init__(self, folder: Path, pids: Mapping[int, int], now: float) -> None:
         self._folder, self._pids, self._now = folder, pids, now
-        self._heard = {rank: _Heard() for rank in pids}
+        self._signs = {rank: _Signs() for rank in pids}
         self._silent_limit, self._hang_limit = silent_seconds(), hang_seconds()
 
     @property
     def steps(self) -> int:
         """The number of training steps taken, as far as known."""
-        return max((heard.steps for heard in self._heard.values()), default=0)
+        return max((signs.steps for signs in self._signs.values()), default=0)
 
     def failed(self, ranks: Iterable[int], now: float) -> tuple[int, str] | None:
         """Of these running ranks, one that has fallen silent or hangs, with a message about it; None if there is none."""
         # Count only time during which this process ran: after a pause of the whole machine, workers get time to beat again.
         passed, self._now = min(now - self._now, BEAT_SECONDS), now
-        running = {rank: self._hear(rank, passed) for rank in ranks}
-        somebody_beats = any(heard.beats for heard in self._heard.values())
-        for rank, heard in running.items():
-            usual = heard.beats > 0 and sys.platform == "linux"
-            if somebody_beats and heard.silence.seconds > self._silent_limit * (1 if usual else LONGER):
-                return rank, f"gave no sign of life for {heard.silence.seconds:.0f} s (stopped?) and was killed"
-        if running and all(heard.training and heard.stillness.seconds > self._hang_limit for heard in running.values()):
+        running = {rank: self._read_signs(rank, passed) for rank in ranks}
+        somebody_beats = any(signs.beats for signs in self._signs.values())
+        for rank, signs in running.items():
+            usual = signs.beats > 0 and sys.platform == "linux"
+            if somebody_beats and signs.silence.seconds > self._silent_limit * (1 if usual else LONGER):
+                return rank, f"gave no sign of life for {signs.silence.seconds:.0f} s (stopped?) and was killed"
+        if running and all(signs.training and signs.stillness.seconds > self._hang_limit for signs in running.values()):
             rank = min(running, key=lambda rank: running[rank].steps)
             return rank, f"hung: no worker took a step for {self._hang_limit:g} s, and this one had taken the fewest"
         return None
 
-    def _hear(self, rank: int, passed: float) -> _Heard:
-        heard = self._heard[rank]
-        heard.beats, heard.steps, heard.training = _read(self._folder / str(rank))
-        heard.silence.after((heard.beats, processor_ticks(self._pids[rank])), passed)
-        heard.stillness.after((heard.steps, heard.training), passed)
-        return heard
+    def _read_signs(self, rank: int, passed: float) -> _Signs:
+        signs = self._signs[rank]
+        signs.beats, signs.steps, signs.training = _read(self._folder / str(rank))
+        signs.silence.after((signs.beats, processor_ticks(self._pids[rank])), passed)
+        signs.stillness.after((signs.steps, signs.training), passed)
+        return signs
 
 
 def _read(path: Path) -> tuple[int, int, bool]:

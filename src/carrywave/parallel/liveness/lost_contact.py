@@ -56,10 +56,10 @@ LOSSES = (
 THEIRS = re.compile(r"gloo/|\bNCCL\b|ProcessGroup|c10d|^Timeout waiting for key: ")
 
 
-class _Known:
+class _Reported:
     """What each worker reported about itself at the rendezvous, by rank."""
 
-    there: Sequence[Mapping[str, Any]] = ()
+    workers: Sequence[Mapping[str, Any]] = ()
 
 
 _BROKEN = "carrywave/broken"  # in the rendezvous store: why workers ended a step halfway, in order
@@ -68,7 +68,7 @@ _JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that
 
 def remember(workers: Sequence[Mapping[str, Any]]) -> None:
     """Keep what the workers reported about themselves, for error messages."""
-    _Known.there = list(workers)
+    _Reported.workers = list(workers)
 
 
 def sounds_lost(text: str) -> bool:
@@ -127,37 +127,37 @@ def of(error: BaseException) -> ContactLost:
     return _contact_lost(rank, at, f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed")
 
 
-def tell(error: BaseException) -> None:
-    """Say in the rendezvous store why this worker ends a step halfway, for those who will lose contact with it."""
+def announce_failure(error: BaseException) -> None:
+    """Record in the rendezvous store why this worker ends a step halfway, for the workers that will lose contact with it."""
     if not dist.is_initialized() or (isinstance(error, Exception) and lost(error)):
         return
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"{_BROKEN}/{process_groups.agreed()}", 1)
-        store.set(_place(number), json.dumps([dist.get_rank(), f"{type(error).__name__}: {reason(error)}"]))
+        store.set(_key(number), json.dumps([dist.get_rank(), f"{type(error).__name__}: {reason(error)}"]))
 
 
-def _place(number: int) -> str:
+def _key(number: int) -> str:
     return f"{_BROKEN}/{process_groups.agreed()}/{number}"
 
 
 def _first_broken() -> tuple[int, str] | None:
     """The first worker that has ended a step halfway since all set up the connections that were lost, and why."""
-    found: list[tuple[int, str]] = []
+    broken: list[tuple[int, str]] = []
 
     def look() -> None:
         with suppress(RuntimeError, ValueError):
             store = dist.distributed_c10d._get_default_store()
-            if store.check([_place(1)]):
-                rank, why = json.loads(store.get(_place(1)))
-                found.append((rank, why))
+            if store.check([_key(1)]):
+                rank, why = json.loads(store.get(_key(1)))
+                broken.append((rank, why))
 
     if dist.is_initialized():
         # In a thread, because the store blocks too if the link is down.
         thread = threading.Thread(target=look, name="carrywave-broken", daemon=True)
         thread.start()
         thread.join(LOOK_SECONDS)
-    return found[0] if found else None
+    return broken[0] if broken else None
 
 
 def use_device() -> None:
@@ -167,26 +167,26 @@ def use_device() -> None:
     device_faults.use()
     before = sys.excepthook
 
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report an error that ends a user's own program, and end it: its memory is not to be torn down."""
         before(kind, error, trace)
         if device_faults.is_fault(error) and lost(error):
             print(f"carrywave: rank {os.environ.get('RANK', '?')}: {of(error)}", file=sys.stderr)
         device_faults.leave_if_in_use(1)
 
-    sys.excepthook = tell
+    sys.excepthook = report
 
 
 def _behind(error: BaseException) -> ContactLost | None:
     """The lost contact that a CUDA error stands for, if it does."""
     if not hasattr(error, _JUDGED):
         setattr(error, _JUDGED, _judged(error))
-    found: ContactLost | None = getattr(error, _JUDGED)
-    return found
+    contact_lost: ContactLost | None = getattr(error, _JUDGED)
+    return contact_lost
 
 
 def _judged(error: BaseException) -> ContactLost | None:
-    gone = _found(certain=True)
+    gone = _gone_ranks(certain=True)
     if gone:
         return _contact_lost(gone[0] if len(gone) == 1 else None, "", reason(error))
     limit_seconds = process_groups.seconds()
@@ -205,7 +205,7 @@ def _contact_lost(rank: int | None, at: str, how: str) -> ContactLost:
 
 
 def _on(rank: int) -> str:
-    return f" on {_Known.there[rank]['host']}" if rank < len(_Known.there) else ""
+    return f" on {_Reported.workers[rank]['host']}" if rank < len(_Reported.workers) else ""
 
 
 def _who() -> int | None:
@@ -214,20 +214,20 @@ def _who() -> int | None:
         return None
     if dist.get_world_size() == 2:
         return 1 - dist.get_rank()
-    found = _found(certain=False)
-    return found[0] if len(found) == 1 else None
+    gone = _gone_ranks(certain=False)
+    return gone[0] if len(gone) == 1 else None
 
 
-def _found(*, certain: bool) -> list[int]:
+def _gone_ranks(*, certain: bool) -> list[int]:
     """The ranks that are gone. `certain`: only those whose process is known to have ended; otherwise also one that is left over."""
-    found: list[int] = []
+    gone: list[int] = []
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         # In a thread, because the store blocks too if the link is down.
-        thread = threading.Thread(target=_look, args=(rank, size, found, certain), name="carrywave-contact", daemon=True)
+        thread = threading.Thread(target=_look, args=(rank, size, gone, certain), name="carrywave-contact", daemon=True)
         thread.start()
         thread.join(LOOK_SECONDS + 1)
-    return found
+    return gone
 
 
 def _look(rank: int, size: int, gone_ranks: list[int], certain: bool) -> None:
@@ -245,7 +245,7 @@ def _look(rank: int, size: int, gone_ranks: list[int], certain: bool) -> None:
                 others = [other for other in others if not store.check([f"carrywave/lost/{other}"])]
             except RuntimeError:
                 store = None
-        gone = [other for other in others if other < len(_Known.there) and is_gone(_Known.there[other])]
+        gone = [other for other in others if other < len(_Reported.workers) and is_gone(_Reported.workers[other])]
         if gone and certain:
             gone_ranks[:] = gone
             # Only now: a worker whose own device failed is a cause, not one that lost contact.

@@ -26,7 +26,7 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
 from carrywave.parallel.liveness.heartbeat import Silence
 from carrywave.parallel.startup.environment import seconds_of
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
@@ -37,7 +37,7 @@ LEFT = "left"
 @contextmanager
 def watched(world: World) -> Iterator[None]:
     """Inside this context, this worker beats and watches its neighbour."""
-    store = None if world.size == 1 or own().one_host else shared_store()
+    store = None if world.size == 1 or worker_file().one_host else shared_store()
     over = threading.Event()
     threads: list[threading.Thread] = []
     if store is not None and heartbeat.silent_seconds() < math.inf:
@@ -106,19 +106,19 @@ class _NeighbourWatch:
 
     def _give_up(self, rank: int | None, seconds: float) -> None:
         """Exit because this rank fell silent; None means the launcher, which hosts the store."""
-        known = None if rank is None else self.identities.get(rank)
-        if known is not None and rank != self.rank and known == identity(known["pid"]):  # on this host, and still the same process
+        process = None if rank is None else self.identities.get(rank)
+        if process is not None and rank != self.rank and process == identity(process["pid"]):  # on this host, and still the same process
             with suppress(OSError):
-                os.kill(known["pid"], signal.SIGKILL)
-        where = "" if known is None else f" on {known['host']}"
+                os.kill(process["pid"], signal.SIGKILL)
+        where = "" if process is None else f" on {process['host']}"
         met = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         who = f"the rendezvous store at {met}" if rank is None else f"rank {rank}{where}"
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        said = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped or unreachable?)"
+        message = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped or unreachable?)"
         # Exit from this thread, because the main thread waits for a message that will never come.
-        where_told = folder()
-        if where_told is not None:
-            leave(where_told, "lost", FAULT, said, peer=rank)
+        causes = folder()
+        if causes is not None:
+            leave(causes, "lost", FAULT, message, peer=rank)
         else:
-            print(f"carrywave: rank {self.rank}: {said}", file=sys.stderr, flush=True)
+            print(f"carrywave: rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(FAULT)

@@ -23,16 +23,16 @@ def shared_by(group: dist.ProcessGroup, sizes: Sequence[int]) -> list[Tensor] | 
     them cannot share memory with the others. Collective: every rank of the group must call it.
     """
     rank, word = group.rank(), secrets.randbits(62)
-    file, own = _made(sizes[rank], word)
+    file, local = _made(sizes[rank], word)
     described = torch.tensor([os.getpid(), -1 if file is None else file, word])
     rows = [torch.zeros_like(described) for _ in sizes]
     dist.all_gather(rows, described, group=group)
-    found = [own if number == rank else _opened(row.tolist(), size) for number, (row, size) in enumerate(zip(rows, sizes, strict=True))]
-    missing = torch.tensor([sum(each is None for each in found)])
+    buffers = [local if number == rank else _opened(row.tolist(), size) for number, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+    missing = torch.tensor([sum(each is None for each in buffers)])
     dist.all_reduce(missing, group=group)  # after it, everyone has opened every file
     if file is not None:
         os.close(file)  # what is mapped stays
-    return None if int(missing) else [each for each in found if each is not None]
+    return None if int(missing) else [each for each in buffers if each is not None]
 
 
 def _made(size: int, word: int) -> tuple[int | None, Tensor | None]:

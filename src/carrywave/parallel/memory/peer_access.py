@@ -18,7 +18,7 @@ TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 @dataclass(frozen=True)
 class Neighbour:
-    """What a worker tells the others about its GPU."""
+    """What a worker reports to the others about its GPU."""
 
     host: str
     gpu: str  # its UUID; empty: none
@@ -34,9 +34,9 @@ def asked() -> str:
 
 
 def neighbours(world: World) -> list[Neighbour]:
-    """What every rank tells. Collective: every rank must call it."""
-    told = all_gather_json(world, asdict(own(world.device)))
-    return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in told]
+    """What every rank reports about itself. Collective: every rank must call it."""
+    reports = all_gather_json(world, asdict(this_worker(world.device)))
+    return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in reports]
 
 
 def in_reach(neighbours: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
@@ -47,10 +47,10 @@ def in_reach(neighbours: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
     )
 
 
-def own(device: torch.device) -> Neighbour:
-    """What this worker tells."""
-    known = identity(os.getpid())
-    host = f"{known['host']} {known['boot']}"  # hosts may have one name
+def this_worker(device: torch.device) -> Neighbour:
+    """What this worker reports about itself."""
+    process = identity(os.getpid())
+    host = f"{process['host']} {process['boot']}"  # hosts may have one name
     if device.type != "cuda":
         return Neighbour(host, "", ())
     index = device.index or 0

@@ -60,14 +60,14 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         self.size = size
-        self._own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._local = symmetric.empty(size, dtype=torch.uint8, device=device)
         # torch clears the signals in the order of the stream: that must have happened before another worker can raise one.
         torch.cuda.synchronize(device)
-        self._handle: Any = symmetric.rendezvous(self._own, _meeting(group))
+        self._handle: Any = symmetric.rendezvous(self._local, _meeting(group))
         self.rank: int = self._handle.rank
         self.workers: int = self._handle.world_size
         self._timeout_ms = int(process_groups.seconds() * 1000)
-        self._buffers = [self._own if rank == self.rank else self._other(rank) for rank in range(self.workers)]
+        self._buffers = [self._local if rank == self.rank else self._other(rank) for rank in range(self.workers)]
 
     def of(self, rank: int) -> Tensor:
         return self._buffers[rank]
@@ -82,8 +82,8 @@ class SymmetricMemory:
         self._handle.barrier(number, timeout_ms=self._timeout_ms)
 
     def _other(self, rank: int) -> Tensor:
-        found: Tensor = self._handle.get_buffer(rank, (self.size,), torch.uint8)
-        return found
+        buffer: Tensor = self._handle.get_buffer(rank, (self.size,), torch.uint8)
+        return buffer
 
 
 class _Exchange(Store):
@@ -102,8 +102,8 @@ class _Exchange(Store):
         self.store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
-        found: bytes = self.store.get(self._key(key))
-        return found
+        value: bytes = self.store.get(self._key(key))
+        return value
 
     def add(self, key: str, amount: int) -> int:
         return int(self.store.add(self._key(key), amount))
@@ -115,18 +115,18 @@ class _Exchange(Store):
         self.store.wait([self._key(key) for key in keys], *timeout)
 
     def _key(self, key: str) -> str:
-        found = _COUNT.search(key)
-        if found is None:
+        match = _COUNT.search(key)
+        if match is None:
             return f"{self.name}/{key}"
         if self.first is None:
-            self.first = int(found[1])
-        return f"{self.name}/{key[: found.start(1)]}{int(found[1]) - self.first}{key[found.end(1) :]}"
+            self.first = int(match[1])
+        return f"{self.name}/{key[: match.start(1)]}{int(match[1]) - self.first}{key[match.end(1) :]}"
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COUNT = re.compile(r"/(\d+)(?=/|$)")
 _made: Counter[tuple[int, GroupName, int]] = Counter()  # buffers of each group, by store, name and failures
-_known: list[tuple[_Exchange, ProcessGroup]] = []  # kept, because torch keeps only its side of a store
+_kept: list[tuple[_Exchange, ProcessGroup]] = []  # kept, because torch keeps only its side of a store
 
 
 def _meeting(group: ProcessGroup) -> GroupName:
@@ -138,13 +138,13 @@ def _meeting(group: ProcessGroup) -> GroupName:
     ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
     world = dist.distributed_c10d._get_default_store()
     failures = process_groups.agreed()
-    own = id(world), group.group_name, failures  # `_known` keeps the store alive, so that its id stays its own
-    _made[own] += 1
-    store = _Exchange(world, f"carrywave/memory/{group.group_name}/{ranks}/{failures}/{_made[own]}")
-    name = GroupName(f"carrywave-memory-{len(_known)}")
+    key = id(world), group.group_name, failures  # `_kept` holds the store alive, so that its id stays its own
+    _made[key] += 1
+    store = _Exchange(world, f"carrywave/memory/{group.group_name}/{ranks}/{failures}/{_made[key]}")
+    name = GroupName(f"carrywave-memory-{len(_kept)}")
     meeting = ProcessGroup(store, group.rank(), group.size())
     _register_process_group(name, meeting)
-    _known.append((store, meeting))
+    _kept.append((store, meeting))
     return name
 
 

@@ -19,29 +19,29 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, tuple[str, ...]]:
-    """The addresses of each interface, as far as the system tells without further libraries."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    """The addresses of each interface, as far as the system reports them without further libraries."""
+    by_interface: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            for name in found:
+            for name in by_interface:
                 with contextlib.suppress(OSError):
                     answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                    found[name].append(socket.inet_ntoa(answer[20:24]))
+                    by_interface[name].append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
             digits, *_, scope, _, name = line.split()
-            if name in found and scope in ("00", "10"):  # global and loopback; link-local addresses need an interface to be of use
-                found[name].append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return {name: tuple(each) for name, each in found.items()}
+            if name in by_interface and scope in ("00", "10"):  # global and loopback; link-local addresses need an interface to be of use
+                by_interface[name].append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return {name: tuple(each) for name, each in by_interface.items()}
 
 
 def interface_of(host: str) -> str | None:
     """The network interface with this address, or that of this name; None if there is none, or it is loopback."""
     try:
-        known = socket.gethostbyname(host)
-        return None if is_loopback(known) else next((name for name, own in addresses().items() if known in own), None)
+        address = socket.gethostbyname(host)
+        return None if is_loopback(address) else next((name for name, assigned in addresses().items() if address in assigned), None)
     except (OSError, UnicodeError):
         return None
 

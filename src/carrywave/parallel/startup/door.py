@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from carrywave.errors import WorkerError
-from carrywave.parallel.startup.launcher_env import JOB, own
+from carrywave.parallel.startup.launcher_env import JOB, worker_file
 from carrywave.spec.spec import Spec
 
 SECRET = "CARRYWAVE_SECRET"
@@ -44,7 +44,7 @@ class Store(Protocol):
 
 
 def job_of(spec: Spec | None, run: str | Path | None) -> dict[str, str]:
-    """What a user asked for, in a form that can be compared. Without a spec: one that cannot be read, which is told elsewhere."""
+    """What a user asked for, in a form that can be compared. Without a spec: one that cannot be read, which is reported elsewhere."""
     values = {} if spec is None else spec.model_dump(mode="json")
     for name in FILES:
         values.get("data", {}).pop(name, None)
@@ -54,7 +54,7 @@ def job_of(spec: Spec | None, run: str | Path | None) -> dict[str, str]:
 
 def job_of_worker(size: int, asked: Job | None) -> dict[str, str]:
     """What is known of this worker's job: the id of its launch, if there is one; otherwise what was asked for."""
-    if launch := own().launch:
+    if launch := worker_file().launch:
         return {"launch": launch}
     for name in (JOB, "TORCHELASTIC_RUN_ID"):
         if os.environ.get(name, "") not in ("", "none"):  # torchrun's usual id, of every job
@@ -75,36 +75,36 @@ def put_up(store: Store, where: str, job: Job) -> str:
     return room(job, salt)
 
 
-def enter(store: Store, where: str, job: Job, place: str, seconds: float) -> str:
+def enter(store: Store, where: str, job: Job, address: str, seconds: float) -> str:
     """Wait for the card at the door, and compare; returns the name of the room, or refuses if it is that of another job."""
     try:
         store.wait([where], timedelta(seconds=seconds))
     except RuntimeError as error:
-        raise WorkerError(f"the program at {place} is not the first host of this job; start it there, or choose another port") from error
-    salt = compare(store, where, job, place)
+        raise WorkerError(f"the program at {address} is not the first host of this job; start it there, or choose another port") from error
+    salt = compare(store, where, job, address)
     return room(job, salt)
 
 
-def compare(store: Store, where: str, job: Job, place: str) -> str:
+def compare(store: Store, where: str, job: Job, address: str) -> str:
     """Refuse if the card at the door is that of another job; returns its salt, or nothing if there is no card."""
     if not store.check([where]):
         return ""
     card = json.loads(store.get(where))
     salt, theirs = str(card["salt"]), card["facts"]
-    own = {name: _digest(salt, name, value) for name, value in {**job, "secret": ""}.items()}
-    if own == theirs:
+    ours = {name: _digest(salt, name, value) for name, value in {**job, "secret": ""}.items()}
+    if ours == theirs:
         return salt
     remedy = "choose another port, or start every host and worker with the same command"
-    if own["secret"] != theirs.get("secret"):
-        raise WorkerError(f"{_named(card)} uses {place}, with another {SECRET} than is set here; choose another port, or set the same")
-    other = [WORDS.get(name, name) for name in sorted({*own, *theirs}) if own.get(name) != theirs.get(name)]
-    raise WorkerError(f"{_named(card)} uses {place} (it has another {' and another '.join(other)}); {remedy}")
+    if ours["secret"] != theirs.get("secret"):
+        raise WorkerError(f"{_named(card)} uses {address}, with another {SECRET} than is set here; choose another port, or set the same")
+    other = [WORDS.get(name, name) for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    raise WorkerError(f"{_named(card)} uses {address} (it has another {' and another '.join(other)}); {remedy}")
 
 
 def holder(store: Store) -> str | None:
     """Which job has a store, in words; None if it has no card."""
-    found = next((where for where in (HOSTS, WORKERS) if store.check([where])), None)
-    return None if found is None else _named(json.loads(store.get(found)))
+    key = next((where for where in (HOSTS, WORKERS) if store.check([where])), None)
+    return None if key is None else _named(json.loads(store.get(key)))
 
 
 def _named(card: Mapping[str, Any]) -> str:

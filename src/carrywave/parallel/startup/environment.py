@@ -65,7 +65,7 @@ RULES = (
 def check(*rules: _Rule) -> None:
     """Refuse values that break these rules, by default any of them. An empty variable counts as unset."""
     if not rules:
-        launcher_env.own()
+        launcher_env.worker_file()
     for rule in rules or RULES:
         for name in rule.names:
             text = os.environ.get(name, "")

@@ -42,8 +42,8 @@ def leads_home() -> bool:
     if os.environ.get(GLOO):
         return False
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None)
-        return all(is_loopback(str(address[0])) for *_, address in found)
+        resolved = socket.getaddrinfo(socket.gethostname(), None)
+        return all(is_loopback(str(address[0])) for *_, address in resolved)
     except (OSError, UnicodeError):
         return True  # torch then falls back to loopback too
 

@@ -62,7 +62,7 @@ class _Dealt:
     threads = False
 
 
-def own() -> WorkerFile:
+def worker_file() -> WorkerFile:
     """What this process was told by the launcher that started it."""
     path = os.environ.get(WORKER, "")
     return _read(path) if path else WorkerFile()
@@ -86,7 +86,7 @@ def deal_threads() -> None:
 
 def threads_dealt() -> bool:
     """True if OMP_NUM_THREADS was set by a launcher and not by the user."""
-    return _Dealt.threads or own().threads_dealt
+    return _Dealt.threads or worker_file().threads_dealt
 
 
 def launched(environment: Mapping[str, str] | None = None) -> bool:

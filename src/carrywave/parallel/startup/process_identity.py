@@ -1,6 +1,6 @@
 """What identifies a process, across hosts and after its id is used again, and whether it is gone. Torch-free.
 
-Linux tells it in /proc; elsewhere less is known.
+Linux shows it in /proc; elsewhere less is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-UNKNOWN = "unknown to"  # a start time that the system does not tell: no two processes have the same
+UNKNOWN = "unknown to"  # a start time that the system does not report: no two processes have the same
 EXITING = 0x4  # Linux's PF_EXITING, in the flags of a process
 
 
@@ -27,11 +27,11 @@ def identity(pid: int) -> dict[str, str | int]:
     return {"host": host, "pid": pid, "born": born, "boot": boot, "space": space, "net": net}
 
 
-def is_gone(known: Mapping[str, Any]) -> bool:
+def is_gone(process: Mapping[str, Any]) -> bool:
     """True if the process with this identity ran on this host and has ended, or is about to."""
-    own = identity(os.getpid())
-    here = own["boot"] and all(own[name] == known.get(name) for name in ("boot", "space"))
-    return bool(here and has_ended(known["pid"], known["born"]))
+    current = identity(os.getpid())
+    here = current["boot"] and all(current[name] == process.get(name) for name in ("boot", "space"))
+    return bool(here and has_ended(process["pid"], process["born"]))
 
 
 def has_ended(pid: int, born: str) -> bool | None:

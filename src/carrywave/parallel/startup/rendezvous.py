@@ -23,7 +23,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from carrywave.errors import ContactLost, PortError, UserError, WorkerError, short
 from carrywave.parallel.startup import door, native_logs
 from carrywave.parallel.startup.environment import seconds_of
-from carrywave.parallel.startup.launcher_env import own
+from carrywave.parallel.startup.launcher_env import worker_file
 
 START_SECONDS = 60.0
 NAMED = 8  # most ranks named in a message
@@ -50,7 +50,7 @@ def start_seconds() -> float:
 def find_store(rank: int, size: int, seconds: float) -> Store:
     """The rendezvous store: the file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
     timeout = timedelta(seconds=seconds)
-    path = own().store
+    path = worker_file().store
     if path is not None:
         # Without a worker count: given one, torch deletes the file as soon as that many of its store objects are gone.
         store: Store = FileStore(str(path))
@@ -124,10 +124,10 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
 def _listen(address: str, port: int) -> int | None:
     """The file descriptor of a socket listening at a numeric address; None if the address is a name, or not one of this host's."""
     try:
-        known = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return None
-    listener = socket.socket(socket.AF_INET if known.version == 4 else socket.AF_INET6)
+    listener = socket.socket(socket.AF_INET if parsed.version == 4 else socket.AF_INET6)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
@@ -167,14 +167,14 @@ def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError
 
 
 def everyone(
-    store: Store, rank: int, size: int, said: Mapping[str, Any], seconds: float, look: Callable[[], object] = lambda: None
+    store: Store, rank: int, size: int, about: Mapping[str, Any], seconds: float, look: Callable[[], object] = lambda: None
 ) -> list[dict[str, Any]]:
     """Register this worker, wait for the others, and return what each reported about itself. `look` is called while rank 0 is not there,
     to see whether another job is.
     """
     if store.add(f"seats/{rank}", 1) > 1:
         raise ContactLost(f"rank {rank} of {size} is already there, or was: another process of this job; restart all workers")
-    store.set(_here(rank), json.dumps(dict(said)))
+    store.set(_here(rank), json.dumps(dict(about)))
     deadline = time.monotonic() + seconds
     awaited = 0
     try:

@@ -48,35 +48,35 @@ class DeviceSum:
         starts = [list(accumulate((padded(part.nbytes) for part in each), initial=0)) for each in parts]
         room = max(ends[-1] for ends in starts)
         memory = self._memory(self.workers * room)
-        own = memory.rank
+        index = memory.rank
         for rank, each in enumerate(parts):
             for part, start in zip(each, starts[rank], strict=False):
-                write(_place(memory, rank, own * room + start, part), part)
+                write(_region(memory, rank, index * room + start, part), part)
         memory.barrier(_ARRIVED)
-        for part, start in zip(parts[own], starts[own], strict=False):
+        for part, start in zip(parts[index], starts[index], strict=False):
             self._total(memory, room, part, out=part, start=start)
         memory.barrier(_READ)
 
-    def all_gather(self, rows: Tensor, own: int) -> None:
-        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `own`, its place in the group."""
-        room = padded(rows[own].nbytes)
+    def all_gather(self, rows: Tensor, index: int) -> None:
+        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `index`, its position in the group."""
+        room = padded(rows[index].nbytes)
         memory = self._memory(self.workers * room)
         for rank in range(self.workers):
-            if rank != own:
-                write(_place(memory, rank, own * room, rows[own]), rows[own])
+            if rank != index:
+                write(_region(memory, rank, index * room, rows[index]), rows[index])
         memory.barrier(_ARRIVED)
         for rank in range(self.workers):
-            if rank != own:
-                write(rows[rank], _place(memory, own, rank * room, rows[rank]))
+            if rank != index:
+                write(rows[rank], _region(memory, index, rank * room, rows[rank]))
         memory.barrier(_READ)
 
     def _whole(self, flat: Tensor) -> None:
         """Everyone sends all of its numbers to everyone, and adds up what it has received."""
         room = padded(flat.nbytes)
         memory = self._memory(self.workers * room)
-        own = memory.rank
+        index = memory.rank
         for rank in range(self.workers):
-            write(_place(memory, rank, own * room, flat), flat)
+            write(_region(memory, rank, index * room, flat), flat)
         memory.barrier(_ARRIVED)
         self._total(memory, room, flat, out=flat)
         memory.barrier(_READ)
@@ -86,21 +86,21 @@ class DeviceSum:
         pieces: tuple[Tensor, ...] = torch.split(flat, -(-flat.numel() // self.workers))
         room = padded(pieces[0].nbytes)
         memory = self._memory(self.workers * room)
-        own, results = memory.rank, memory.size // 2
+        index, results = memory.rank, memory.size // 2
         for rank, piece in enumerate(pieces):
-            write(_place(memory, rank, own * room, piece), piece)
+            write(_region(memory, rank, index * room, piece), piece)
         memory.barrier(_ARRIVED)
-        if own < len(pieces):
-            total = self._total(memory, room, pieces[own])
+        if index < len(pieces):
+            total = self._total(memory, room, pieces[index])
             for rank in range(self.workers):
-                write(_place(memory, rank, results + own * room, total), total)
+                write(_region(memory, rank, results + index * room, total), total)
         memory.barrier(_READ)
         for rank, piece in enumerate(pieces):
-            write(piece, _place(memory, own, results + rank * room, piece))
+            write(piece, _region(memory, index, results + rank * room, piece))
 
     def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
         """The sum of what the workers have sent to this one, in the order of the ranks."""
-        return added_up((_place(memory, memory.rank, rank * room + start, like) for rank in range(self.workers)), out)
+        return added_up((_region(memory, memory.rank, rank * room + start, like) for rank in range(self.workers)), out)
 
     def _memory(self, half: int) -> SharedMemory:
         """Memory with halves of at least this size: one for numbers, one for results, so that no worker overwrites results that another
@@ -109,5 +109,5 @@ class DeviceSum:
         return self.memory.of(2 * half)
 
 
-def _place(memory: SharedMemory, rank: int, begin: int, like: Tensor) -> Tensor:
+def _region(memory: SharedMemory, rank: int, begin: int, like: Tensor) -> Tensor:
     return memory.of(rank)[begin : begin + like.nbytes].view(like.dtype)

@@ -33,8 +33,8 @@ class Summing(Protocol):
     def all_reduce(self, tensor: Tensor) -> Working | None:
         """Replace a contiguous tensor by its sum over the workers, once the returned work has been waited for."""
 
-    def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
-        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `own`, its place in the group."""
+    def all_gather(self, rows: Tensor, index: int) -> dist.Work | None:
+        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `index`, its position in the group."""
 
 
 def added_up(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
@@ -75,7 +75,7 @@ class GroupSum:
         work: Working = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
-    def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
-        # A copy of the own row: gloo does not promise to read it before it writes the others.
-        work: dist.Work | None = dist.all_gather(list(rows.unbind()), rows[own].clone(), group=self.group, async_op=True)
+    def all_gather(self, rows: Tensor, index: int) -> dist.Work | None:
+        # A copy of this worker's row: gloo does not promise to read it before it writes the others.
+        work: dist.Work | None = dist.all_gather(list(rows.unbind()), rows[index].clone(), group=self.group, async_op=True)
         return work

@@ -31,10 +31,10 @@ class _Shared:
 
     def begin_of(self, tensor: Tensor) -> int | None:
         """Where in this worker's tensor another one lies; None: not in it."""
-        own = self.all[self.rank]
-        if tensor.dtype != own.dtype or tensor.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+        local = self.all[self.rank]
+        if tensor.dtype != local.dtype or tensor.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
             return None
-        return (tensor.data_ptr() - own.data_ptr()) // tensor.element_size()
+        return (tensor.data_ptr() - local.data_ptr()) // tensor.element_size()
 
 
 class HostSum(GroupSum):
@@ -48,12 +48,12 @@ class HostSum(GroupSum):
     def zeros(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor in shared memory or, on every worker, in its own if there is none to be had. Collective, with the same count on each."""
         size, rank = count * dtype.itemsize, self.group.rank()
-        found = shared_by(self.group, [2 * size, *[size] * (self.group.size() - 1)]) if count else None
-        if found is None:
+        buffers = shared_by(self.group, [2 * size, *[size] * (self.group.size() - 1)]) if count else None
+        if buffers is None:
             return torch.zeros(count, dtype=dtype, device=device)
-        own = found[rank][:size].view(dtype)
-        self._shared[own] = _Shared(tuple(each[:size].view(dtype) for each in found), found[0][size:].view(dtype), rank)
-        return own
+        local = buffers[rank][:size].view(dtype)
+        self._shared[local] = _Shared(tuple(each[:size].view(dtype) for each in buffers), buffers[0][size:].view(dtype), rank)
+        return local
 
     def all_reduce(self, tensor: Tensor) -> Working:
         """As `Summing`'s."""

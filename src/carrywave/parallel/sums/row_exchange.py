@@ -32,24 +32,24 @@ class RowExchange:
         """Let go of the group, as `GroupSum` does."""
         self._sums.close()
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """[workers, …]: the tensors of all workers, which have one shape."""
-        sent = self._there(own.contiguous())
-        found = sent.new_empty((self.of, *sent.shape))
-        dist.all_gather(list(found.unbind()), sent, group=self.group)
-        return found.to(own.device)
+        sent = self._for_transfer(tensor.contiguous())
+        rows = sent.new_empty((self.of, *sent.shape))
+        dist.all_gather(list(rows.unbind()), sent, group=self.group)
+        return rows.to(tensor.device)
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
         """The sum over all workers of the part `parts[index]` of each."""
-        sent = self._there(parts.contiguous())
+        sent = self._for_transfer(parts.contiguous())
         if self._on_host:
             # Gloo has a sum for all, but none for each.
             sent = sent.clone() if sent.data_ptr() == parts.data_ptr() else sent
             dist.all_reduce(sent, group=self.group)
             return sent[self.index].to(parts.device)
-        own = torch.empty_like(sent[0])
-        dist.reduce_scatter(own, list(sent.unbind()), group=self.group)
-        return own
+        total = torch.empty_like(sent[0])
+        dist.reduce_scatter(total, list(sent.unbind()), group=self.group)
+        return total
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all workers, in place; the tensor must be contiguous."""
@@ -60,9 +60,9 @@ class RowExchange:
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        sent = self._there(tensor)
+        sent = self._for_transfer(tensor)
         dist.all_reduce(sent, how, group=self.group)
         return tensor if sent is tensor else tensor.copy_(sent)
 
-    def _there(self, tensor: Tensor) -> Tensor:
+    def _for_transfer(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._on_host else tensor

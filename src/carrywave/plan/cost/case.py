@@ -39,7 +39,7 @@ class PlanCase(Footprint):
         super().__init__(plan, shape, units, transports_of(plan, units, cluster, placed))
         self.cluster, self.placed = cluster, placed
         # Chunks of a recorded window cost what their kernels do. Those that do not defer weight gradients run as if each were a window.
-        chunked: Piped = "recorded" if self.put_off else ""
+        chunked: Piped = "recorded" if self.defer_weights else ""
         self.piped: Piped = chunked if self.transports.recorded else "launched" if plan.stages > 1 else ""
         self.kinds = [[costs(profile, piped=self.piped, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
         self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
@@ -86,41 +86,41 @@ class PlanCase(Footprint):
     def task(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> tuple[float, float]:
         """Seconds of the forward and the backward task."""
         key = self.like[stage], first, last, lanes, chunk == self.chunks - 1  # all chunks but the last are equal
-        found = self._tasks.get(key)
-        if found is None:
+        seconds = self._tasks.get(key)
+        if seconds is None:
             last = self.last_unit(last, chunk)
             work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
-            there, back = self._exchanges(stage, first, last, lanes, self.steps(chunk)) if self.units.rows else (0.0, 0.0)
+            extra_forward, extra_backward = self._exchanges(stage, first, last, lanes, self.steps(chunk)) if self.units.rows else (0.0, 0.0)
             # Where carries are recomputed too, all chunks of a segment but its last run forward once more.
             segment = self.plan.segment(self.chunks)
-            again = (work.forward + there) * (2 - 1 / segment) if self.plan.recompute else 0.0
-            backward = self.task_seconds + again + work.backward + back + (0.0 if self.put_off else work.put_off)
-            found = self._tasks[key] = self.task_seconds + work.forward + there, backward
-        return found
+            again = (work.forward + extra_forward) * (2 - 1 / segment) if self.plan.recompute else 0.0
+            backward = self.task_seconds + again + work.backward + extra_backward + (0.0 if self.defer_weights else work.deferred)
+            seconds = self._tasks[key] = self.task_seconds + work.forward + extra_forward, backward
+        return seconds
 
     def _exchanges(self, stage: int, first: int, last: int, lanes: int, steps: int) -> tuple[float, float]:
         """Seconds that a split vocabulary adds forward and backward: its messages, roughly, and the logits, which are computed twice."""
         replicas, cells = self.plan.replicas, self.plan.replicas * lanes * steps  # every replica has a part for the lanes of all
-        there = back = 0.0
+        forward = backward = 0.0
         if first == 0:
             rows = self._reduce(replicas, cells * self.units.units[0].width_out * self.units.parameter_bytes)
-            there, back = rows, rows / 2  # a gather takes half as long as a sum
+            forward, backward = rows, rows / 2  # a gather takes half as long as a sum
         if last == len(self.units) and self.units.scores_vocabulary:
             outputs = self._reduce(replicas, cells * self.units.units[-1].width_in * self.units.activation_bytes)
-            there += outputs / 2 + 2 * self._reduce(replicas, cells * self.units.parameter_bytes)
-            back += outputs + self._head(stage, lanes, steps).forward
-        return there, back
+            forward += outputs / 2 + 2 * self._reduce(replicas, cells * self.units.parameter_bytes)
+            backward += outputs + self._head(stage, lanes, steps).forward
+        return forward, backward
 
     def weight_gradients(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of a micro-batch's deferred weight gradients, including a shared head's for the `scored` chunks of the last stage."""
-        if not self.put_off:
+        if not self.defer_weights:
             return 0.0
         last = self.last_unit(last, self.chunks - 1)
-        own = self._owed(stage, first, last, lanes) if last > first else 0.0
+        stage_seconds = self._deferred(stage, first, last, lanes) if last > first else 0.0
         head = len(self.units) - 1
-        return own + (self._owed(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
+        return stage_seconds + (self._deferred(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
 
-    def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
+    def _deferred(self, stage: int, first: int, last: int, lanes: int) -> float:
         """Seconds of the deferred weight gradients of units [first, last), on the slowest of this stage's devices."""
         pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
         return max(costs.deferred(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
@@ -131,8 +131,8 @@ class PlanCase(Footprint):
     def score(self, stage: int, lanes: int, chunk: int) -> float:
         """Seconds of a shared-head task. Only the last stage defers its weight gradients."""
         work = self._head(stage, lanes, self.steps(chunk))
-        put_off = self.put_off and stage == self.plan.stages - 1
-        return self.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
+        defers = self.defer_weights and stage == self.plan.stages - 1
+        return self.task_seconds + work.forward + work.backward + (0.0 if defers else work.deferred)
 
     def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
         """Bytes of a unit's input for one chunk, which is the size of a message."""
@@ -176,28 +176,28 @@ class PlanCase(Footprint):
 
     def simulate(self, edges: tuple[int, ...]) -> Timeline:
         """Simulate the step, task by task."""
-        program = program_of(self.plan.stages, self.counts, self.share_head, self.put_off)
+        program = program_of(self.plan.stages, self.counts, self.share_head, self.defer_weights)
         last = self.plan.stages - 1
-        span = self.spans(edges)
-        known: dict[tuple[str, int, int, bool, int], float] = {}
-        own: dict[int, int] = {}  # for each micro-batch, the number of chunks that the last stage scores itself
+        unit_ranges = self.spans(edges)
+        seconds: dict[tuple[str, int, int, bool, int], float] = {}
+        self_scored: dict[int, int] = {}  # for each micro-batch, the number of chunks that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
-            own[part] = own.get(part, 0) + (stage == last)
+            self_scored[part] = self_scored.get(part, 0) + (stage == last)
 
         def run(task: StageTask) -> float:
             lanes = self.lanes[task.micro_batch]
-            scored = own.get(task.micro_batch, 0) if task.phase == "W" and task.stage == last else 0
+            scored = self_scored.get(task.micro_batch, 0) if task.phase == "W" and task.stage == last else 0
             key = task.phase, task.stage, lanes, task.chunk == self.chunks - 1, scored
-            if key not in known:
+            if key not in seconds:
                 match task.phase:
                     case "H":
-                        known[key] = self.score(task.stage, lanes, task.chunk)
+                        seconds[key] = self.score(task.stage, lanes, task.chunk)
                     case "W":
-                        known[key] = self.weight_gradients(task.stage, *span[task.stage], lanes, scored)
+                        seconds[key] = self.weight_gradients(task.stage, *unit_ranges[task.stage], lanes, scored)
                     case _:
                         of_phase = self.forward if task.phase == "F" else self.backward
-                        known[key] = of_phase(task.stage, *span[task.stage], lanes, task.chunk)
-            return known[key]
+                        seconds[key] = of_phase(task.stage, *unit_ranges[task.stage], lanes, task.chunk)
+            return seconds[key]
 
         def num_bytes(task: StageTask) -> int:
             # A forward sends the next stage's input, a backward the gradient of its own input. A shared head's messages, both ways,
@@ -209,12 +209,12 @@ class PlanCase(Footprint):
         def link(line: Channel) -> Link:
             return self.link(line.sender, line.receiver)
 
-        found = simulate(program, TaskTimes(run, num_bytes, link, self.message_seconds, self.transports.messages == DEVICE_MEMORY))
-        reduced, updated = self.after(edges, found.ends)
-        return found.then("reduce", reduced).then("update", updated)
+        timeline = simulate(program, TaskTimes(run, num_bytes, link, self.message_seconds, self.transports.messages == DEVICE_MEMORY))
+        reduced, updated = self.after(edges, timeline.ends)
+        return timeline.then("reduce", reduced).then("update", updated)
 
     def whole_step(self, seconds: float) -> float:
-        """Seconds from one step to the next, if its passes and updates take so many: the host prepares a recorded step during another."""
+        """Seconds from one step to the next, if its passes and updates take `seconds`: the host prepares a recorded step during another."""
         tensors = self.units.tensors(0, len(self.units)) / self.plan.stages
         least = self.overheads.least_step_seconds + tensors * self.overheads.least_tensor_seconds
         return max(seconds + self.overheads.step_seconds, least if self.transports.recorded else 0.0)
@@ -231,9 +231,9 @@ class PlanCase(Footprint):
         shared, members = self.units.common(edges, share_head=self.share_head)
         done = []
         for stage, end in enumerate(ends):
-            own = (held[stage] - (shared if stage in members else 0) - self.units.rows) * self.units.parameter_bytes
+            reduced = (held[stage] - (shared if stage in members else 0) - self.units.rows) * self.units.parameter_bytes
             window = self._window(stage, *self.units.alike(edges[stage], edges[stage + 1]))
-            done.append(end * (1 + self.lag) + self._exposed(own, window))
+            done.append(end * (1 + self.lag) + self._exposed(reduced, window))
         if shared:
             groups = 1 if self.units.reproducible else replicas * len(members)
             agreed = max(done[stage] for stage in members)
@@ -244,9 +244,9 @@ class PlanCase(Footprint):
         owners = replicas if self.units.shard_optimizer else 1
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-            own = -(-held[stage] // owners)
-            span, passes = (edges[stage], edges[stage + 1]), len(self.lanes)  # every pass drops weights anew
-            seconds = max((costs.update(own, tensors[stage]) + passes * costs.weight_drop(*span)) * crowd for costs, crowd in pairs)
+            owned = -(-held[stage] // owners)
+            unit_range, passes = (edges[stage], edges[stage + 1]), len(self.lanes)  # every pass drops weights anew
+            seconds = max((costs.update(owned, tensors[stage]) + passes * costs.weight_drop(*unit_range)) * crowd for costs, crowd in pairs)
             if owners > 1:  # exchanging the new weights is the second half of an all-reduce
                 seconds += self._reduce(replicas, held[stage] * self.units.parameter_bytes) / 2
             updates.append((agreed, agreed + seconds))
@@ -260,7 +260,7 @@ class PlanCase(Footprint):
     def _window(self, stage: int, first: int, last: int) -> float:
         """Seconds during which gradients become final one after another: the deferred weight gradients, or else the last backward."""
         lanes = self.lanes[-1]
-        return self.weight_gradients(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
+        return self.weight_gradients(stage, first, last, lanes) if self.defer_weights else self.backward(stage, first, last, lanes, 0)
 
     def _exposed(self, num_bytes: int, window: float) -> float:
         """Seconds by which the all-reduce over replicas outlasts the last task; buckets are reduced while later gradients are computed."""

@@ -81,7 +81,7 @@ class Cluster:
         """
         keys = ("hosts", "devices", "profile", "within", "between")
         given = _mapping(values, keys, where)
-        found: dict[str, Profile] = {}
+        profiles: dict[str, Profile] = {}
 
         def host(part: Mapping[str, Any], here: str) -> Host:
             name, devices = part.get("profile", given.get("profile")), part.get("devices", given.get("devices"))
@@ -89,9 +89,9 @@ class Cluster:
                 raise PlanError(f"{here}: profile={name!r} is not the name or file of a profile; set one")
             if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
                 raise PlanError(f"{here}: devices={devices!r} is not a number of devices; use at least 1 for each host")
-            if name not in found:
-                found[name] = profile(name)
-            return Host(devices, found[name])
+            if name not in profiles:
+                profiles[name] = profile(name)
+            return Host(devices, profiles[name])
 
         hosts = given.get("hosts", 1)
         if isinstance(hosts, int) and hosts > MOST_DEVICES:

@@ -24,28 +24,28 @@ class Footprint:
         self.chunk_steps = shape.steps if units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
         self.chunks = -(-shape.steps // self.chunk_steps)
         self.counts = (self.chunks,) * len(self.lanes)
-        self.put_off = self.chunks > 1 and not plan.recompute
+        self.defer_weights = self.chunks > 1 and not plan.recompute
         self.share_head = plan.shares_head and not units.pooled
         self._memory: dict[tuple[Load, int, int], Memory] = {}
 
     def most_held(self, stage: int) -> Load:
         """An upper bound on a stage's load, without building a schedule."""
         if self.plan.stages == 1 or len(self.counts) == 1:
-            return one_micro_batch(self.chunks, put_off=self.put_off)
-        return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, put_off=self.put_off)
+            return one_micro_batch(self.chunks, defer_weights=self.defer_weights)
+        return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, defer_weights=self.defer_weights)
 
     def memory(self, stage: int, first: int, last: int, load: Load | None = None) -> Memory:
         """Bytes of units [first, last) as this stage, with the given load or, by default, that of the schedule."""
         if load is None:
             # A single stage runs batches and micro-batches one after another and holds one at a time.
             counts = self.counts if self.plan.stages > 1 else self.counts[:1]
-            load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
+            load = loads_of(self.plan.stages, counts, self.share_head, self.defer_weights)[stage]
         first, last = self.units.alike(first, last)
         key = load, first, last
-        found = self._memory.get(key)
-        if found is None:
-            found = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
-        return found
+        needed = self._memory.get(key)
+        if needed is None:
+            needed = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
+        return needed
 
     @cached_property
     def split(self) -> Split:
@@ -55,7 +55,7 @@ class Footprint:
             self.chunk_steps,
             self.shape.steps,
             sum(self.lanes) // self.units.accumulate,
-            self.put_off,
+            self.defer_weights,
             bool(self.plan.recompute),
             self.share_head,
             reduced=self.plan.replicas > 1 and not self.units.outer,
@@ -68,7 +68,7 @@ class Footprint:
     def shared(self) -> Links:
         """What of the plan's traffic lies in device memory."""
         messages, sums = (way == DEVICE_MEMORY for way in (self.transports.messages, self.transports.sums))
-        slots = slots_of(self.plan.stages, self.counts, self.share_head, self.put_off) if messages else 1
+        slots = slots_of(self.plan.stages, self.counts, self.share_head, self.defer_weights) if messages else 1
         return Links(messages, self.plan.replicas if sums else 1, self.plan.stages, slots)
 
 

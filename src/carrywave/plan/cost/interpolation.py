@@ -18,7 +18,7 @@ from carrywave.plan.cost.profile import Sample
 
 _SWEEPS = 400
 _NEAR = 1e-9
-_ALIGNED = 8  # elements: products of half precision whose rows do not begin at multiples of so many take other, slower kernels
+_ALIGNED = 8  # elements: products of half precision whose rows do not begin at multiples of this take other, slower kernels
 
 
 class Size(NamedTuple):
@@ -37,19 +37,19 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float
-    put_off: float
+    deferred: float
 
     def __add__(self, other: object) -> Seconds:
         assert isinstance(other, Seconds)
-        return Seconds(self.forward + other.forward, self.backward + other.backward, self.put_off + other.put_off)
+        return Seconds(self.forward + other.forward, self.backward + other.backward, self.deferred + other.deferred)
 
     def times(self, factor: float) -> Seconds:
         """All times multiplied by `factor`."""
-        return Seconds(self.forward * factor, self.backward * factor, self.put_off * factor)
+        return Seconds(self.forward * factor, self.backward * factor, self.deferred * factor)
 
     @property
     def all(self) -> float:
-        return self.forward + self.backward + self.put_off
+        return self.forward + self.backward + self.deferred
 
 
 NOTHING = Seconds(0.0, 0.0, 0.0)
@@ -114,18 +114,18 @@ class Fit:
         lines: dict[Size, dict[int, Seconds]] = {}
         for size, time in self.times.items():
             lines.setdefault(size._replace(steps=1), {})[size.steps] = time
-        self.lines = [(size, self._place(size), sorted(line.items())) for size, line in lines.items()]
+        self.lines = [(size, self._coordinates(size), sorted(line.items())) for size, line in lines.items()]
 
     def __call__(self, size: Size) -> Seconds:
         """Predicted times of a call of this size: the fit, times an inverse-distance-weighted correction."""
         size = self._seen(size)
         if (timed := self.times.get(size)) is not None:
             return timed
-        place = self._place(size)
+        coordinates = self._coordinates(size)
         total, sums = 0.0, [0.0, 0.0, 0.0]
-        for other, there, line in self.lines:
+        for other, other_coordinates, line in self.lines:
             beyond = 0.5 * math.log2(size.steps / min(max(size.steps, line[0][0]), line[-1][0]))  # the end of the line
-            apart = sum((a - b) ** 2 for a, b in zip(place, there, strict=True)) + beyond**2
+            apart = sum((a - b) ** 2 for a, b in zip(coordinates, other_coordinates, strict=True)) + beyond**2
             weight = 1.0 / (apart * apart + _NEAR)
             total += weight
             steps, time = line[0] if len(line) == 1 else (size.steps, _along(line, size.steps))
@@ -133,8 +133,8 @@ class Fit:
             for part in range(3):
                 sums[part] += weight * _log_ratio(time[part], fitted[part])
         fitted = self._fitted(size)
-        found = self.times[size] = Seconds(*(fitted[part] * math.exp(sums[part] / total) for part in range(3)))
-        return found
+        predicted = self.times[size] = Seconds(*(fitted[part] * math.exp(sums[part] / total) for part in range(3)))
+        return predicted
 
     def _fitted(self, size: Size) -> Seconds:
         row = self.terms(size)
@@ -144,7 +144,7 @@ class Fit:
         """A size as this kind of call sees it: only cells go from step to step; to all others, every step of a lane is one more row."""
         return size if self.recurrent else size._replace(lanes=1, steps=_tokens(size))
 
-    def _place(self, size: Size) -> tuple[float, ...]:
+    def _coordinates(self, size: Size) -> tuple[float, ...]:
         """Coordinates of a size, in doublings, for distances between sizes. A layer's units weigh most: its kernel depends on them, while
         the input's width only adds a product.
         """
@@ -160,7 +160,7 @@ class Fit:
 
 
 def _along(line: Sequence[tuple[int, Seconds]], steps: int) -> Seconds:
-    """The time for so many steps on the line through the nearest samples; with fewer steps than they have, never below their share."""
+    """The time for this many steps on the line through the nearest samples; with fewer steps than they have, never below their share."""
     (few, less), (many, more) = next((pair for pair in pairwise(line) if steps <= pair[1][0]), line[-2:])
     share = (steps - few) / (many - few)
     return Seconds(*(max(a + (b - a) * share, a * min(1.0, steps / few)) for a, b in zip(less, more, strict=True)))

@@ -35,23 +35,23 @@ NO_LINKS = Links()
 
 def link_bytes(units: Units, first: int, last: int, links: Links, *, lanes: int, window: int, share_head: bool) -> int:
     """Bytes of the buffers of a stage with units [first, last). `lanes`: of the largest micro-batch."""
-    found = 0
+    total = 0
     each = lanes * window * units.activation_bytes * links.slots
     if links.messages and first > 0:
-        found += shared_bytes(units.units[first].width_in * each)
+        total += shared_bytes(units.units[first].width_in * each)
     if links.messages and last < len(units):
-        found += shared_bytes(units.units[last - 1].width_out * each)
+        total += shared_bytes(units.units[last - 1].width_out * each)
     if links.messages and share_head and (first > 0 or last < len(units)):
         # The last stage has a pair of buffers with every other one, which scores its share of the chunks.
         pairs = links.stages - 1 if last == len(units) else 1
-        found += pairs * shared_bytes(-(-units.units[-1].width_in * each // links.stages))
+        total += pairs * shared_bytes(-(-units.units[-1].width_in * each // links.stages))
     if links.sums > 1:
         whole = units.parameters(first, last, share_head=share_head) * units.parameter_bytes
-        own = [*units.units[first:last], *([units.units[-1]] if share_head else [])]
-        largest = max((_largest_tensor(unit) for unit in own), default=0) * units.parameter_bytes
+        held = [*units.units[first:last], *([units.units[-1]] if share_head else [])]
+        largest = max((_largest_tensor(unit) for unit in held), default=0) * units.parameter_bytes
         part = -(-max(min(whole, DEVICE_BUCKET_BYTES), largest) // links.sums)  # of a bucket, which one replica adds up
-        found += shared_bytes(2 * links.sums * -(-part // _ALIGNED) * _ALIGNED, least=SUMS_LEAST_BYTES) if whole else 0
-    return found
+        total += shared_bytes(2 * links.sums * -(-part // _ALIGNED) * _ALIGNED, least=SUMS_LEAST_BYTES) if whole else 0
+    return total
 
 
 def _largest_tensor(unit: Unit) -> int:

@@ -44,22 +44,22 @@ class Load:
         return max(held for held, _ in self.pairs)
 
 
-def one_micro_batch(chunks: int, *, put_off: bool) -> Load:
+def one_micro_batch(chunks: int, *, defer_weights: bool) -> Load:
     """The load with a single micro-batch: every stage runs all chunks forward and then backward, whatever its position."""
-    return Load(((chunks, 0), (0, chunks)) if put_off and chunks > 1 else ((chunks, 0),))
+    return Load(((chunks, 0), (0, chunks)) if defer_weights and chunks > 1 else ((chunks, 0),))
 
 
-def most_held(chunks: int, micro_batches: int, distance: int, *, put_off: bool) -> Load:
+def most_held(chunks: int, micro_batches: int, distance: int, *, defer_weights: bool) -> Load:
     """An upper bound on the load of a stage `distance` stages before the last, from the wavefront's limits on chunks in flight."""
     held = min(chunks * micro_batches, chunks + extra(chunks, distance))
-    return Load(((held, chunks * min(micro_batches, MOST_WAITING) if put_off and chunks > 1 else 0),))
+    return Load(((held, chunks * min(micro_batches, MOST_WAITING) if defer_weights and chunks > 1 else 0),))
 
 
 def loads(schedule: Schedule) -> tuple[Load, ...]:
     """The load of each stage. A chunk is in flight from its forward to the end of its backward, then its weight gradients, if deferred, are
     pending until the end of its micro-batch's task W.
     """
-    found = []
+    stage_loads = []
     for tasks in schedule.stages:
         held = deferred = 0
         most: dict[int, int] = {}  # number pending -> most in flight
@@ -71,8 +71,8 @@ def loads(schedule: Schedule) -> tuple[Load, ...]:
                 deferred += task.micro_batch in schedule.deferred
             if task.phase == "W":
                 deferred -= schedule.chunks[task.micro_batch]
-        found.append(Load(_hull(most)))
-    return tuple(found)
+        stage_loads.append(Load(_hull(most)))
+    return tuple(stage_loads)
 
 
 def _hull(most: dict[int, int]) -> tuple[tuple[int, int], ...]:
@@ -99,7 +99,7 @@ class Split:
     steps: int  # per chunk
     window: int  # steps in the whole window
     all_lanes: int  # of the replica
-    put_off: bool  # weight gradients are deferred
+    defer_weights: bool  # weight gradients are deferred
     recompute: bool
     share_head: bool
     reduced: bool  # gradients are all-reduced, in separate buffers
@@ -118,14 +118,14 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
         entering = 0  # messages are read in place, in the buffers of the links
     flight = (entering if split.recompute else entering + kept) * chunk * e
     pairs = load.pairs
-    if split.put_off and units.activation_bytes < units.parameter_bytes:
+    if split.defer_weights and units.activation_bytes < units.parameter_bytes:
         # In half precision, on GPUs, kernels hold what they saved of a window until the backward of its first chunk, when all of its
         # gradients are pending.
         pairs = ((load.held, max(pending for _, pending in pairs)),)
     activations = max(held * flight + pending * deferred * chunk * e for held, pending in pairs)
     # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over all chunks.
     workspace = (work + (kept * chunk if split.recompute else 0)) * e
-    if split.put_off:
+    if split.defer_weights:
         workspace = max(workspace, widest * split.lanes * split.window * e)
     # The carries at the starts of segments, and those within the one that is being recomputed.
     entered = -(-load.held // split.segment) + split.segment - 1
@@ -146,17 +146,17 @@ def _numbers(units: Units, first: int, last: int, chunk: int, share_head: bool) 
     """Elements of a stage: kept, pending and input, per lane and step; carry, per lane; its largest unit's work, for a chunk of this many
     lanes times steps; and its largest unit's pending.
     """
-    own = list(units.units[first:last])
+    held = list(units.units[first:last])
     head = units.units[-1]
     if share_head and last == len(units):  # a shared head's logits live only while it runs, on whichever stage that is
-        own.pop()
+        held.pop()
     return (
-        sum(unit.kept for unit in own),
-        sum(unit.deferred for unit in own),
+        sum(unit.kept for unit in held),
+        sum(unit.deferred for unit in held),
         units.units[first].width_in or -(-INDEX_BYTES // units.activation_bytes),
-        sum(unit.carry for unit in own),
-        max([_work(unit, chunk) for unit in own] + [(head.work + head.kept) * chunk] * share_head, default=0),
-        max([unit.deferred for unit in own], default=0),
+        sum(unit.carry for unit in held),
+        max([_work(unit, chunk) for unit in held] + [(head.work + head.kept) * chunk] * share_head, default=0),
+        max([unit.deferred for unit in held], default=0),
     )
 
 

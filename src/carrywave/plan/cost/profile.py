@@ -279,7 +279,7 @@ def _names(cls: type[Any], path: Sequence[object]) -> list[str]:
 
 
 def unknown_key(key: str, names: Sequence[str], where: str) -> str:
-    """What is said of a key that does not exist."""
+    """The error text for a key that does not exist."""
     near = difflib.get_close_matches(key, names, n=1)
     return f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}")
 

@@ -13,31 +13,31 @@ from carrywave.plan.schedule.schedule import wavefront
 
 
 @lru_cache(maxsize=256)
-def program_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> Compiled:
+def program_of(stages: int, chunks: tuple[int, ...], share_head: bool, defer_weights: bool) -> Compiled:
     """The program that the runtime would execute, compiled for simulation."""
-    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head, defer_weights=put_off)))
+    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head, defer_weights=defer_weights)))
 
 
 @lru_cache(maxsize=1024)
-def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> tuple[Load, ...]:
+def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, defer_weights: bool) -> tuple[Load, ...]:
     """The chunks that each stage holds at once."""
     if len(chunks) == 1:
-        return (one_micro_batch(chunks[0], put_off=put_off),) * stages
-    return loads(wavefront(stages, chunks, share_head=share_head, defer_weights=put_off))
+        return (one_micro_batch(chunks[0], defer_weights=defer_weights),) * stages
+    return loads(wavefront(stages, chunks, share_head=share_head, defer_weights=defer_weights))
 
 
 @lru_cache(maxsize=1024)
-def slots_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> int:
+def slots_of(stages: int, chunks: tuple[int, ...], share_head: bool, defer_weights: bool) -> int:
     """The most micro-batches whose messages a channel holds at once, in device memory."""
     if stages == 1 or len(chunks) == 1:
         return 1
-    return max(room.slots for room in places(program_of(stages, chunks, share_head, put_off).program).values())
+    return max(room.slots for room in places(program_of(stages, chunks, share_head, defer_weights).program).values())
 
 
 @lru_cache(maxsize=1024)
-def scored_by(stages: int, chunks: tuple[int, ...], put_off: bool) -> tuple[int, ...]:
+def scored_by(stages: int, chunks: tuple[int, ...], defer_weights: bool) -> tuple[int, ...]:
     """The number of chunks that each stage scores when the head is shared."""
-    counts = Counter(wavefront(stages, chunks, share_head=True, defer_weights=put_off).scorers.values())
+    counts = Counter(wavefront(stages, chunks, share_head=True, defer_weights=defer_weights).scorers.values())
     return tuple(counts[stage] for stage in range(stages))
 
 

@@ -85,7 +85,7 @@ def called(one: Ask | Sample) -> tuple[object, ...]:
 
 def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
     """The calls that plans with `workers` workers on a host would make, for their shares of the lanes and chunks of the window."""
-    found: dict[tuple[object, ...], Ask] = {}
+    by_size: dict[tuple[object, ...], Ask] = {}
     for shape in units.shapes:
         # A pipeline has all lanes, each replica a share of them.
         for lanes in sorted({shape.lanes, -(-shape.lanes // workers)}, reverse=True):
@@ -97,11 +97,11 @@ def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
                     continue
                 for each in _of_units(units, lanes, steps, chunks):
                     ask = lighter_ask(each, LARGEST[kind])
-                    found.setdefault(ask.size, ask)
+                    by_size.setdefault(ask.size, ask)
         if kind == "cuda" and workers == 1:
             for ask in _side_by_side(units, shape):
-                found.setdefault(ask.size, ask)
-    return list(found.values())
+                by_size.setdefault(ask.size, ask)
+    return list(by_size.values())
 
 
 def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:

@@ -58,10 +58,10 @@ def find_profile(text: str) -> Profile:
     if text in names():
         return shipped(text)
     if os.sep in text or text.endswith(".json") or Path(text).is_file():
-        found = Profile.read(text)
-        if "carrywave" in found.versions:  # reject another version's: its kernels may have been different
-            found.check_fresh(found.hardware, {"carrywave": __version__})
-        return found
+        profile = Profile.read(text)
+        if "carrywave" in profile.versions:  # reject another version's: its kernels may have been different
+            profile.check_fresh(profile.hardware, {"carrywave": __version__})
+        return profile
     raise PlanError(f"profile {text} not found; {_remedy()}")
 
 
@@ -70,5 +70,5 @@ def _folder() -> Traversable:
 
 
 def _remedy() -> str:
-    found = names()
-    return f"use {', '.join(found)}, or a file that carrywave measured" if found else "use a file that carrywave measured"
+    shipped_names = names()
+    return f"use {', '.join(shipped_names)}, or a file that carrywave measured" if shipped_names else "use a file that carrywave measured"

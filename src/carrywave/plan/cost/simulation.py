@@ -144,8 +144,8 @@ class _Simulated:
         if self.waiting:
             schedule = self.program.program.schedule
             stuck = sorted((stage, self.program.readers[message]) for message, stage in self.waiting.items())
-            said = ", ".join(f"stage {stage} waits for the message of {name(task, schedule)}" for stage, task in stuck)
-            raise PlanError(f"the program deadlocks: {said}; send the messages that are waited for, in the order of the schedule")
+            waits_text = ", ".join(f"stage {stage} waits for the message of {name(task, schedule)}" for stage, task in stuck)
+            raise PlanError(f"the program deadlocks: {waits_text}; send the messages that are waited for, in the order of the schedule")
         return Timeline(tuple(map(tuple, self.rows)), tuple(self.sent_bytes))
 
     def _walk(self, stage: int) -> Iterator[int]:

@@ -41,29 +41,29 @@ class Costs:
         self._fits: dict[str, Fit | None] = {}
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
         self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
-        self._owed: dict[tuple[int, ...], float] = {}
+        self._of_deferred: dict[tuple[int, ...], float] = {}
         self.side_by_side = [s for s in self._samples(units.units[1].kind) if s.layers > 1]
         self._optimizers = {sample.name for sample in self._samples("optimizer")}
 
     def unit(self, number: int, lanes: int, steps: int) -> Seconds:
         """Seconds of one unit on one chunk, with the dropout and norm that follow it."""
         key = number, lanes, steps
-        found = self._of_unit.get(key)
-        if found is None:
-            found = self._of_unit[key] = self._unit(self.units.units[number], lanes, steps)
-        return found
+        seconds = self._of_unit.get(key)
+        if seconds is None:
+            seconds = self._of_unit[key] = self._unit(self.units.units[number], lanes, steps)
+        return seconds
 
     def stage(self, first: int, last: int, lanes: int, steps: int) -> Seconds:
         """Seconds of units [first, last) on one chunk. Neighbouring equal layers run concurrently if the samples show that they can."""
         key = first, last, lanes, steps
-        found = self._of_stage.get(key)
-        if found is None:
-            found = NOTHING
+        seconds = self._of_stage.get(key)
+        if seconds is None:
+            seconds = NOTHING
             for begin, end in self._runs(first, last):
                 of_one = self.unit(begin, lanes, steps)
-                found = found + of_one.times((end - begin) * self._together(self.units.units[begin], end - begin, lanes, steps))
-            self._of_stage[key] = found
-        return found
+                seconds = seconds + of_one.times((end - begin) * self._together(self.units.units[begin], end - begin, lanes, steps))
+            self._of_stage[key] = seconds
+        return seconds
 
     def deferred(self, first: int, last: int, lanes: int, steps: int, chunk_steps: int) -> float:
         """Seconds of the weight gradients that units [first, last) defer until all chunks of a window are done.
@@ -73,17 +73,17 @@ class Costs:
         have their part of the product for the whole window.
         """
         key = first, last, lanes, steps, chunk_steps
-        found = self._owed.get(key)
-        if found is None:
-            found = 0.0
+        seconds = self._of_deferred.get(key)
+        if seconds is None:
+            seconds = 0.0
             for begin, end in self._runs(first, last):
-                whole = self.unit(begin, lanes, steps).put_off
-                by_chunk = self.unit(begin, lanes, chunk_steps).put_off * steps / chunk_steps
+                whole = self.unit(begin, lanes, steps).deferred
+                by_chunk = self.unit(begin, lanes, chunk_steps).deferred * steps / chunk_steps
                 together = self._together(self.units.units[begin], end - begin, lanes, steps)
                 as_one = self.piped != "recorded" and 2 * whole >= by_chunk
-                found += (whole if as_one else by_chunk) * (end - begin) * together
-            self._owed[key] = found
-        return found
+                seconds += (whole if as_one else by_chunk) * (end - begin) * together
+            self._of_deferred[key] = seconds
+        return seconds
 
     def update(self, parameters: int, tensors: int = 0) -> float:
         """Seconds of norm, clipping and optimizer for `parameters` parameters in `tensors` tensors."""
@@ -105,24 +105,24 @@ class Costs:
         return _between([(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.contention)], workers)
 
     def _unit(self, unit: Unit, lanes: int, steps: int) -> Seconds:
-        found = NOTHING
+        seconds = NOTHING
         if unit.kind != "numbers":
             # A pooled head has one row per lane. It runs only on the last chunk, but is too cheap for that to be worth modelling here.
             rows = self.units.rows_of(unit, steps)
             fit = self._kind(unit.kind)
-            found = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
+            seconds = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
         if unit.launches:
             launched = steps * unit.directions * unit.launches * LAUNCH_SECONDS
-            found = Seconds(found.forward + launched / 3, found.backward + found.put_off + launched * 2 / 3, 0.0)
+            seconds = Seconds(seconds.forward + launched / 3, seconds.backward + seconds.deferred + launched * 2 / 3, 0.0)
         after = [("dropout", unit.dropout, steps), ("norm", unit.norm, steps)]
         for layer in unit.front:
             # A convolution is priced as the product that it is.
-            found = found + self._kind("linear")(Size(layer.inputs, layer.channels, lanes, steps * layer.times))
+            seconds = seconds + self._kind("linear")(Size(layer.inputs, layer.channels, lanes, steps * layer.times))
             after += [(kind, layer.channels, steps * layer.times) for kind in ("norm", "dropout") if kind == "norm" or layer.dropped]
         for kind, width, rows in after:
             if width and self._samples(kind):
-                found = found + self._kind(kind)(Size(width, width, lanes, rows))
-        return found
+                seconds = seconds + self._kind(kind)(Size(width, width, lanes, rows))
+        return seconds
 
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
         """Runs of equal neighbours among units [first, last), each as [first, last)."""
@@ -151,12 +151,12 @@ class Costs:
         if kind == "optimizer":  # it works in fp32 or fp64, whatever precision the layers compute in
             precisions = ["fp64", "fp32"] if self.units.precision == "fp64" else ["fp32", self.units.precision]
         for precision in precisions:
-            found = [s for s in self.profile.samples if s.kind == kind and s.precision == precision and (not name or s.name == name)]
+            samples = [s for s in self.profile.samples if s.kind == kind and s.precision == precision and (not name or s.name == name)]
             # If this kind was not timed with this number of workers, use the nearest number.
-            nearest = min({s.workers for s in found}, key=lambda workers: abs(math.log2(workers / self.workers)), default=1)
-            found = [s for s in found if s.workers == nearest]
+            nearest = min({s.workers for s in samples}, key=lambda workers: abs(math.log2(workers / self.workers)), default=1)
+            samples = [s for s in samples if s.workers == nearest]
             for wanted in dict.fromkeys((self.piped, "")):
-                if timed := tuple(s for s in found if s.piped == wanted):
+                if timed := tuple(s for s in samples if s.piped == wanted):
                     return timed
         return ()
 
@@ -186,10 +186,10 @@ def far_off(units: Units, profile: Profile) -> str | None:
         return f"profile {profile.name} has no layer of cell {layers[0].kind}: the times are guesses from those of {lstm.CELL.name}"
     if layers[0].launches:
         return f"profile {profile.name} has no layer that runs step by step: the times are guesses from those of {layers[0].kind}'s kernels"
-    known = {s.outputs for s in timed}
+    sizes = {s.outputs for s in timed}
     for unit in layers:
-        if known:
-            nearest = min(known, key=lambda outputs: abs(math.log2(outputs / unit.outputs)))
+        if sizes:
+            nearest = min(sizes, key=lambda outputs: abs(math.log2(outputs / unit.outputs)))
             if abs(math.log2(nearest / unit.outputs)) > FAR_DOUBLINGS:
                 return f"profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): the times are guesses"
     return None

@@ -35,15 +35,15 @@ class Transports:
             return ""
         same = self.messages in ("", self.sums)
         what = f"{'messages and sums' if self.messages else 'sums'} {_by(self.sums)}"
-        said = what if same else f"messages {_by(self.messages)}, sums {_by(self.sums)}"
+        routes = what if same else f"messages {_by(self.messages)}, sums {_by(self.sums)}"
         if not self.on_gpu:
-            return said
+            return routes
         how = {
             "steps": "whole steps are recorded as CUDA graphs",
             "passes": "forward and backward are recorded as CUDA graphs",
             "": "the host launches every task",
         }
-        return f"{said}; {how[self.recorded]}"
+        return f"{routes}; {how[self.recorded]}"
 
 
 def transports_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) -> Transports:

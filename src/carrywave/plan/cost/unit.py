@@ -76,8 +76,8 @@ def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
         front.append(Convolution(width * layer.kernel, layer.channels, many, bool(spec.model.front_dropout)))
         parameters += (width * layer.kernel + 3) * layer.channels  # its bias, and the norm's scale and bias
         # What the convolution reads, without padding; what it gives, the norm and ReLU after it, and dropout.
-        own = width * many_before + layer.channels * many * (3 if spec.model.front_dropout else 2)
-        kept, work = kept + own, max(work, own)
+        of_layer = width * many_before + layer.channels * many * (3 if spec.model.front_dropout else 2)
+        kept, work = kept + of_layer, max(work, of_layer)
         width = layer.channels
     return replace(
         plain,

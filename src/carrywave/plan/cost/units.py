@@ -69,7 +69,7 @@ class Units:
         return len(self.units) - 2
 
     def rows_of(self, unit: Unit, steps: int) -> int:
-        """How many rows of each lane a unit computes for so many steps; of a head that pools, one."""
+        """How many rows of each lane a unit computes for this many steps; of a head that pools, one."""
         if unit.width_out == 0 and self.pooled and not unit.launches:
             return 1
         return steps * (self.stride if unit.front else 1)
@@ -126,10 +126,10 @@ class Units:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """Maximal runs of neighbouring units that are equal except for their names, each as [first, last)."""
-        found = [0]
+        edges = [0]
         for _, several in groupby(self.units, key=lambda unit: replace(unit, name="")):
-            found.append(found[-1] + len(list(several)))
-        return list(pairwise(found))
+            edges.append(edges[-1] + len(list(several)))
+        return list(pairwise(edges))
 
     @cached_property
     def _run_of(self) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 There, a send does not wait for a posted receive: it needs a free place. Each channel has *slots*, each of which holds all messages of one
 micro-batch, next to each other. Micro-batch m, counted by first messages, uses slot m modulo their number, and may be written once the
 receiver has finished micro-batch m - slots altogether: it reads messages in place, some of them until the weight gradients are computed.
-And each channel has *signals*, by which the sender tells that a message has arrived, unless one that it sends later is read before: whoever
+And each channel has *signals*, by which the sender says that a message has arrived, unless one that it sends later is read before: whoever
 has waited for that one need not wait again. So a shared head, which reads the last chunks first, needs few of them. The n-th message that
 is signalled uses signal n modulo their number, which must have been read before it is raised again.
 
@@ -46,7 +46,7 @@ def places(program: Program) -> dict[Channel, Places]:
     for task, turn in order.items():
         at = task.stage, task.micro_batch
         ends[at] = max(ends[at], turn)
-    found: dict[Channel, Places] = {}
+    by_channel: dict[Channel, Places] = {}
     for channel, sent in sends(program).items():
         reads = [order[cast(StageTask, reader(task, program.schedule))] for task in sent]
         begun: dict[int, int] = {}  # the turn of each micro-batch's first message
@@ -55,17 +55,17 @@ def places(program: Program) -> dict[Channel, Places]:
         signalled = _signalled(reads)
         signals = _fewest([reads[number] for number in signalled], [order[sent[number]] for number in signalled])
         slots = _fewest([ends[channel.receiver, part] for part in begun], list(begun.values()))
-        found[channel] = Places(slots, signals, signalled)
-    return found
+        by_channel[channel] = Places(slots, signals, signalled)
+    return by_channel
 
 
 def _signalled(reads: Sequence[int]) -> tuple[int, ...]:
     """The messages before which no later one is read, given when each of them is."""
-    found: list[int] = []
+    signalled: list[int] = []
     for number in reversed(range(len(reads))):
-        if not found or reads[number] < reads[found[-1]]:
-            found.append(number)
-    return tuple(reversed(found))
+        if not signalled or reads[number] < reads[signalled[-1]]:
+            signalled.append(number)
+    return tuple(reversed(signalled))
 
 
 def _fewest(freed: list[int], taken: list[int]) -> int:
@@ -78,9 +78,9 @@ def _fewest(freed: list[int], taken: list[int]) -> int:
 
 def sends(program: Program) -> dict[Channel, list[StageTask]]:
     """The tasks whose outputs travel on each channel, in the order in which they are sent."""
-    found: defaultdict[Channel, list[StageTask]] = defaultdict(list)
+    by_channel: defaultdict[Channel, list[StageTask]] = defaultdict(list)
     for steps in program.stages:
         for step in steps:
             if step.kind == "send":
-                found[cast(Channel, outgoing(step.task, program.schedule))].append(step.task)
-    return dict(found)
+                by_channel[cast(Channel, outgoing(step.task, program.schedule))].append(step.task)
+    return dict(by_channel)

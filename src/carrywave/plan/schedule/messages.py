@@ -108,13 +108,13 @@ def outgoing(task: StageTask, schedule: Schedule) -> Channel | None:
 def channels_of(stages: int, *, share_head: bool) -> list[Channel]:
     """Every channel used by programs with this number of stages."""
     last = stages - 1
-    found = [channel for stage in range(last) for channel in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
-    return found + [channel for stage in range(last) if share_head for channel in (Channel("H", last, stage), Channel("B", stage, last))]
+    chain = [channel for stage in range(last) for channel in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
+    return chain + [channel for stage in range(last) if share_head for channel in (Channel("H", last, stage), Channel("B", stage, last))]
 
 
-def pairs_of(known: Iterable[Channel]) -> list[Pair]:
+def pairs_of(channels: Iterable[Channel]) -> list[Pair]:
     """The pairs of stages that exchange messages on these channels, in the order in which they connect."""
-    return sorted({channel.pair for channel in known})
+    return sorted({channel.pair for channel in channels})
 
 
 def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: int) -> tuple[ProgramStep, ...]:
@@ -164,10 +164,10 @@ def _in_order(schedule: Schedule, stage: int, turns: dict[StageTask, int]) -> tu
 
 def _inboxes(schedule: Schedule, stage: int) -> list[list[tuple[StageTask, StageTask]]]:
     """The messages to this stage, per channel: (sending task, reading task) pairs in send order."""
-    found: defaultdict[Channel, list[tuple[StageTask, StageTask]]] = defaultdict(list)
+    by_channel: defaultdict[Channel, list[tuple[StageTask, StageTask]]] = defaultdict(list)
     for tasks in schedule.stages:
         for task in tasks:
             reading = reader(task, schedule)
             if reading is not None and reading.stage == stage:
-                found[Channel(reading.phase, task.stage, stage)].append((task, reading))
-    return [found[channel] for channel in sorted(found, key=lambda channel: ("FBH".index(channel.phase), channel.sender))]
+                by_channel[Channel(reading.phase, task.stage, stage)].append((task, reading))
+    return [by_channel[channel] for channel in sorted(by_channel, key=lambda channel: ("FBH".index(channel.phase), channel.sender))]

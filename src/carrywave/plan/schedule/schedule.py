@@ -178,7 +178,7 @@ def reader(task: StageTask, schedule: Schedule) -> StageTask | None:
     return StageTask(phase, stage, chunk, part) if 0 <= stage <= last else None
 
 
-def own_needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
+def needs_on_stage(task: StageTask, schedule: Schedule) -> list[StageTask]:
     """Dependencies on the same stage: a forward needs the previous chunk; a backward its forward, its head and the next chunk; weight
     gradients the last backward of their micro-batch, that of its first chunk.
     """
@@ -200,10 +200,10 @@ def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
     """All tasks that must finish before this one starts, on its own stage and on another."""
     other = source(task, schedule)
     if other is None:
-        return own_needs(task, schedule)
+        return needs_on_stage(task, schedule)
     if schedule.in_turn:  # wait for the last chunk the neighbour computes: it passes on whole micro-batches
         other = other._replace(chunk=schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0)
-    return [other, *own_needs(task, schedule)]
+    return [other, *needs_on_stage(task, schedule)]
 
 
 def check(schedule: Schedule) -> None:
@@ -216,28 +216,28 @@ def check(schedule: Schedule) -> None:
         wanted += [("W", 0, part) for part in range(schedule.micro_batches) if part in schedule.deferred]
     heads: list[StageTask] = []
     for stage, tasks in enumerate(schedule.stages):
-        found = Counter(tasks)
+        counts = Counter(tasks)
         for phase, chunk, part in wanted:
             task = StageTask(phase, stage, chunk, part)
-            if (times := found.pop(task, 0)) != 1:
+            if (times := counts.pop(task, 0)) != 1:
                 fact = "is missing from" if times == 0 else f"appears {times} times on"
                 raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage must run each of its tasks once")
-        for task in found:
+        for task in counts:
             if task.phase != "H" or task.stage != stage or not schedule.backward:
                 raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; remove it")
-        heads += found.elements()
+        heads += counts.elements()
     _check_heads(schedule, heads)
 
 
 def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
     """Check that a shared head scores each chunk exactly once, on any stage."""
-    found = Counter((task.chunk, task.micro_batch) for task in heads)
+    counts = Counter((task.chunk, task.micro_batch) for task in heads)
     last = len(schedule.stages) - 1
     for position in forwards_of(schedule.chunks) if heads else []:
-        if (times := found.pop(position, 0)) != 1:
+        if (times := counts.pop(position, 0)) != 1:
             fact = "is missing from" if times == 0 else f"appears {times} times in"
             raise PlanError(f"{name(StageTask('H', last, *position), schedule)} {fact} the schedule; the head must run once on each chunk")
-    for position in found:
+    for position in counts:
         raise PlanError(f"{name(StageTask('H', last, *position), schedule)} scores a chunk that does not exist; remove it")
 
 

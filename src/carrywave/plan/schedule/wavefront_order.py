@@ -39,7 +39,7 @@ def wavefront_order(stages: int, counts: tuple[int, ...], head: float | None, *,
     begun = [[0, 0] for _ in range(stages)]  # counts of forwards, backwards
     done = [[0, 0] for _ in range(stages)]
     ends: list[float] = [0] * stages  # end time of each stage's current task
-    turns = {place: turn for turn, place in enumerate(backwards)}  # the order in which the heads' gradients are needed
+    turns = {position: turn for turn, position in enumerate(backwards)}  # the order in which the heads' gradients are needed
     unscored: set[int] = set()  # turns of heads that are ready and not started
     scored: dict[int, float] = {}  # end time of each turn's head
     now: float = 0
@@ -47,7 +47,7 @@ def wavefront_order(stages: int, counts: tuple[int, ...], head: float | None, *,
         for stage in range(stages):
             if ends[stage] <= now:
                 if stage == last and head is not None:
-                    unscored |= {turns[place] for place in forwards[done[last][0] : begun[last][0]]}
+                    unscored |= {turns[position] for position in forwards[done[last][0] : begun[last][0]]}
                 done[stage] = begun[stage].copy()
         for stage in (last, *range(last)):
             if ends[stage] > now:

@@ -81,8 +81,8 @@ def _all_units(case: PlanCase, seconds: OfUnits, tasks: int) -> float:
     """Seconds of all units; if devices differ, each run of equal units on its fastest device. The overhead of `tasks` tasks counts once."""
     if len(set(case.like)) == 1:
         return seconds(case.like[0], 0, len(case.units))
-    own = tasks * case.task_seconds
-    return own + sum(_fastest(case, seconds, *run) - own for run in case.units.runs)
+    overhead = tasks * case.task_seconds
+    return overhead + sum(_fastest(case, seconds, *run) - overhead for run in case.units.runs)
 
 
 def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
@@ -94,7 +94,7 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     waiting = [sum(case.weight_gradients(stage, *each, lanes) for lanes in case.lanes[-MOST_WAITING:]) for stage, each in enumerate(units)]
     sends = case.message_seconds * sum(case.counts)  # receives cost nothing here: they may be posted while the stage is idle
     lead = back = all_work = waits = 0.0  # lead: time to reach a stage; back: time to return from it
-    own = []  # the earliest end of each stage's tasks, without those weight gradients that may come after its last backward
+    stage_ends = []  # the earliest end of each stage's tasks, without those weight gradients that may come after its last backward
     for stage in range(stages):
         work = case.busy(stage, *units[stage]) - waiting[stage] + sends * ((stage > 0) + (stage < stages - 1))
         all_work += work + waiting[stage]
@@ -102,18 +102,18 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
         if case.share_head:
             # Chunks differ little, and micro-batches by at most one lane: the fewest lanes and the cheaper chunk keep it a lower bound.
             scores = (case.score(stage, min(case.lanes), chunk) for chunk in (0, case.chunks - 1))
-            work += scored_by(stages, case.counts, case.put_off)[stage] * min(scores)
-        own.append(lead + work)
+            work += scored_by(stages, case.counts, case.defer_weights)[stage] * min(scores)
+        stage_ends.append(lead + work)
         if stage < stages - 1:
             lead += case.forward(stage, *units[stage], first, 0) + case.hop(stage, edges, first, 0)
             back += case.backward(stage, *units[stage], final, 0) + case.hop(stage, edges, final, 0)
     # The last backward of a stage is followed by those of all earlier stages; `hop` already includes its send.
-    ends = [own[-1] + waiting[-1]]
-    after = own[-1] - case.message_seconds
+    ends = [stage_ends[-1] + waiting[-1]]
+    after = stage_ends[-1] - case.message_seconds
     for stage in range(stages - 2, -1, -1):
         after += case.hop(stage, edges, final, 0) + case.backward(stage, *units[stage], final, 0)
-        ends.append(max(after + late[stage], own[stage] + waiting[stage]))
-        after = max(after, own[stage] - case.message_seconds)
+        ends.append(max(after + late[stage], stage_ends[stage] + waiting[stage]))
+        after = max(after, stage_ends[stage] - case.message_seconds)
     ends.reverse()
     if case.share_head:  # whichever stages run the head, the stages together must do all the work
         ends[0] = max(ends[0], (all_work + waits + heads(case)) / stages)

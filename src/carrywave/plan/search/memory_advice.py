@@ -46,18 +46,18 @@ def too_large(space: Space) -> str | None:
 
 def remedies(error: NoFit, space: Space) -> list[str]:
     """Changes that would make the model fit; each is sufficient by itself."""
-    units, found = space.units, []
+    units, changes = space.units, []
     if (devices := _more_devices(space)) is not None:
-        found.append(f"{devices} such devices")
+        changes.append(f"{devices} such devices")
     if (lanes := _fewer_lanes(space)) is not None:
-        found.append(lanes)
+        changes.append(lanes)
     if units.states and not units.shard_optimizer and fits(replace(space, units=replace(units, shard_optimizer=True))):
-        found.append("train.shard_optimizer=true")
+        changes.append("train.shard_optimizer=true")
     if units.activation_bytes > 2 and fits(replace(space, units=replace(units, precision="bf16"))):
-        found.append("train.precision=bf16")
+        changes.append("train.precision=bf16")
     if units.states and fits(replace(space, units=replace(units, states=0, optimizer="sgd"))):
-        found.append("train.optimizer=sgd")
-    return [*found, f"{say(int(error.missing_bytes * _UP) + 1)} more memory on each device"]
+        changes.append("train.optimizer=sgd")
+    return [*changes, f"{say(int(error.missing_bytes * _UP) + 1)} more memory on each device"]
 
 
 def _more_devices(space: Space) -> int | None:

@@ -65,13 +65,13 @@ class Predictor:
     def cases(self, plan: Plan) -> tuple[PlanCase, ...]:
         """The plan on each batch shape; independent of the cuts."""
         key = plan.replicas, plan.stages, plan.chunk_steps, plan.micro_batches, plan.recompute, plan.share_head, plan.split_vocabulary
-        found = self._cases.get(key)
-        if found is None:
-            found = self._cases[key] = tuple(
+        of_plan = self._cases.get(key)
+        if of_plan is None:
+            of_plan = self._cases[key] = tuple(
                 PlanCase(plan, shape, self.units, self.cluster, self.placed(plan.replicas, plan.stages), self.costs)
                 for shape in self.units.shapes
             )
-        return found
+        return of_plan
 
     def predict(self, plan: Plan) -> Prediction:
         """Simulate a step of a plan. Memory is reported, not checked."""
@@ -165,7 +165,7 @@ class Predictor:
         """Necessary condition for fitting: all memory, divided evenly over the stages, fits. Every stage holds at least one micro-batch."""
         room = sum(self.limits(plan))
         for case in self.cases(plan):
-            whole = case.memory(0, 0, len(self.units), one_micro_batch(case.chunks, put_off=case.put_off))
+            whole = case.memory(0, 0, len(self.units), one_micro_batch(case.chunks, defer_weights=case.defer_weights))
             if whole.total - whole.workspace > room:
                 return False
         return True
@@ -184,10 +184,10 @@ class Predictor:
     def costs(self, profile: Profile, *, piped: Piped, crowd: int) -> Costs:
         """Costs of the model's units on one kind of device, with `crowd` workers on its host."""
         key = id(profile), piped, crowd
-        found = self._costs.get(key)
-        if found is None:
-            found = self._costs[key] = Costs(self.units, profile, piped=piped, crowd=crowd)
-        return found
+        of_device = self._costs.get(key)
+        if of_device is None:
+            of_device = self._costs[key] = Costs(self.units, profile, piped=piped, crowd=crowd)
+        return of_device
 
     def _mean(self, values: Sequence[float]) -> float:
         """Mean over all batches of an epoch: shapes with fewer tokens occur more often."""

@@ -71,21 +71,21 @@ Level = Literal["group", "uncut", "cut"]  # how much of a plan is decided: repli
 
 def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: float = TOLERANCE) -> PlanChoice:
     """The best plan on at most these devices or, with `use_all`, on all of them; raises `NoFit` if the model fits no plan."""
-    found = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
-    best = found.chosen()
-    left = found.left
+    searched = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
+    best = searched.chosen()
+    left = searched.left
     kinds: tuple[Wanted, ...] = (_serial, _replicas, _stages, _both)
-    of_kind = [found.rival(kind) for kind in kinds]
+    of_kind = [searched.rival(kind) for kind in kinds]
     # An alternative may have turned out better than the search's result: then choose it, so that no plan shown beats the choice.
     best = min((each for each in (best, *of_kind) if each is not None), key=lambda each: _score(each.seconds, each.plan, GAIN_PER_DOUBLING))
     used = best.plan.workers
-    more = found.rival(lambda plan: plan.workers > used) if used < cluster.devices else None
-    rivals = [Rival(each.plan, _why(each, best), each) for each in (*of_kind, more, *found.variants(best.plan)) if each is not None]
+    more = searched.rival(lambda plan: plan.workers > used) if used < cluster.devices else None
+    rivals = [Rival(each.plan, _why(each, best), each) for each in (*of_kind, more, *searched.variants(best.plan)) if each is not None]
     rivals += [
-        Rival(plan, said)
+        Rival(plan, lack)
         for kind, each in zip(kinds, of_kind, strict=True)
-        if each is None and (plan := found.lacking(kind))
-        for said in [found.lack(plan)]
+        if each is None and (plan := searched.lacking(kind))
+        for lack in [searched.lack(plan)]
     ]
     shown: dict[Plan, Rival] = {}
     for rival in rivals:
@@ -95,7 +95,7 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
     why = _reason(best, ordered, cluster.devices, use_all=use_all)
     if left:
         why += f" ({MOST_SIMULATED} plans were simulated; any other could be faster by at most {left:.1%})"
-    return PlanChoice(best, why, tuple(ordered), of_kind[0] or found.serial(), cluster.devices, left)
+    return PlanChoice(best, why, tuple(ordered), of_kind[0] or searched.serial(), cluster.devices, left)
 
 
 def describe(plan: Plan) -> str:
@@ -173,9 +173,9 @@ class Search:
                         push(each, self._least(each), "uncut")
             else:
                 simulated += 1
-                found = self._predict(plan)
-                if (score := _score(found.seconds, plan, gain)) < limit:
-                    best, limit = found, score
+                prediction = self._predict(plan)
+                if (score := _score(prediction.seconds, plan, gain)) < limit:
+                    best, limit = prediction, score
         sure = not heap or heap[0][0] * (1 + self.tolerance) >= limit
         self.left = 0.0 if sure else limit / heap[0][0] - 1
         return best
@@ -191,12 +191,12 @@ class Search:
                 return []
             even = None if units <= FEW_UNITS else self.predictor.balanced(plan)
             if units <= FEW_UNITS:
-                found = [cuts for cuts in all_cuts(units, plan.stages) if self.predictor.fits(replace(plan, cuts=cuts))]
+                fitting = [cuts for cuts in all_cuts(units, plan.stages) if self.predictor.fits(replace(plan, cuts=cuts))]
             elif even is not None and self.predictor.fits(replace(plan, cuts=even)):
-                found = [even]
+                fitting = [even]
             else:
                 try:
-                    found = [
+                    fitting = [
                         partition(
                             units,
                             plan.stages,
@@ -206,9 +206,9 @@ class Search:
                         )
                     ]
                 except NoFit:
-                    found = []
-            self.cuts[plan] = found
-            if not found:
+                    fitting = []
+            self.cuts[plan] = fitting
+            if not fitting:
                 self.misfits[plan] = None
         return self.cuts[plan]
 

@@ -40,27 +40,27 @@ class Space:
         """Numbers of stages to try: all up to `ALL_STAGES`, then in steps of about one eighth."""
         # Stages change the order of summation, but a reproducible run must give the same bits on any number of devices.
         most = 1 if self.units.reproducible else min(len(self.units), self.cluster.devices)
-        found = list(range(1, min(most, ALL_STAGES) + 1))
-        while found[-1] < most:
-            found.append(min(most, found[-1] + max(1, found[-1] // 8)))
-        return found
+        numbers = list(range(1, min(most, ALL_STAGES) + 1))
+        while numbers[-1] < most:
+            numbers.append(min(most, numbers[-1] + max(1, numbers[-1] // 8)))
+        return numbers
 
     def replicas(self, stages: int) -> list[int]:
         """Numbers of replicas to try: the smallest of those with the same largest share of the lanes."""
         devices, most = self.cluster.devices, self.most_lanes
         if self.use_all:
-            found = [devices // stages] if devices % stages == 0 and devices // stages <= most else []
+            numbers = [devices // stages] if devices % stages == 0 and devices // stages <= most else []
         else:
             before: tuple[int, ...] = ()
-            found = []
+            numbers = []
             for replicas in range(1, min(devices // stages, most) + 1):
                 shares = tuple(-(-shape.lanes // replicas) for shape in self.units.shapes)
                 if shares != before:
-                    found.append(replicas)
+                    numbers.append(replicas)
                 before = shares
         if self.units.reproducible:
-            return [replicas for replicas in found if replicas in REPLICAS]
-        return _thinned(found)
+            return [replicas for replicas in numbers if replicas in REPLICAS]
+        return _thinned(numbers)
 
     def micro_batches(self, replicas: int, numbers: Sequence[int]) -> list[int]:
         """Those of `numbers` that leave at least one lane for every micro-batch of every replica."""
@@ -79,10 +79,10 @@ class Space:
     def recomputed(self) -> list[Plan]:
         """Chunk sizes, and levels of recomputation, to try where one stage does not fit; those of the fewest bytes last."""
         longest = max(shape.steps for shape in self.units.shapes)
-        found = [steps for steps in self.chunk_steps() if steps is not None]
+        chunk_steps = [steps for steps in self.chunk_steps() if steps is not None]
         if not self.units.whole:
-            found += [steps for chunks in MORE_CHUNKS if (steps := -(-longest // chunks)) >= LEAST_LONG_CHUNK_STEPS]
-        once = [Plan(chunk_steps=steps, recompute=True) for steps in found]
+            chunk_steps += [steps for chunks in MORE_CHUNKS if (steps := -(-longest // chunks)) >= LEAST_LONG_CHUNK_STEPS]
+        once = [Plan(chunk_steps=steps, recompute=True) for steps in chunk_steps]
         return once + [replace(plan, recompute="twice") for plan in once if plan.chunks(longest) >= LEAST_CHUNKS_TWICE]
 
     def splits_vocabulary(self, plan: Plan) -> bool:
@@ -118,12 +118,12 @@ class Space:
                     yield replace(plan, micro_batches=micro_batches, recompute=True)
         elif plan == Plan(plan.replicas):
             for split in (False, True) if self.splits_vocabulary(plan) else (False,):
-                own = replace(plan, split_vocabulary=split)
+                variant = replace(plan, split_vocabulary=split)
                 for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
                     if micro_batches > 1 or split:
-                        yield replace(own, micro_batches=micro_batches)
+                        yield replace(variant, micro_batches=micro_batches)
                     for each in self.recomputed():
-                        yield replace(own, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
+                        yield replace(variant, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
 
     def leanest(self) -> Iterator[Plan]:
         """For each number of stages, the plain plan, then those that need the least memory."""
@@ -145,8 +145,8 @@ def _thinned(numbers: list[int]) -> list[int]:
     """All of a few numbers; of many, those at least a factor of `APART` apart, and the last."""
     if len(numbers) <= MOST_NUMBERS:
         return numbers
-    found = [numbers[0]]
+    kept = [numbers[0]]
     for number in numbers[1:-1]:
-        if number <= ALL_STAGES or number >= APART * found[-1]:
-            found.append(number)
-    return [*found, numbers[-1]]
+        if number <= ALL_STAGES or number >= APART * kept[-1]:
+            kept.append(number)
+    return [*kept, numbers[-1]]

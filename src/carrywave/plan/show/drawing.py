@@ -12,7 +12,7 @@ DARK = ".ground{fill:#161b22}text{fill:#e6eaf0}"
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values within a range, at most about so many."""
+    """Round values within a range, at most about this many."""
     step = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

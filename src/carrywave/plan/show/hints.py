@@ -37,15 +37,15 @@ def other_settings(spec: Spec, facts: DataFacts, units: Units, cluster: Cluster,
     now = _predicted(units, cluster, plan)
     if now is None:
         return []
-    found = []
+    hints = []
     if bf16 and units.precision in ("fp32", "tf32"):
         other = _predicted(replace(units, precision="bf16"), cluster, plan)
-        found += _much("train.precision=bf16", now, other, cluster, "the precision")
+        hints += _much("train.precision=bf16", now, other, cluster, "the precision")
     for setting, wider in _wider(spec, facts, units):
         if hint := _much(setting, now, _predicted(wider, cluster, plan), cluster, "the batch"):
-            found += hint
+            hints += hint
             break
-    return sorted(found, key=lambda each: -each.gain)
+    return sorted(hints, key=lambda each: -each.gain)
 
 
 def one_device(units: Units, cluster: Cluster, plan: Plan) -> list[Hint]:
@@ -61,10 +61,10 @@ def hint_lines(hints: Sequence[Hint]) -> list[str]:
     parts = [f"{each.setting} (about {each.gain:.1f} times as fast)" for each in sorted(hints, key=lambda each: -each.gain)]
     changed = sorted({each.changes for each in hints if each.changes})
     profiles = " and ".join(sorted({each.profile for each in hints}))
-    said = f"this run would be much faster with {' or '.join(parts)}, as predicted from the profile of {profiles}"
+    sentence = f"this run would be much faster with {' or '.join(parts)}, as predicted from the profile of {profiles}"
     if not changed:
-        return [said]
-    return [f"{said}; {' and '.join(changed)} change{'s' * (len(changed) == 1)} the result of training, so the decision is yours"]
+        return [sentence]
+    return [f"{sentence}; {' and '.join(changed)} change{'s' * (len(changed) == 1)} the result of training, so the decision is yours"]
 
 
 def _wider(spec: Spec, facts: DataFacts, units: Units) -> Iterator[tuple[str, Units]]:

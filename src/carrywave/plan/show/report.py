@@ -17,18 +17,18 @@ from carrywave.plan.show.what_if import Remedy
 
 def section(plan: Plan, units: Units) -> dict[str, Any]:
     """The `plan:` section of a spec that gives exactly this plan on its number of workers; defaults are omitted."""
-    found: dict[str, Any] = {"replicas": plan.replicas, "stages": plan.stages}
+    keys: dict[str, Any] = {"replicas": plan.replicas, "stages": plan.stages}
     chunk_steps = plan.chunk_steps
     if plan.stages > 1:
-        found["cuts"] = list(plan.edges(len(units))[1:-1])
+        keys["cuts"] = list(plan.edges(len(units))[1:-1])
         if chunk_steps is None and plan.micro_batches == 1 and not units.whole:
             chunk_steps = max(shape.steps for shape in units.shapes)  # if omitted, `resolve` would cut the window into chunks
     if chunk_steps is not None:
-        found["chunk_steps"] = chunk_steps
+        keys["chunk_steps"] = chunk_steps
     if plan.micro_batches > 1:
-        found["micro_batches"] = plan.micro_batches
-    found |= {name: value for name in ("recompute", "share_head", "split_vocabulary") if (value := getattr(plan, name))}
-    return found if plan.kernel == "auto" else found | {"kernel": plan.kernel}
+        keys["micro_batches"] = plan.micro_batches
+    keys |= {name: value for name in ("recompute", "share_head", "split_vocabulary") if (value := getattr(plan, name))}
+    return keys if plan.kernel == "auto" else keys | {"kernel": plan.kernel}
 
 
 def yaml_line(plan: Plan, units: Units) -> str:

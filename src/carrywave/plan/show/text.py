@@ -84,7 +84,7 @@ def timeline_text(timeline: Timeline, columns: int = COLUMNS) -> str:
         lines.append(f"{f'stage {stage}':<{width}} {row}")
         seen += row
     lines += [f"{'':<{width}} {line}" for line in _ruler(seconds, columns)]
-    legend = [said for label, said in _LEGEND.items() if any(letter in seen for letter in _LETTERS[label])]
+    legend = [words for label, words in _LEGEND.items() if any(letter in seen for letter in _LETTERS[label])]
     return "\n".join([*lines, ", ".join(legend + [f"{WAITS} waiting"] * (WAITS in seen))])
 
 
@@ -110,8 +110,8 @@ def _ruler(seconds: float, columns: int) -> list[str]:
     for moment in ticks(0.0, seconds, MOST_TICKS):
         at = round(moment / seconds * columns)
         marks[at] = "|"
-        for place, letter in enumerate(seconds_text(moment)):
-            names[at + place] = letter
+        for offset, letter in enumerate(seconds_text(moment)):
+            names[at + offset] = letter
     return ["".join(marks).rstrip(), "".join(names).rstrip()]
 
 
@@ -121,9 +121,9 @@ def figures_text(choice: PlanChoice) -> str:
     # If batch shapes differ, the picture shows one of them, whereas the step time is their mean.
     drawn = best.timeline.seconds
     mean = abs(drawn - best.seconds) > 0.01 * best.seconds
-    own = f" on average; the one drawn takes {seconds_text(drawn)}" if mean else ""
+    on_average = f" on average; the one drawn takes {seconds_text(drawn)}" if mean else ""
     lines = [
-        f"step        {seconds_text(best.seconds)}{own}",
+        f"step        {seconds_text(best.seconds)}{on_average}",
         f"speed       {best.speed}",
         f"bubble      {best.bubble:.1%} of the devices' time is spent waiting, or summing gradients without overlap",
         f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
@@ -149,8 +149,8 @@ def rivals_text(choice: PlanChoice) -> str:
         return "there are no other plans"
     rows = []
     for rival in choice.rivals:
-        found = rival.prediction
-        took = ["-", "-"] if found is None else [seconds_text(found.seconds), f"{found.tokens_per_second:,.0f}"]
+        prediction = rival.prediction
+        took = ["-", "-"] if prediction is None else [seconds_text(prediction.seconds), f"{prediction.tokens_per_second:,.0f}"]
         cuts = f", cuts {list(rival.plan.cuts)}" if _only_cuts_differ(choice, rival.plan.cuts, describe(rival.plan)) else ""
         rows.append([describe(rival.plan) + cuts, str(rival.plan.workers), *took, rival.why])
     return table(["plan", "devices", "step", f"{choice.best.counted}/s", "why not"], rows, left=(0, 4))
@@ -166,16 +166,16 @@ def scale_text(scale: Scale) -> str:
     counted = first.prediction.counted
     rows = []
     for point in scale.points:
-        found = point.prediction
+        prediction = point.prediction
         rows.append(
             [
                 f"{point.devices:,}",
-                f"{found.plan.workers:,}",
-                f"{found.tokens_per_second:,.0f}",
-                f"{found.tokens_per_second / first.prediction.tokens_per_second:.2f}",
+                f"{prediction.plan.workers:,}",
+                f"{prediction.tokens_per_second:,.0f}",
+                f"{prediction.tokens_per_second / first.prediction.tokens_per_second:.2f}",
                 f"{point.efficiency:.1%}",
-                _number(found.plan.workers * 1e6 / found.tokens_per_second),
-                describe(found.plan),
+                _number(prediction.plan.workers * 1e6 / prediction.tokens_per_second),
+                describe(prediction.plan),
             ]
         )
     heads = ["devices", "used", f"{counted}/s", "speed-up", "efficiency", f"device-seconds per million {counted}", "plan"]

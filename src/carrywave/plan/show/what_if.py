@@ -30,14 +30,14 @@ class Remedy:
     note: str = ""
 
     def __str__(self) -> str:
-        found = self.prediction
-        said = f"{self.change}: {self.gain:+.1%}, {found.speed} with {describe(found.plan)}"
-        return said + (f" ({self.note})" if self.note else "")
+        prediction = self.prediction
+        line = f"{self.change}: {self.gain:+.1%}, {prediction.speed} with {describe(prediction.plan)}"
+        return line + (f" ({self.note})" if self.note else "")
 
 
 def remedies(units: Units, cluster: Cluster, choice: PlanChoice, *, use_all: bool = False) -> list[Remedy]:
     """The changes tried, largest gain first; those without gain are included, to show that they are not the bottleneck."""
-    found = []
+    tried = []
     for change, note, other_units, other_cluster in _changes(units, cluster, choice):
         try:
             search = Search(Predictor(other_units, other_cluster), use_all=use_all, tolerance=TOLERANCE)
@@ -45,8 +45,8 @@ def remedies(units: Units, cluster: Cluster, choice: PlanChoice, *, use_all: boo
         except PlanError:  # the profile has no figures for it
             continue
         if best is not None:
-            found.append(Remedy(change, best, best.tokens_per_second / choice.best.tokens_per_second - 1, note))
-    return sorted(found, key=lambda each: -each.gain)
+            tried.append(Remedy(change, best, best.tokens_per_second / choice.best.tokens_per_second - 1, note))
+    return sorted(tried, key=lambda each: -each.gain)
 
 
 def _changes(units: Units, cluster: Cluster, choice: PlanChoice) -> Iterator[tuple[str, str, Units, Cluster]]:
@@ -101,10 +101,10 @@ def _twice(cluster: Cluster) -> Cluster | None:
     first = cluster.hosts[0]
     if len(cluster.hosts) == 1 and cluster.within is None and cluster.between is None:
         size = first.profile.devices_per_host
-        known = first.profile.between is not None or 2 * first.devices <= size
-        return Cluster.uniform(first.profile, 2 * first.devices) if known and first.devices <= size else None
-    known = cluster.between is not None or all(host.profile.between is not None for host in cluster.hosts)
-    return replace(cluster, hosts=cluster.hosts * 2) if known else None
+        linked = first.profile.between is not None or 2 * first.devices <= size
+        return Cluster.uniform(first.profile, 2 * first.devices) if linked and first.devices <= size else None
+    linked = cluster.between is not None or all(host.profile.between is not None for host in cluster.hosts)
+    return replace(cluster, hosts=cluster.hosts * 2) if linked else None
 
 
 def _faster(cluster: Cluster, times: int) -> Cluster:

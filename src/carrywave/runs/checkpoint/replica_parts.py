@@ -38,7 +38,7 @@ def own_part(trainer: Trainer, own: Collection[str]) -> Tensors:
     assert trainer.sync is not None
     state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
     found = {OPTIMIZER + key: tensor for key, tensor in state.items()}
-    found |= {SYNC + key: tensor for key, tensor in trainer.sync.own_state().items() if _parameter(key) in (*own, NAME)}
+    found |= {SYNC + key: tensor for key, tensor in trainer.sync.local_state().items() if _parameter(key) in (*own, NAME)}
     if trainer.mesh.stage == 0:  # all stages of a replica have the same
         found |= {ALONE + "targets": trainer.sync.targets, ALONE + "in_a_row": trainer.nonfinite.kept[1].clone()}
         if trainer.scaler is not None:

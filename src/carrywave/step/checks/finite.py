@@ -84,7 +84,7 @@ def _fails_without_targets(trainer: Trainer) -> bool:
     masked = torch.full_like(sample.targets, torch.nan if targets.is_floating_point() else IGNORED)
     roots: list[object]
     if isinstance(stage, OpaqueModel):
-        roots, run = [stage.module, *stage.own_loss.values()], piecewise(stage, "module")
+        roots, run = [stage.module, *stage.separate_loss.values()], piecewise(stage, "module")
     else:
         roots, run = [stage.head], head(stage.head, "head", pooled=stage.pooled)
     dtype = next((p.dtype for p in stage.head.parameters()), torch.float32)

@@ -67,7 +67,7 @@ def _reads_padding(whole: OpaqueModel, sample: ProbeSample) -> bool:
     cut = replace(sample, x=sample.x[:end], y=sample.y[:end], targets=targets, weights=weights)
     run = piecewise(whole, "module")
     for dtype in dict.fromkeys((torch.float64, whole.dtype)):
-        with suppress(Exception), untouched([whole.module, *whole.own_loss.values()], sample.x.device, dtype), torch.no_grad():
+        with suppress(Exception), untouched([whole.module, *whole.separate_loss.values()], sample.x.device, dtype), torch.no_grad():
             whole.module.eval()
             padded, again, short = (
                 float(run(each, each.whole.pieces).sums[0][0]) for each in (sample.to(dtype), sample.to(dtype), cut.to(dtype))

@@ -96,23 +96,23 @@ class Capture:
         self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry, *, under: Key = ()
     ) -> tuple[Result, FlatCarry]:
         """Return what `step` returns, valid until the next call of the same kind. `under`: anything else a captured graph depends on."""
-        known = self._kinds.setdefault(kind, _Kind())
+        history = self._kinds.setdefault(kind, _Kind())
         version = 0 if self.watch is None else self.watch.version()
         if version is None:
             return step(batches, [tensor.to(self.device) for tensor in tensors], state)
         shape = (version, *under, *(_shape(batch) for batch in batches), _shapes(tensors), _shapes(state))
-        recorded = known.recorded.get(shape)
-        if recorded is None and len(known.failures) < MOST_TRIES and shape in known.seen:
-            recorded = self._record(known, shape, step, batches, tensors, state)
+        recorded = history.recorded.get(shape)
+        if recorded is None and len(history.failures) < MOST_TRIES and shape in history.seen:
+            recorded = self._record(history, shape, step, batches, tensors, state)
         if recorded is None:
-            if len(known.seen) >= MOST_SEEN:
-                known.seen.clear()  # shapes that rarely recur are not worth remembering
-            found = step(batches, [tensor.to(self.device) for tensor in tensors], state)
-            known.seen.add(shape)  # only now: what a step makes when it first runs, such as memory shared with others, cannot be captured
-            return found
-        known.recorded.move_to_end(shape)
-        for own, batch in zip(recorded.batches, batches, strict=True):
-            _copy(_tensors(own), _tensors(batch))
+            if len(history.seen) >= MOST_SEEN:
+                history.seen.clear()  # shapes that rarely recur are not worth remembering
+            outcome = step(batches, [tensor.to(self.device) for tensor in tensors], state)
+            history.seen.add(shape)  # only now: what a step makes when it first runs, such as memory shared with others, cannot be captured
+            return outcome
+        history.recorded.move_to_end(shape)
+        for recorded_batch, batch in zip(recorded.batches, batches, strict=True):
+            _copy(_tensors(recorded_batch), _tensors(batch))
         _copy(recorded.tensors, tensors)
         if recorded.state and state and recorded.state[0] is not state[0]:
             _copy(recorded.state, state)
@@ -138,17 +138,17 @@ class Capture:
         self._pool = None  # a pool whose graphs have all been destroyed cannot be reused
 
     def _record(
-        self, known: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry
+        self, history: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry
     ) -> _Recorded | None:
         """Capture one step of this shape without running it. If that fails repeatedly, warn once and run this kind of work uncaptured from
         then on.
         """
-        own = [_clone(batch) for batch in batches]
-        own_tensors = [tensor.to(self.device).clone() for tensor in tensors]
-        own_state = None if state is None else [tensor.clone() for tensor in state]
+        static_batches = [_clone(batch) for batch in batches]
+        static_tensors = [tensor.to(self.device).clone() for tensor in tensors]
+        static_state = None if state is None else [tensor.clone() for tensor in state]
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        if not known.recorded:  # so also before the second try
+        if not history.recorded:  # so also before the second try
             # An autograd graph that waits for collection belongs to the stream of its own step, and would break the capture. None of ours
             # does, but what ran before in this process may have left some.
             gc.collect()
@@ -156,21 +156,21 @@ class Capture:
         try:
             # Thread-local: the data loader's thread may allocate and copy during the capture without invalidating it.
             with _nothing_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result, left = step(own, own_tensors, own_state)
-                if own_state is not None and left is not None and _shapes(own_state) == _shapes(left):
-                    _copy(own_state, left)
-                    left = own_state
+                result, left = step(static_batches, static_tensors, static_state)
+                if static_state is not None and left is not None and _shapes(static_state) == _shapes(left):
+                    _copy(static_state, left)
+                    left = static_state
         except Exception as error:
-            known.failures.append(_reason(error))
+            history.failures.append(_reason(error))
             self._pool = None
             torch.cuda.synchronize(self.device)
-            if len(known.failures) == MOST_TRIES:
-                warnings.warn(f"steps could not be captured as CUDA graphs and will run slower: {known.failures[-1]}", stacklevel=3)
+            if len(history.failures) == MOST_TRIES:
+                warnings.warn(f"steps could not be captured as CUDA graphs and will run slower: {history.failures[-1]}", stacklevel=3)
             return None
-        recorded = _Recorded(graph, own, own_tensors, own_state, result, left)
-        known.recorded[shape] = recorded
-        if len(known.recorded) > self.most:
-            known.recorded.popitem(last=False)
+        recorded = _Recorded(graph, static_batches, static_tensors, static_state, result, left)
+        history.recorded[shape] = recorded
+        if len(history.recorded) > self.most:
+            history.recorded.popitem(last=False)
         return recorded
 
 
@@ -181,8 +181,8 @@ def _reason(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}carrywave{os.sep}" in frame.filename] or frames
-    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    our_frames = [frame for frame in frames if f"{os.sep}carrywave{os.sep}" in frame.filename] or frames
+    where = f" ({os.path.basename(our_frames[-1].filename)}, line {our_frames[-1].lineno})" if our_frames else ""
     return (" ".join(str(error).split())[:200] or type(error).__name__) + where
 
 
@@ -222,6 +222,6 @@ def _shapes(tensors: Sequence[Tensor] | None) -> tuple[object, ...]:
     return () if tensors is None else tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-def _copy(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    for to, source in zip(own, given, strict=True):
+def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for to, source in zip(destinations, sources, strict=True):
         to.copy_(source, non_blocking=True)

@@ -27,8 +27,8 @@ def ours(model: nn.Module) -> bool:
 
 
 def _ours(module: nn.Module) -> bool:
-    known = type(module).__module__.startswith(("carrywave.", "torch.nn."))
-    return known and "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
+    standard = type(module).__module__.startswith(("carrywave.", "torch.nn."))
+    return standard and "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
 
 
 class Watch:
@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True) -> None:
         self._model, self._optimizer, self._strict = model, optimizer, strict
         # The values are stored too: keeping them alive prevents their ids from being reused.
-        self._known: dict[tuple[object, ...], tuple[int, list[Any]]] = {}
+        self._versions: dict[tuple[object, ...], tuple[int, list[Any]]] = {}
         self._next = 0
         self._look()
 
@@ -59,22 +59,22 @@ class Watch:
 
     def _look(self) -> None:
         modules = list(self._model.modules())
-        own: list[dict[str, Any]] = [vars(module) for module in modules]
+        attributes: list[dict[str, Any]] = [vars(module) for module in modules]
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         stores: list[dict[str, Any]] = [store for module in modules for store in (module._parameters, module._buffers)]
-        self._places = [(each, name) for each in own for name, value in each.items() if name not in TORCHS and _plain(value)]
+        self._places = [(each, name) for each in attributes for name, value in each.items() if name not in TORCHS and _plain(value)]
         self._places += [(group, name) for group in groups for name in group if name != "params"]
         self._places += [(store, name) for store in stores for name in store]
         self._values = [each.get(name) for each, name in self._places]
-        self._sizes = [*own, *(getattr(module, name) for module in modules for name in (*_HOOKS, "_modules"))]
+        self._sizes = [*attributes, *(getattr(module, name) for module in modules for name in (*_HOOKS, "_modules"))]
         self._lengths = [len(each) for each in self._sizes]
         self._tensors: list[Tensor] = [tensor for store in stores for tensor in store.values() if tensor is not None]
         self._addresses = [each.data_ptr() for each in self._tensors]
-        found = (*map(_hashable, self._values), *self._lengths, *self._addresses)
-        if len(self._known) > MOST:
-            self._known.clear()
+        fingerprint = (*map(_hashable, self._values), *self._lengths, *self._addresses)
+        if len(self._versions) > MOST:
+            self._versions.clear()
         self._next += 1
-        number, _ = self._known.setdefault(found, (self._next, self._values))
+        number, _ = self._versions.setdefault(fingerprint, (self._next, self._values))
         self._version = None if self._strict and not ours(self._model) else number
 
 

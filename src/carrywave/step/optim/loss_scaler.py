@@ -83,9 +83,9 @@ class Scaler:
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Reject a state that `load` could not take."""
-        for name, own in self.tensors().items():
+        for name, current in self.tensors().items():
             given = tensors.get(name)
-            if given is None or given.shape != own.shape or given.dtype != own.dtype:
+            if given is None or given.shape != current.shape or given.dtype != current.dtype:
                 raise RunError(
                     f"the snapshot has no loss scale ({name}); resume with the train.precision it was made with, or start a new run"
                 )
@@ -93,5 +93,5 @@ class Scaler:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the state from a snapshot."""
         self.check(tensors)
-        for name, own in self.tensors().items():
-            own.copy_(tensors[name])
+        for name, current in self.tensors().items():
+            current.copy_(tensors[name])

@@ -48,8 +48,8 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
 def enlarge(optimizer: Optimizer, named: Named) -> None:
     """Add parameters that were frozen when `build` made the optimizer, with fresh state."""
     [group] = optimizer.param_groups
-    known = {id(parameter) for parameter in group["params"]}
-    new = [parameter for _, parameter in named if id(parameter) not in known]
+    present = {id(parameter) for parameter in group["params"]}
+    new = [parameter for _, parameter in named if id(parameter) not in present]
     averaged = weight_average.averaged(optimizer)
     group["params"] += new
     _begin(optimizer, new)
@@ -185,16 +185,16 @@ def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]
             optimizer.trigger()
         else:
             optimizer.give_up()
-    own = state_tensors(optimizer, named)
+    slots = state_tensors(optimizer, named)
     remedy = "resume with the train.optimizer, train.precision and model it was made with"
-    if missing := sorted(own.keys() - tensors.keys()):
+    if missing := sorted(slots.keys() - tensors.keys()):
         raise RunError(f"the snapshot has no optimizer state {missing[0]}; {remedy}")
-    if extra := sorted(tensors.keys() - own.keys()):
+    if extra := sorted(tensors.keys() - slots.keys()):
         raise RunError(f"the snapshot has an optimizer state {extra[0]}, which this run does not have; {remedy}")
-    for name, place in own.items():
+    for name, slot in slots.items():
         given = tensors[name]
-        if given.shape != place.shape or given.dtype != place.dtype:
-            there, here = f"{given.dtype} {list(given.shape)}", f"{place.dtype} {list(place.shape)}"
-            raise RunError(f"the snapshot's optimizer state {name} is {there}, but this run needs {here}; {remedy}")
-    for name, place in own.items():
-        place.copy_(tensors[name])
+        if given.shape != slot.shape or given.dtype != slot.dtype:
+            in_snapshot, in_run = f"{given.dtype} {list(given.shape)}", f"{slot.dtype} {list(slot.shape)}"
+            raise RunError(f"the snapshot's optimizer state {name} is {in_snapshot}, but this run needs {in_run}; {remedy}")
+    for name, slot in slots.items():
+        slot.copy_(tensors[name])

@@ -23,9 +23,9 @@ def saved(optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> Saved:
     kind = type(optimizer).__name__
     given = optimizer.state_dict()
     names = _names(optimizer, given, held)
-    found = plain(given["state"], f"the {kind} state entry")
-    state = {names[key]: value for key, value in found.items() if key in names}
-    other = {key: value for key, value in found.items() if key not in names}
+    entries = plain(given["state"], f"the {kind} state entry")
+    state = {names[key]: value for key, value in entries.items() if key in names}
+    other = {key: value for key, value in entries.items() if key not in names}
     groups = [
         {**plain({key: value for key, value in group.items() if key != "params"}, f"the {kind} group setting")}
         | {"params": [names[number] for number in group["params"]]}
@@ -49,7 +49,7 @@ def joined(parts: Sequence[Saved], order: Sequence[str], split: Collection[str] 
             key: torch.cat([part["state"][name][key] for part in parts]) if _has_rows(value) else value
             for key, value in state[name].items()
         }
-    places = {name: place for place, name in enumerate(order)}
+    places = {name: index for index, name in enumerate(order)}
     groups = [
         group | {"params": sorted({name for part in parts for name in part["groups"][number]["params"]}, key=places.__getitem__)}
         for number, group in enumerate(first["groups"])
@@ -71,18 +71,18 @@ def _has_rows(value: object) -> TypeGuard[Tensor]:
 
 def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -> None:
     """Load what `saved` returned, under this plan or another. Nothing is changed if the state is refused."""
-    own = optimizer.state_dict()
-    names = _names(optimizer, own, held)
-    if len(given["groups"]) != len(own["param_groups"]):
-        many = f"the state has {len(given['groups'])}, this optimizer has {len(own['param_groups'])}"
+    current = optimizer.state_dict()
+    names = _names(optimizer, current, held)
+    if len(given["groups"]) != len(current["param_groups"]):
+        many = f"the state has {len(given['groups'])}, this optimizer has {len(current['param_groups'])}"
         raise RunError(f"the number of parameter groups does not match: {many}; create the optimizer with the same groups")
     groups = []
-    for number, (there, here) in enumerate(zip(given["groups"], own["param_groups"], strict=True)):
-        mine = {names[each] for each in here["params"]}
-        if odd := sorted(mine ^ (set(there["params"]) & held.keys())):
+    for number, (saved_group, group) in enumerate(zip(given["groups"], current["param_groups"], strict=True)):
+        mine = {names[each] for each in group["params"]}
+        if odd := sorted(mine ^ (set(saved_group["params"]) & held.keys())):
             which = "in this optimizer but not in the state" if odd[0] in mine else "in the state but not in this optimizer"
             raise RunError(f"group {number} of the optimizer does not match the state: {odd[0]} is {which}; use the same groups")
-        groups.append({**there, "params": here["params"]})
+        groups.append({**saved_group, "params": group["params"]})
     state = {number: given["state"][name] for number, name in names.items() if name in given["state"]} | given["other"]
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups, **given["rest"]})
@@ -93,18 +93,18 @@ def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -
     for name, kept in given["state"].items():
         now = optimizer.state.get(held[name], {}) if name in held else {}
         for key, value in kept.items() if isinstance(kept, Mapping) else ():
-            found = now.get(key)
-            if isinstance(found, Tensor) and isinstance(value, Tensor) and found.shape == value.shape and found.dtype != value.dtype:
-                now[key] = value.to(found.device)
+            loaded = now.get(key)
+            if isinstance(loaded, Tensor) and isinstance(value, Tensor) and loaded.shape == value.shape and loaded.dtype != value.dtype:
+                now[key] = value.to(loaded.device)
 
 
 def _names(optimizer: Optimizer, given: Mapping[str, Any], held: Mapping[str, nn.Parameter]) -> dict[int, str]:
     """Map each parameter index of a `state_dict` to the parameter's name."""
-    known = {id(parameter): name for name, parameter in held.items()}
+    names_by_id = {id(parameter): name for name, parameter in held.items()}
     if not given.keys() >= _KNOWN:
         raise RunError(f"the state_dict of the optimizer {type(optimizer).__name__} lacks {' or '.join(sorted(_KNOWN))}; save it yourself")
     return {
-        number: known[id(parameter)]
+        number: names_by_id[id(parameter)]
         for packed, group in zip(given["param_groups"], optimizer.param_groups, strict=True)
         for number, parameter in zip(packed["params"], group["params"], strict=True)
     }

@@ -53,37 +53,37 @@ class Wanted:
 
 def saved(optimizer: Optimizer, pieces: Iterable[Piece]) -> dict[str, Tensor]:
     """The state of these pieces, under the names of their ranges."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for piece in pieces:
         for key, tensor in state_tensors(optimizer, [(piece.name, piece.part)]).items():
             if key.partition("/")[0] not in COUNTERS:
-                found[f"{key}:{piece.first}-{piece.last}"] = tensor
+                tensors[f"{key}:{piece.first}-{piece.last}"] = tensor
             elif piece.first == 0:
-                found[key] = tensor
-    return found
+                tensors[key] = tensor
+    return tensors
 
 
 def parsed(key: str, parameters: Collection[str]) -> tuple[str, str, tuple[int, int] | None]:
     """Kind of state, parameter and range of a saved name; no range if it is the state of a whole parameter."""
     kind, _, name = key.partition("/")
-    if name not in parameters and (found := _RANGE.fullmatch(name)) is not None:
-        return kind, found[1], (int(found[2]), int(found[3]))
+    if name not in parameters and (match := _RANGE.fullmatch(name)) is not None:
+        return kind, match[1], (int(match[2]), int(match[3]))
     return kind, name, None
 
 
 def needed(key: str, shape: Sequence[int], wanted: Mapping[str, Wanted], parameters: Collection[str]) -> bool:
     """True if a worker must read this saved tensor. Refuses a shape that no parameter of this run can have, before memory is taken."""
-    _, name, span = parsed(key, parameters)
-    own = wanted.get(name)
-    if own is None and name in parameters:
+    _, name, interval = parsed(key, parameters)
+    part = wanted.get(name)
+    if part is None and name in parameters:
         return False  # of a parameter on another worker
     size = math.prod(shape)
-    if size > max(1, 0 if own is None else own.numel) or (span is not None and (own is None or span[1] > own.numel)):
+    if size > max(1, 0 if part is None else part.numel) or (interval is not None and (part is None or interval[1] > part.numel)):
         raise RunError(
             f"the snapshot's optimizer state {key} has shape {list(shape)}, which matches no parameter of this run; "
             "resume with the train.optimizer, train.precision and model it was made with"
         )
-    return own is None or span is None or not own.numel or (span[0] < own.last and span[1] > own.first)
+    return part is None or interval is None or not part.numel or (interval[0] < part.last and interval[1] > part.first)
 
 
 def assembled(given: Mapping[str, Tensor], wanted: Mapping[str, Wanted], parameters: Collection[str]) -> dict[str, Tensor]:
@@ -91,37 +91,37 @@ def assembled(given: Mapping[str, Tensor], wanted: Mapping[str, Wanted], paramet
 
     Whatever does not fit is passed on as it is: the optimizer refuses it, with a message that names it.
     """
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
     for key, tensor in given.items():
-        kind, name, span = parsed(key, parameters)
-        own = wanted.get(name)
-        if own is None or kind in COUNTERS:
-            found[key] = tensor
-        elif span is not None:
-            parts.setdefault(f"{kind}/{name}", []).append((*span, tensor))
-        elif tensor.numel() != own.numel:
-            found[key] = tensor
+        kind, name, interval = parsed(key, parameters)
+        part = wanted.get(name)
+        if part is None or kind in COUNTERS:
+            state[key] = tensor
+        elif interval is not None:
+            parts.setdefault(f"{kind}/{name}", []).append((*interval, tensor))
+        elif tensor.numel() != part.numel:
+            state[key] = tensor
         else:
-            found[key] = tensor.reshape(-1)[own.first : own.last].view(own.shape)
+            state[key] = tensor.reshape(-1)[part.first : part.last].view(part.shape)
     for key, pieces in parts.items():
-        own = wanted[key.partition("/")[2]]
-        found[key] = _joined(key, sorted(pieces, key=lambda piece: piece[:2]), own)
-    return found
+        part = wanted[key.partition("/")[2]]
+        state[key] = _joined(key, sorted(pieces, key=lambda piece: piece[:2]), part)
+    return state
 
 
-def _joined(key: str, pieces: Sequence[tuple[int, int, Tensor]], own: Wanted) -> Tensor:
+def _joined(key: str, pieces: Sequence[tuple[int, int, Tensor]], wanted: Wanted) -> Tensor:
     """One range, from pieces in order, which must cover it without gaps or overlaps."""
-    if not own.numel:
-        return pieces[0][2].view(own.shape)
-    place, taken = own.first, list[Tensor]()
+    if not wanted.numel:
+        return pieces[0][2].view(wanted.shape)
+    reached, taken = wanted.first, list[Tensor]()
     for first, last, tensor in pieces:
-        if last <= own.first or first >= own.last:
+        if last <= wanted.first or first >= wanted.last:
             continue
-        if first > place or (taken and first != place) or tensor.shape != (last - first,):
+        if first > reached or (taken and first != reached) or tensor.shape != (last - first,):
             break
-        taken.append(tensor[place - first : own.last - first])
-        place = last
-    if place < own.last:
+        taken.append(tensor[reached - first : wanted.last - first])
+        reached = last
+    if reached < wanted.last:
         raise RunError(f"the snapshot does not contain all of the optimizer state {key}; resume from another snapshot or start a new run")
-    return torch.cat(taken).view(own.shape)
+    return torch.cat(taken).view(wanted.shape)

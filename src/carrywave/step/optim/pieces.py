@@ -127,11 +127,11 @@ class Pieces:
         start = 0
         for each in ranges:
             for replica in range(self.replicas):
-                there, row = each.of(replica), rows[replica, start : start + each.size]
-                if there.numel():
+                part, row = each.of(replica), rows[replica, start : start + each.size]
+                if part.numel():
                     pairs = ours if replica == self.replica else theirs
-                    pairs[0].append(there)
-                    pairs[1].append(row[: there.numel()])
+                    pairs[0].append(part)
+                    pairs[1].append(row[: part.numel()])
             start += each.size
         if ours[0]:
             torch._foreach_copy_(ours[1], ours[0])
@@ -179,16 +179,16 @@ class _Ranges:
 def _rounds(wholes: Sequence[Tensor], replicas: int) -> Iterator[list[_Ranges]]:
     """Parameters of one dtype in rounds of about `ROUND_BYTES`, however large a parameter is."""
     most = max(1, ROUND_BYTES // (replicas * wholes[0].element_size()))  # elements of a row
-    found: list[_Ranges] = []
+    ranges: list[_Ranges] = []
     room = most
     for whole in wholes:
         share, begin = share_size(whole, replicas), 0
         while begin < share:
             size = min(room, share - begin)
-            found.append(_Ranges(whole, begin, size, replicas))
+            ranges.append(_Ranges(whole, begin, size, replicas))
             begin, room = begin + size, room - size
             if not room:
-                yield found
-                found, room = [], most
-    if found:
-        yield found
+                yield ranges
+                ranges, room = [], most
+    if ranges:
+        yield ranges

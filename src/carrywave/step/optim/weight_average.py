@@ -28,7 +28,7 @@ AVERAGE, COUNT = "ax", "count"
 
 
 def begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter], counts: Tensor | int) -> None:
-    """Start averages at the current weights, which count as so many: 0 if the first step is to replace them."""
+    """Start averages at the current weights, which count as this many steps: 0 if the first step is to replace them."""
     for parameter in parameters:
         count = torch.as_tensor(counts, dtype=torch.int64, device=parameter.device).clone()
         optimizer.state[parameter] |= {AVERAGE: parameter.detach().clone(), COUNT: count}

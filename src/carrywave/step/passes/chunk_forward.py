@@ -39,9 +39,9 @@ class ChunkForward:
     splits_vocabulary: bool  # replicas share the rows of a vocabulary
 
     def __call__(
-        self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, span: tuple[int, int], *, last: bool
+        self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, step_range: tuple[int, int], *, last: bool
     ) -> ChunkOutcome:
-        """Run the chunk that covers the steps `span` of a micro-batch; `last`: it is the last of them."""
+        """Run the chunk that covers the steps `step_range` of a micro-batch; `last`: it is the last of them."""
         if batch.idle and isinstance(self.stage, OpaqueModel):
             # Nothing depends on a placeholder, and a user's module need not be able to read a sequence of no steps.
             return ChunkOutcome(x, entered, sums=torch.zeros(3, dtype=torch.float64, device=batch.lengths.device))
@@ -53,7 +53,7 @@ class ChunkForward:
         root: Tensor | None = None
         pooled = self.stage.pooled and batch.resets is None  # with resets, sequences end in any chunk, at any step
         if (last or not pooled) and not self.share_head:
-            first, end = span
+            first, end = step_range
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)

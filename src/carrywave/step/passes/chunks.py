@@ -37,7 +37,7 @@ class Chunks:
         self._windows: dict[int, Window] = {}
         self._lengths: dict[int, tuple[Tensor, Tensor]] = {}  # of a micro-batch's window, and of each chunk
 
-    def span(self, micro_batch: int, chunk: int) -> tuple[int, int]:
+    def step_range(self, micro_batch: int, chunk: int) -> tuple[int, int]:
         """The half-open range of steps of a chunk."""
         steps = self.batches[micro_batch].steps
         size = steps if self.counts[micro_batch] == 1 else cast(int, self.chunk_steps)
@@ -48,7 +48,7 @@ class Chunks:
         weights.
         """
         batch = self.batches[micro_batch]
-        first, end = self.span(micro_batch, chunk)
+        first, end = self.step_range(micro_batch, chunk)
         full = batch.real == batch.steps * batch.lanes.shape[0]
         lengths = None if full and not self.reads_lengths else self.lengths(micro_batch)[1][chunk]
         window = self._window(micro_batch, full=full) if in_window and micro_batch in self.windowed else None
@@ -86,6 +86,6 @@ class Chunks:
 
     def _window(self, micro_batch: int, *, full: bool) -> Window:
         if micro_batch not in self._windows:
-            spans = tuple(self.span(micro_batch, chunk) for chunk in range(self.counts[micro_batch]))
+            spans = tuple(self.step_range(micro_batch, chunk) for chunk in range(self.counts[micro_batch]))
             self._windows[micro_batch] = Window(spans, None if full else self.lengths(micro_batch)[0])
         return self._windows[micro_batch]

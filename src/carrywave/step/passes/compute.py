@@ -49,7 +49,7 @@ class Compute:
     def __call__(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, gradients: Gradients | None = None
     ) -> tuple[Tensor, FlatCarry]:
-        """`gradients`: told which become final, if this is the last pass of a step."""
+        """`gradients`: learns which become final, if this is the last pass of a step."""
         plan = self.mesh.plan
         self.last = batches[-1]
         program = program_for(plan, batches, backward=True, uncut_time=self.uncut_time, scheduler=self.scheduler)

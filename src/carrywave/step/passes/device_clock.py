@@ -33,10 +33,10 @@ class DeviceClock(TaskClock):
     @contextmanager
     def lap(self, label: str, task: StageTask) -> Iterator[None]:
         """Time the body of this context; a task has at most one lap of a label in a step."""
-        place = self._places.setdefault((label, task), len(self._places))
-        if place >= MOST_LAPS:
+        slot = self._places.setdefault((label, task), len(self._places))
+        if slot >= MOST_LAPS:
             raise PlanError(f"a step has more than {MOST_LAPS} laps to time; use fewer chunks")
-        start, end = self._stamps[place]
+        start, end = self._stamps[slot]
         clock.stamp(start)
         yield
         clock.stamp(end)

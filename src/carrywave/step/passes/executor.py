@@ -89,7 +89,7 @@ def run(
 ) -> list[BatchOutcome]:
     """Execute the program of the stage with this number; gradients accumulate in the parameters' `.grad`.
 
-    `gradients` are told which become final, in the last backward of a step and in the weight gradients after it. `clock` times each task.
+    `gradients` learns which become final, in the last backward of a step and in the weight gradients after it. `clock` times each task.
     """
     begun = _Run(stage, plan, program, jobs, links, stage_number, gradients, clock)
     try:
@@ -143,7 +143,7 @@ class _Run:
         self.kept: dict[tuple[int, int], _Kept] = {}  # by chunk and micro-batch
         self.arriving: dict[StageTask, Pending] = {}  # by the task that reads it
         self.leaving: dict[StageTask, Tensor] = {}  # by the task that made it
-        self.own: dict[StageTask, Tensor] = {}  # what the last stage keeps for itself when it scores a chunk of a shared head
+        self.staying: dict[StageTask, Tensor] = {}  # what the last stage keeps for itself when it scores a chunk of a shared head
         device = jobs[0].batch.lengths.device
         self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
         self.carry_gradients: dict[int, list[Tensor | None]] = {}  # from a chunk to the one before it, by micro-batch
@@ -251,7 +251,7 @@ class _Run:
 
     def _shape(self, channel: Channel, task: StageTask) -> tuple[int, int, int]:
         """The shape of a message on a channel, from one of the tasks at its ends, which work on the same chunk."""
-        first, end = self._span(task)
+        first, end = self._range(task)
         head = channel.phase == "H" or (channel.phase == "B" and channel.sender < channel.receiver)
         from_below = self.stage_number == (channel.receiver if channel.phase == "F" else channel.sender)
         width = self.stage.width_head if head else self.stage.width_in if from_below else self.stage.width_out
@@ -259,20 +259,20 @@ class _Run:
 
     def _messages(self) -> dict[Channel, list[Message]]:
         """Every message that this stage sends or receives, by channel, in order."""
-        found: dict[Channel, list[Message]] = {}
+        by_channel: dict[Channel, list[Message]] = {}
         for step in self.steps:
             if step.kind != "run":
                 channel = cast(Channel, (outgoing if step.kind == "send" else incoming)(step.task, self.program.schedule))
                 size = math.prod(self._shape(channel, step.task)) * self.dtype.itemsize
-                found.setdefault(channel, []).append(Message(step.task.micro_batch, size))
-        return found
+                by_channel.setdefault(channel, []).append(Message(step.task.micro_batch, size))
+        return by_channel
 
     def _forward(self, task: StageTask) -> None:
         entered = self._entered(task)
         if self.stage_number > 0:
             x = self.arriving.pop(task).wait().requires_grad_(self.trains)
         else:
-            first, end = self._span(task)
+            first, end = self._range(task)
             x = self.batches[task.micro_batch].inputs[first:end]
         if self.trains and task.chunk > 0:  # the first chunk keeps its link to an initial carry that may be learned
             entered = entered.leaves()
@@ -296,16 +296,16 @@ class _Run:
         if outgoing(task, self.program.schedule) is not None:
             self.leaving[task] = tensor
         else:
-            self.own[task] = tensor
+            self.staying[task] = tensor
 
     def _take(self, task: StageTask, giver: Phase) -> Tensor:
         """The input of a task: received from another stage, or kept by the last stage for itself."""
-        return self.arriving.pop(task).wait() if task in self.arriving else self.own.pop(task._replace(phase=giver))
+        return self.arriving.pop(task).wait() if task in self.arriving else self.staying.pop(task._replace(phase=giver))
 
     def _score(self, task: StageTask) -> None:
         """Run forward and backward of the head on a chunk, and pass back the gradient of its input."""
         batch, job = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]]
-        first, end = self._span(task)
+        first, end = self._range(task)
         y = self._take(task, "F").requires_grad_()  # the head reads a copy, which it may change in place
         if batch.targets is not None and not batch.idle:
             with deferring(self.deferred.get(task.micro_batch) if self.last_stage else self.deferred_head):
@@ -383,8 +383,8 @@ class _Run:
     def _cast(self, task: StageTask) -> AbstractContextManager[object]:
         return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
 
-    def _span(self, task: StageTask) -> tuple[int, int]:
-        return self.chunks.span(task.micro_batch, task.chunk)
+    def _range(self, task: StageTask) -> tuple[int, int]:
+        return self.chunks.step_range(task.micro_batch, task.chunk)
 
     def _chunk(self, task: StageTask) -> Chunk:
         key = self.jobs[self.owner[task.micro_batch]].key
@@ -396,4 +396,4 @@ class _Run:
     def _run_chunk(self, task: StageTask, x: Tensor, entered: State) -> ChunkOutcome:
         """Run forward of one chunk."""
         batch, chunks = self.batches[task.micro_batch], self.program.schedule.chunks[task.micro_batch]
-        return self.chunk_forward(self._job(task), batch, self._chunk(task), x, entered, self._span(task), last=task.chunk == chunks - 1)
+        return self.chunk_forward(self._job(task), batch, self._chunk(task), x, entered, self._range(task), last=task.chunk == chunks - 1)

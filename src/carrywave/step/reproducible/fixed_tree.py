@@ -38,7 +38,7 @@ class Branch:
 
 def pairs_of(mesh: Mesh) -> list[GroupSum]:
     """The groups in which this worker meets other replicas of its stage. Collective: every rank creates every group, in the same order."""
-    plan, own = mesh.plan, {}
+    plan, pairs = mesh.plan, {}
     for level in range(len(partners(0, plan.replicas))):
         for stage in range(plan.stages):
             for replica in range(plan.replicas):
@@ -47,18 +47,18 @@ def pairs_of(mesh: Mesh) -> list[GroupSum]:
                     ranks = sorted(mesh.rank_at(at, stage) for at in (replica, partner))
                     group = process_groups.group(ranks, "pairs")
                     if mesh.world.rank in ranks:
-                        own[level] = _used(group)
-    return list(own.values())
+                        pairs[level] = _used(group)
+    return list(pairs.values())
 
 
 def group_of(mesh: Mesh, stages: Sequence[int]) -> GroupSum | None:
     """The group of these stages in this worker's replica; None if it is not among them. Collective: all ranks call it in the same order."""
-    own: GroupSum | None = None
+    local_group: GroupSum | None = None
     for replica in range(mesh.plan.replicas):
         ranks = [mesh.rank_at(replica, stage) for stage in stages]
         group = process_groups.group(ranks, "stages")
-        own = _used(group) if mesh.world.rank in ranks else own
-    return own
+        local_group = _used(group) if mesh.world.rank in ranks else local_group
+    return local_group
 
 
 def _used(group: dist.ProcessGroup) -> GroupSum:
@@ -72,19 +72,19 @@ class _Sum(FlatBuffers):
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
         """Overwrite the sum with these gradients; a missing one counts as zero."""
-        there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
-        if len(there) < len(self.views):
+        present = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
+        if len(present) < len(self.views):
             torch._foreach_zero_(self.flats)
-        if there:
-            views, given = zip(*there, strict=True)
+        if present:
+            views, given = zip(*present, strict=True)
             torch._foreach_copy_(views, given)
             torch._foreach_add_(self.flats, 0.0)  # -0.0 becomes 0.0
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients to the sum."""
-        there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
-        if there:
-            views, given = zip(*there, strict=True)
+        present = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
+        if present:
+            views, given = zip(*present, strict=True)
             torch._foreach_add_(views, given)
 
 
@@ -168,8 +168,8 @@ class FixedTree(Gradients):
         for parameter, view in zip(self.parameters, root.views, strict=True):
             parameter.grad = None if id(parameter) in self.unreached and not self.reduces(parameter) else view
         views = root.by_id
-        found = norm_of_each([views[id(p)] for p in self._watched])
-        self.local = dict(zip(map(id, self._watched), found.unbind(), strict=True))
+        local_norms = norm_of_each([views[id(p)] for p in self._watched])
+        self.local = dict(zip(map(id, self._watched), local_norms.unbind(), strict=True))
         for (branch, _), flat in zip(self._parts, root.flats, strict=True):
             for pair in branch.pairs:
                 dist.all_reduce(flat, group=pair.group)

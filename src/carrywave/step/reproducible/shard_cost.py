@@ -30,8 +30,8 @@ def cost_line(trainer: Trainer, loader: Loader) -> str:
     batches = loader.batches(Cursor(0, 0))
     batch = next(batches)
     batches.close()
-    told = [json.loads(text) for text in all_gather_text(trainer.mesh.world, json.dumps(cost(trainer, batch)))]
-    shards, whole = (max(times) for times in zip(*told, strict=True))
+    costs = [json.loads(text) for text in all_gather_text(trainer.mesh.world, json.dumps(cost(trainer, batch)))]
+    shards, whole = (max(times) for times in zip(*costs, strict=True))
     lanes = batch.cells[1] // batch.steps
     return (
         f"reproducible: {lanes} lanes in {SHARDS} shards; forward and backward of a batch take {1000 * shards:.3g} ms instead of "
@@ -44,14 +44,14 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     engine = trainer.engine
     if engine.shards is None:
         raise UserError("there are no shards to time; set train.reproducible=true")
-    own = trainer.local_part(batch)
+    local_batch = trainer.local_part(batch)
     whole = Engine(engine.compute, Gradients(engine.gradients.trained, engine.gradients.held), engine.update)
     key = random.key(trainer.spec.seed, 0, 0)
-    state = trainer.compute.start(own.lanes.shape[0]) if trainer.keep_state else None
+    state = trainer.compute.start(local_batch.lanes.shape[0]) if trainer.keep_state else None
     try:
         trainer.modes.resume()  # as a step does
-        in_shards = _seconds(trainer.device, lambda: _backward(engine, own, key, state, trainer.capture))
-        without = _seconds(trainer.device, lambda: _backward(whole, own, key, state, trainer.capture))
+        in_shards = _seconds(trainer.device, lambda: _backward(engine, local_batch, key, state, trainer.capture))
+        without = _seconds(trainer.device, lambda: _backward(whole, local_batch, key, state, trainer.capture))
     finally:
         trainer.restart_recordings()
         for _, parameter in trainer.named:

@@ -18,7 +18,7 @@ from carrywave.parallel.startup.launcher_env import threads_dealt
 from carrywave.plan.canonical_shards import REPLICAS, bounds, shards_of
 
 
-def own_shards(mesh: Mesh) -> range | None:
+def local_shards(mesh: Mesh) -> range | None:
     """The shards of this worker; None if this number of replicas cannot share them evenly."""
     return shards_of(mesh.replica, mesh.plan.replicas) if mesh.plan.replicas in REPLICAS else None
 
@@ -34,24 +34,24 @@ class Cut:
         self.full = real == cells
         self.first = mesh.share().bounds(self.lanes)[0]
 
-    def span(self, shard: int) -> tuple[int, int]:
+    def lane_range(self, shard: int) -> tuple[int, int]:
         """The half-open range of a shard's lanes, relative to this worker's first lane."""
         low, high = bounds(self.lanes, shard)
         return low - self.first, high - self.first
 
     def part(self, shard: int) -> Batch | None:
         """The lanes of a shard as a batch; None if it has none."""
-        low, high = self.span(shard)
+        low, high = self.lane_range(shard)
         if low == high:
             return None
         part = self.batch.take(low, high, pooled=self.pooled)
-        copies = {field.name: _own(value) for field in fields(part) if isinstance(value := getattr(part, field.name), Tensor)}
+        copies = {field.name: _aligned_copy(value) for field in fields(part) if isinstance(value := getattr(part, field.name), Tensor)}
         return replace(part, **copies, real=part.steps * (high - low) if self.full else -1)  # type: ignore[arg-type]
 
     def state(self, shard: int, state: Sequence[Tensor]) -> list[Tensor]:
         """The state of a shard's lanes, out of the state of all this worker's lanes."""
-        low, high = self.span(shard)
-        return [_own(tensor[:, low:high]) for tensor in state]
+        low, high = self.lane_range(shard)
+        return [_aligned_copy(tensor[:, low:high]) for tensor in state]
 
 
 def parts_of(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool) -> Iterator[tuple[int, Batch]]:
@@ -61,11 +61,11 @@ def parts_of(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: 
         return
     cut = Cut(mesh, batch, pooled=pooled)
     for shard in shards:
-        if (own := cut.part(shard)) is not None:
-            yield shard, own
+        if (part := cut.part(shard)) is not None:
+            yield shard, part
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _aligned_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy at an aligned address."""
     return tensor.clone(memory_format=torch.contiguous_format)
 

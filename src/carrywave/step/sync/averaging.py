@@ -71,8 +71,8 @@ class Averaging:
         """Exchange fragments. `targets`: those of all replicas since each fragment's last exchange, [replica, fragment], on the host."""
         replica, replicas = self.mesh.replica, self.mesh.plan.replicas
         for fragment in due:
-            own, total = float(targets[replica, fragment]), float(targets[:, fragment].sum())
-            weight = weight_of(own, total, replicas)
+            local_targets, total = float(targets[replica, fragment]), float(targets[:, fragment].sum())
+            weight = weight_of(local_targets, total, replicas)
             for party in self.parties:
                 self._exchange(party, fragment, weight)
             self.targets[fragment] = 0.0
@@ -85,11 +85,11 @@ class Averaging:
             cut = [_flat(tensor)[low:high] for tensor in (self.parameters[name].detach(), self.outer[name])]
             momentum = _flat(self.momentum[name])[low:high] if self.momentum else None
             pieces.append((cut[0], cut[1], momentum))
-        changes = [(own - self.rule.start_of(outer, momentum)) * (weight / party.copies) for own, outer, momentum in pieces]
-        found = party.wire.sum(torch.cat(changes))
-        for (own, outer, momentum), change in zip(pieces, torch.split(found, [change.numel() for change in changes]), strict=True):
+        changes = [(local - self.rule.start_of(outer, momentum)) * (weight / party.copies) for local, outer, momentum in pieces]
+        summed = party.wire.sum(torch.cat(changes))
+        for (local, outer, momentum), change in zip(pieces, torch.split(summed, [change.numel() for change in changes]), strict=True):
             self.rule.step_(outer, momentum, change.to(outer.dtype))
-            own.copy_(self.rule.start_of(outer, momentum))
+            local.copy_(self.rule.start_of(outer, momentum))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -119,23 +119,23 @@ class Averaging:
         """What a snapshot holds once, because all replicas have the same; besides the outer weights."""
         return {f"momentum/{name}": tensor for name, tensor in self.momentum.items()}
 
-    def own_state(self) -> dict[str, Tensor]:
+    def local_state(self) -> dict[str, Tensor]:
         """What a snapshot holds for each replica, by name of the parameter."""
         if self.exchanged_at_once:
             return {}
         return {f"weights/{name}": parameter.detach() for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
-    def load(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], targets: Tensor | None) -> None:
+    def load(self, shared: Mapping[str, Tensor], local: Mapping[str, Tensor], targets: Tensor | None) -> None:
         """Take the state from a snapshot, after the outer weights were loaded into the parameters."""
         for name, parameter in self.parameters.items():
             self.outer[name].copy_(parameter)
         for name, momentum in self.momentum.items():
             momentum.copy_(shared[f"momentum/{name}"])
-        self.exchanged_at_once = not own
+        self.exchanged_at_once = not local
         for name, parameter in self.parameters.items():
             start = self.rule.start_of(self.outer[name], self.momentum.get(name))
-            parameter.copy_(own[f"weights/{name}"] if own else start)
+            parameter.copy_(local[f"weights/{name}"] if local else start)
         self.targets.copy_(torch.zeros_like(self.targets) if targets is None else targets)
 
 

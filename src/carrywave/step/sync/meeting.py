@@ -63,37 +63,37 @@ class Meetings:
         self.sync.add(result)
 
     def meet(self) -> Met:
-        """Tell the others, and hear of them. Collective: every rank must call it after the same step."""
+        """Share this worker's numbers, and read those of the others. Collective: every rank must call it after the same step."""
         trainer, slots, rank = self.trainer, self.slots, self.mesh.world.rank
         seen = trainer.nonfinite.look()
         scaler = trainer.scaler
         gone = scaler is not None and float(scaler.scale) < SMALLEST_SCALE
-        told = torch.zeros(slots.size, dtype=torch.float64, device=self.mesh.device)
+        report = torch.zeros(slots.size, dtype=torch.float64, device=self.mesh.device)
         replicas = self.mesh.plan.replicas
         if self.mesh.stage == 0:  # the other stages of a replica know the same numbers
             mean = torch.tensor([1.0, 1.0, 1.0 / replicas, 1.0 / replicas, 1.0], dtype=torch.float64, device=self.mesh.device)
-            slots.read(told, "sums").copy_(self.sums * mean)
-            slots.read(told, "targets")[self.mesh.replica] = self.sync.targets
-        slots.read(told, "votes").copy_(torch.tensor(trainer.votes, dtype=torch.float64))
-        code = seen.said[trainer.within.world.rank] if seen.said else 0
+            slots.read(report, "sums").copy_(self.sums * mean)
+            slots.read(report, "targets")[self.mesh.replica] = self.sync.targets
+        slots.read(report, "votes").copy_(torch.tensor(trainer.votes, dtype=torch.float64))
+        code = seen.codes[trainer.within.world.rank] if seen.codes else 0
         row = [0 if seen.ago is None else seen.ago + 1, code, seen.bad, seen.longest, seen.in_a_row, float(gone)]
-        slots.read(told, "seen")[rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
-        slots.read(told, "marks")[rank] = self.sync.checksum()
-        found = self.mesh.sum_(told)
-        sums = slots.read(found, "sums").clone()
-        heard = found.cpu()
-        self._compare(slots.read(heard, "marks").tolist())
-        rows = [[int(number) for number in each] for each in slots.read(heard, "seen").tolist()]
-        stop, end = slots.read(heard, "votes").tolist()
+        slots.read(report, "seen")[rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
+        slots.read(report, "marks")[rank] = self.sync.checksum()
+        summed = self.mesh.sum_(report)
+        sums = slots.read(summed, "sums").clone()
+        on_host = summed.cpu()
+        self._compare(slots.read(on_host, "marks").tolist())
+        rows = [[int(number) for number in each] for each in slots.read(on_host, "seen").tolist()]
+        stop, end = slots.read(on_host, "votes").tolist()
         self.forget()
         joint = joined(rows, [self.mesh.rank_at(replica, 0) for replica in range(replicas)])
-        return Met(sums, (stop, end), slots.read(heard, "targets").clone(), joint, any(each[5] for each in rows))
+        return Met(sums, (stop, end), slots.read(on_host, "targets").clone(), joint, any(each[5] for each in rows))
 
-    def _compare(self, marks: Sequence[float]) -> None:
+    def _compare(self, checksums: Sequence[float]) -> None:
         stages = self.mesh.plan.stages
-        for place, rank in enumerate(self.mesh.ranks):
-            first = self.mesh.rank_at(0, place % stages)
-            if marks[rank] != marks[first]:
+        for index, rank in enumerate(self.mesh.ranks):
+            first = self.mesh.rank_at(0, index % stages)
+            if checksums[rank] != checksums[first]:
                 fact = f"the weights that rank {rank} and rank {first} agreed on at their last exchange differ"
                 raise on_every_rank(WorkerError(f"{fact}; change weights in the same way on all workers, or not at all"))
 
@@ -107,5 +107,5 @@ def joined(rows: Sequence[Sequence[int]], firsts_of_replicas: Sequence[int]) -> 
     if not any(firsts):
         return Seen(in_a_row=in_a_row)
     first = max(firsts)  # the longest ago
-    said = tuple(row[1] if row[0] == first else 0 for row in rows)
-    return Seen(first - 1, said, sum(rows[rank][2] for rank in firsts_of_replicas), max(row[3] for row in rows), in_a_row)
+    codes = tuple(row[1] if row[0] == first else 0 for row in rows)
+    return Seen(first - 1, codes, sum(rows[rank][2] for rank in firsts_of_replicas), max(row[3] for row in rows), in_a_row)

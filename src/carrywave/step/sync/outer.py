@@ -74,6 +74,6 @@ def bounds(size: int, fragment: int, fragments: int) -> tuple[int, int]:
     return size * fragment // fragments, size * (fragment + 1) // fragments
 
 
-def weight_of(own: float, total: float, replicas: int) -> float:
+def weight_of(local_targets: float, total: float, replicas: int) -> float:
     """What the difference of a replica counts in the mean: its share of the targets; an equal share if there were none at all."""
-    return own / total if total else 1.0 / replicas
+    return local_targets / total if total else 1.0 / replicas

@@ -113,14 +113,14 @@ class Pushing:
         """Compare checksums of the weights, and add up how stale gradients were. Nobody goes on before all have the weights."""
         words = torch.cat([p.detach().reshape(-1).view(torch.int32).to(torch.int64) for p in self.parameters])
         self._mark = float(words.sum() & ((1 << 40) - 1))
-        told = torch.zeros(self.size, 5, dtype=torch.float64, device=self.mesh.device)
-        own = self.server.clocks.staleness
-        told[self.rank] = torch.tensor([self._mark, own.pushes, own.total, own.most, own.ahead], dtype=torch.float64)
-        rows = self.mesh.sum_(told).tolist()
-        marks, pushes, totals, most, ahead = ([int(row[column]) for row in rows] for column in range(5))
+        report = torch.zeros(self.size, 5, dtype=torch.float64, device=self.mesh.device)
+        local = self.server.clocks.staleness
+        report[self.rank] = torch.tensor([self._mark, local.pushes, local.total, local.most, local.ahead], dtype=torch.float64)
+        rows = self.mesh.sum_(report).tolist()
+        checksums, pushes, totals, most, ahead = ([int(row[column]) for row in rows] for column in range(5))
         self.staleness = Staleness(sum(pushes), sum(totals), max(most), max(ahead))
-        for rank, mark in enumerate(marks):
-            if mark != marks[0]:
+        for rank, mark in enumerate(checksums):
+            if mark != checksums[0]:
                 fact = f"rank {rank} got other weights than rank 0 when they met"
                 raise on_every_rank(WorkerError(f"{fact}; change weights only through training, on all workers alike"))
 
@@ -145,17 +145,19 @@ class Pushing:
         """Nothing besides the parameters."""
         return {}
 
-    def own_state(self) -> dict[str, Tensor]:
+    def local_state(self) -> dict[str, Tensor]:
         """The optimizer state of this worker's share."""
         return optimizers.state_tensors(self.server.optimizer, [(NAME, self.server.weights)])
 
     @torch.no_grad()
-    def load(self, own: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, shares: Sequence[Mapping[str, Tensor]]) -> None:
         """Take the optimizer state of all shares, in their order, from a snapshot, after the parameters were loaded."""
         low, high = self.cuts[self.rank]
         flat = self._flat([parameter.detach() for parameter in self.parameters])
         self.server.weights.copy_(flat[low:high])
-        state = {key: tensor if not tensor.dim() else torch.cat([part[key] for part in own])[low:high] for key, tensor in own[0].items()}
+        state = {
+            key: tensor if not tensor.dim() else torch.cat([part[key] for part in shares])[low:high] for key, tensor in shares[0].items()
+        }
         optimizers.load_state(self.server.optimizer, [(NAME, self.server.weights)], state)
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:

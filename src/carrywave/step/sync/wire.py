@@ -28,9 +28,9 @@ class Wire:
         """The sum over all workers of a flat tensor, which may be overwritten. Collective."""
         if self.group is None:
             return flat.to(torch.bfloat16).to(flat.dtype) if self.half else flat
-        there = flat.cpu() if self.staged else flat
-        found = self._halves(there) if self.half else self._whole(there)
-        return found.to(flat.device)
+        source = flat.cpu() if self.staged else flat
+        total = self._halves(source) if self.half else self._whole(source)
+        return total.to(flat.device)
 
     def _whole(self, flat: Tensor) -> Tensor:
         dist.all_reduce(flat, group=self.group)

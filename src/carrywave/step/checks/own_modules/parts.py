@@ -28,7 +28,7 @@ class Part(NamedTuple):
 def parts_of(stage: Stage | OpaqueModel) -> Iterator[Part]:
     """The modules that may be a user's own and that this worker runs."""
     if isinstance(stage, OpaqueModel):
-        yield Part("module", stage.module, piecewise(stage, "module"), stage.own_loss)
+        yield Part("module", stage.module, piecewise(stage, "module"), stage.separate_loss)
         return
     if stage.encoder is not None:
         yield Part("encoder", stage.encoder, encoder(stage.encoder, "encoder"), {})

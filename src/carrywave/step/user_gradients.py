@@ -46,7 +46,7 @@ class Position:
 
 
 @dataclass
-class OwnGradients:
+class UserGradients:
     """Where one trainer is between backward and apply."""
 
     pending: Pending | None = None

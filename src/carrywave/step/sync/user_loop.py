@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from carrywave.step.trainer import Trainer
 
 
-class OwnExchanges:
+class UserExchanges:
     """The exchanges of one trainer's replicas."""
 
     def __init__(self, trainer: Trainer) -> None:
