@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in typing, whose import takes long enough to be met by Ctrl-C, before a command can end quietly
 if TYPE_CHECKING:
+    from typing import Any
+
     from carrywave.cells.cell import Cell
     from carrywave.data.batch import Batch
     from carrywave.exporting.run_export import export_run as export

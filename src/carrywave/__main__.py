@@ -3,18 +3,19 @@
 import os
 import sys
 
-from carrywave import heap
-
 
 def main() -> None:
     """Run the command line; this is the console script."""
-    _fill_gaps()
-    heap.keep()
     try:
+        _fill_gaps()
+        from carrywave import heap
+
+        heap.keep()
         from carrywave.cli.main import main as run
-    except KeyboardInterrupt:
+
+        run()
+    except KeyboardInterrupt:  # before a command has begun, which says so itself
         sys.exit(130)
-    run()
 
 
 def _fill_gaps() -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -436,6 +437,32 @@ def test_schema(tmp_path: Path) -> None:
     assert call("schema", "-o", str(file)) == (0, "", "")
     assert json.loads(file.read_text()) == json.loads(out)
     assert "ModelSpec" in json.loads(out)["$defs"]
+
+
+@pytest.mark.parametrize("module", ["ctypes", "contextlib", "the commands"])
+def test_ctrl_c_before_libraries_load_is_quiet(module: str) -> None:
+    """Python itself imports next to nothing before `main`, where a traceback could not be kept back."""
+    program = f"""
+        import sys
+        assert not {{"typing", "contextlib", "ctypes"}} & set(sys.modules)
+        import carrywave.__main__
+        assert not {{"typing", "contextlib", "ctypes"}} & set(sys.modules)
+
+        class Interrupts:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    raise KeyboardInterrupt
+
+        if {module!r} == "the commands":
+            import site; site.main()
+            import typer.main
+            typer.main.get_command = lambda app: Interrupts().find_spec({module!r})
+        sys.meta_path.insert(0, Interrupts())
+        carrywave.__main__.main()
+    """
+    where = {"PYTHONPATH": str(Path(carrywave.__file__).parents[1])}  # without site, which imports what it likes
+    ended = subprocess.run([sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True, env=where)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_ctrl_c_while_libraries_load_is_one_line_and_130(tmp_path: Path) -> None:

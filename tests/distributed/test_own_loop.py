@@ -67,7 +67,15 @@ ALIKE_IN_STAGES = ("other weights", "another buffer")  # rank 1 holds other ones
 
 
 HALFWAY = {
-    "2 stages": ("raises", "raises in an evaluation", "own hook raises", "raises beside others", "raises in backward", "plain"),
+    "2 stages": (
+        "raises",
+        "raises in an evaluation",
+        "own hook raises",
+        "raises beside others",
+        "raises in backward",
+        "begins anew alone",
+        "plain",
+    ),
     "2 replicas": ("raises in backward", "raises", "raises in an evaluation", "plain"),
 }
 
@@ -140,17 +148,24 @@ def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_
     assert second[0]["error"].startswith("ValueError: mine")
     assert re.match(FAILED.format(1), first[0]["error"])
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
-    for each in (first, second):
-        assert each[1]["error"].startswith(f"{halfway} a batch of 6 steps x 4 lanes to evaluate")
-        assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
     refused = "WorkerError: an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers"
+    assert first[1] == second[1]
+    for each in (first, second):
+        # If stage 1 hangs up before stage 0 has sent all of the batch, both know it at the next step.
+        assert each[1]["error"].startswith((f"{halfway} a batch of 6 steps x 4 lanes to evaluate", refused))
+        assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
     for each in (first, second):
         assert len(each[3]["others"]) == 2  # of the same mesh, and of one that shares its process groups
         assert all(said.startswith(refused) for said in each[3]["others"]), each[3]
     # Stage 1 has sent all that it had to, and waits for a sum.
     assert first[4]["error"] == "ValueError: mine"
     assert re.match(FAILED.format(0), second[4]["error"])
-    assert first[5]["losses"] == second[5]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
+    alone = (
+        "WorkerError: rank 1 takes a step or evaluates while rank 0 creates a trainer, or reads or writes the state of one; make the same "
+        "calls on all workers in the same order, also after an error"
+    )
+    assert first[5]["error"] == second[5]["error"] == alone  # and not gloo's end of the process
+    assert first[6]["losses"] == second[6]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
 
 
 def test_a_replica_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_path: Path) -> None:

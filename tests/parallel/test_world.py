@@ -38,6 +38,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(world._Joined, "store", None)
+    monkeypatch.setattr(world._Joined, "times", 0)
 
 
 @pytest.fixture
@@ -223,6 +224,19 @@ def test_so_is_one_that_another_launcher_or_engine_started(variables: dict[str, 
 
 def test_so_is_one_of_another_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     come(monkeypatch, ONE, **WorkerFile(launch="a").write(tmp_path / "worker.json"))
+
+
+@pytest.mark.parametrize("before", [{"times": 1}, {"attempt": 1}])
+def test_the_next_run_of_a_script_is_no_other_job(before: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the first after a restart, if the script has left out what was done; rank 1 may be there before rank 0 has put up its card."""
+    port = free_port()
+    store = open_store("127.0.0.1", port, True, 5.0)
+    door.put_up(store, door.WORKERS, {"size": "2", **ONE})
+    monkeypatch.setattr(world._Joined, "times", before.get("times", 0))
+    own: dict[str, object] = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    launcher(monkeypatch, CARRYWAVE_START_SECONDS=0.5, TORCHELASTIC_RESTART_COUNT=before.get("attempt", 0), **own)
+    with pytest.raises(WorkerError, match="rank 0 of 2 did not show up"):
+        join("cpu", ONE | {"run": "two"})
 
 
 def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

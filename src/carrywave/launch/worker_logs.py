@@ -68,7 +68,8 @@ class Outputs:
         `host` is part of the folder's name: hosts that share the run's folder copy at the same time.
         """
         found = [path for path in sorted(self.folder.iterdir()) if path.stat().st_size]
-        if run is None or not run.is_dir() or not found:
+        # A folder that is still empty is no run yet: with logs in it, the next attempt would be refused it.
+        if run is None or not found or not run.is_dir() or not any(run.iterdir()):
             return None
         logs = run / "logs"
         target = next(free for number in count() if not (free := logs / f"attempt-{number}{host}").exists())

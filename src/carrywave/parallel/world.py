@@ -27,6 +27,7 @@ from carrywave.errors import UserError, WorkerError, short
 from carrywave.parallel import process_groups
 from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup import door, environment, native_logs, nccl
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
@@ -118,10 +119,10 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     _Joined.job = our_job = door.job_of_worker(size, job)
     store = PrefixStore(f"{_room()}/{_Joined.times}", opened)
     if rank == 0:
-        door.put_up(opened, door.WORKERS, our_job)
+        door.put_up(opened, _door(), our_job)
     about = {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}
     address = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
-    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, door.WORKERS, our_job, address))
+    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, _door(), our_job, address))
     check_hosts(workers_seen)
     gpus = [one["gpu"] for one in workers_seen]
     check_gpus(workers_seen)
@@ -191,9 +192,7 @@ def all_gather_text(world: World, text: str) -> list[str]:
     if world.size == 1:
         return [text]
     mine = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(lengths, torch.tensor([len(text.encode())], dtype=torch.int64), group=world.group)
-    sizes = [int(length) for length in lengths]
+    sizes = [length for (length,) in gather_rows(Exchange.TEXT, [len(text.encode())], world.size, world.group)]
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     padded[: mine.numel()] = mine[: padded.numel()]
     texts = [torch.zeros_like(padded) for _ in range(world.size)]
@@ -273,6 +272,14 @@ def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, 0.1)
     return bool(came)
+
+
+def _door() -> str:
+    """Where the card for this join is. Whoever comes for the first time sees the card of the first run. What the same workers do next is no
+    other job, be it the next run of a script or one after a restart, even if some are there while an older card is still up.
+    """
+    turn = f"{_attempt()}/{_Joined.times}"
+    return door.WORKERS if turn == "0/1" else f"{door.WORKERS}/{turn}"
 
 
 def _room() -> str:

@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import WorkerError, short
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
 
@@ -105,14 +105,12 @@ class Agreement:
             )
 
     def _gather(self, given: StepInputs, *, flag: bool = False) -> bool:
-        """Compare a row of every rank; returns whether any has raised the flag. All calls that begin with a comparison send rows of one
-        form, so that any two of them can meet.
-        """
+        """Compare a row of every rank; returns whether any has raised the flag."""
         self._last = given
-        rows = [torch.zeros(len(REMEDIES) + 1, dtype=torch.int64) for _ in range(self.mesh.world.size)]
-        dist.all_gather(rows, torch.tensor([*given.numbers, 0, int(flag)], dtype=torch.int64), group=self.mesh.world.group)
-        self._compare(torch.stack(rows).tolist(), given, self._steps)
-        return any(bool(row[-1]) for row in rows)
+        world = self.mesh.world
+        found = gather_rows(Exchange.INPUTS, [*given.numbers, 0, int(flag)], world.size, world.group)
+        self._compare(found, given, self._steps)
+        return any(bool(row[-1]) for row in found)
 
     def any_of(self, flag: bool) -> bool:
         """True if any worker has raised its flag; all must be at the same step or batch. Collective: every rank must call it."""

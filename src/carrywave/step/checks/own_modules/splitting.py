@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from carrywave.data.batch import Batch
@@ -29,6 +28,7 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import all_arrive, all_gather_text, wait_for_all
 from carrywave.spec.train_spec import TrainSpec
@@ -110,9 +110,7 @@ class SplitCheck:
         world = self.mesh.world
         if world.size == 1:
             return mine
-        flags = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-        dist.all_gather(flags, torch.tensor([int(mine)]), group=world.group)
-        return any(map(bool, flags))
+        return any(flag for (flag,) in gather_rows(Exchange.FLAG, [int(mine)], world.size, world.group))
 
     def _concerned_late(self) -> bool:
         """True if a module that was known to be safe no longer is, on all workers: it was given a hook, or another forward."""
