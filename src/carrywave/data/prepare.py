@@ -175,10 +175,12 @@ def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[st
     return open_rows(source, numeric_label=False, data=spec.data, labelled=False, as_text=as_text)
 
 
-def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
-    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was."""
+def table_of_file(path: str, codec: Codec | None, spec: Spec, *, labelled: bool = True) -> Table:
+    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was. If not
+    `labelled`, without the weights of targets.
+    """
     place = cache.folder(spec.data.cache)
-    return _table_opener(_find(str(path), "data", spec, place), spec, labelled=codec is None)(codec)
+    return _table_opener(_find(str(path), "data", spec, place), spec, labelled=labelled)(codec)
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
@@ -235,10 +237,13 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
 
 
 def _reading(spec: Spec) -> dict[str, Any]:
-    """The options that affect how data is read: those of its section, and whether the model reads the characters of words."""
+    """The options that affect how data is read: those of its section, and whether the model reads the characters of words. Numbers were
+    once scaled by targets of weight 0 as well.
+    """
     later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
     spelled = {} if spec.model.characters == "none" else {"characters": True}
-    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled
+    scaled = {"weightless": True} if spec.task == "regression" else {}
+    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled | scaled
 
 
 def _hash(value: Any) -> str:

@@ -45,6 +45,11 @@ class Sequences:
         return len(self.lengths)
 
     @property
+    def counted(self) -> int:
+        """The number of sequences whose weight is not 0."""
+        return len(self) if self.weights is None else int((np.asarray(self.weights) > 0).sum())
+
+    @property
     def tokens(self) -> NDArray[Any]:
         """The tokens [rows], without the characters that may be beside them."""
         return self.inputs if self.inputs.ndim == 1 else self.inputs[:, 0]

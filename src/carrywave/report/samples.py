@@ -190,7 +190,8 @@ def _counted(saved: Saved, part: Part, counts: Metric) -> bool:
 
 
 def _transcribed(saved: Saved, name: str, data: Sequences) -> Transcribed:
-    codec, places = saved.task.codec, np.unique(np.linspace(0, len(data) - 1, min(len(data), TRANSCRIPTS)).astype(np.int64))
+    codec, counted = saved.task.codec, np.arange(len(data)) if data.weights is None else np.flatnonzero(data.weights)
+    places = counted[np.unique(np.linspace(0, len(counted) - 1, min(len(counted), TRANSCRIPTS)).astype(np.int64))]
     few = pick(data, np.isin(np.arange(len(data)), places))
     rows: dict[int, tuple[str, str, str]] = {}
     for out, target, sequence, _, _ in _seen(saved, saved.task.part(name, few)):
