@@ -328,4 +328,5 @@ def _few(data: Sequences, horizon: int, many: int) -> Sequences:
     warm = None if data.warm is None else np.maximum(data.warm[:few] - cut, 0)
     names = None if data.names is None else data.names[:few]
     units = None if data.units is None else data.units[:few]
-    return replace(data, starts=data.starts[:few] + cut, lengths=lengths - cut, warm=warm, names=names, units=units)
+    firsts = None if data.firsts is None else data.firsts[:few]
+    return replace(data, starts=data.starts[:few] + cut, lengths=lengths - cut, warm=warm, firsts=firsts, names=names, units=units)

@@ -134,8 +134,8 @@ class Task:
             return ()
         columns = len(self.codec.channels) or 1  # which are forecast together, as far as a person sees
         many = f"{short // columns:,} of {total // columns:,} forecasts"
-        remedy = f"set data.context={season} or more" if self.spec.data.context else "add earlier rows"
-        return (f"{name}: {many} have less than a season ({season} rows) before them, so their naive forecast is the last value; {remedy}",)
+        fact = f"{many} have less than a season ({season} rows) before them, so their naive forecast is the last value"
+        return (f"{name}: {fact}; add earlier rows",)
 
     def _without_mase(self, name: str, data: Sequences) -> tuple[str, ...]:
         """Return a line about series that train does not contain: their seasonal change is unknown."""
@@ -243,7 +243,7 @@ class Task:
         """The view with the past values that the head reads and, of counts, their units."""
         past, targets = self.spec.past_steps, np.array(self.codec.targets)
         units = data.units[:, targets] if self.spec.data.counts and data.units is not None else None
-        return replace(view, history=History(past, targets, units)) if past else view
+        return replace(view, history=History(past, targets, units, data.firsts)) if past else view
 
     def _pretrain(self, encoder: Encoder) -> None:
         path, encoder = self.spec.model.pretrained, encoder.words if isinstance(encoder, SpelledWords) else encoder
