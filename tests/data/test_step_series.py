@@ -200,7 +200,7 @@ def test_weights_of_steps() -> None:
     with pytest.raises(DataError, match=r"has no column 'trust' \(data.weight\); use one of"):
         read_python(table(), found.codec, asked)
     assert read_python(table(), found.codec, asked, labelled=False).step_weights is None
-    with pytest.raises(DataError, match="train: every weight in it is 0"):
+    with pytest.raises(DataError, match=r"train: column flow \(data.targets\) is empty or of weight 0 in all rows of train"):
         read(frame.assign(trust=0.0), weight="trust")
     rows = [{"steps": [1.0, 2.0], "labels": [1.0, 2.0]}, {"steps": [1.0, 2.0], "labels": [3.0, 2.0], "weight": [0.5, 2.0]}]
     weighed = from_python({"train": rows}, spec(share=0.0)).train.step_weights

@@ -80,7 +80,7 @@ class _Learned:
         elif task == "regression":
             target = fields.target_of(row, where, self.outputs)
             self.outputs = len(target)
-            if not self.is_held(index):
+            if not self.is_held(index) and not weightless(row):
                 self.targets.add(target[None])
 
     def _label(self, kind: str, name: str, where: str) -> None:
@@ -119,6 +119,12 @@ class _Learned:
             self.columns = matrix.shape[1]
             if not self.is_held(index):
                 self.features.add(matrix)
+
+
+def weightless(row: Row) -> bool:
+    """True if the target of a row is to count for nothing."""
+    found = row.get(WEIGHT)
+    return found is not None and not isinstance(found, str) and bool(np.all(np.asarray(found) == 0))
 
 
 def learn(rows: Rows, spec: Spec, held: Held) -> Codec:

@@ -167,7 +167,8 @@ def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Cal
 def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
     """Past values [N - 1 + T, B, C]; the first of them come before the window."""
     before = np.arange(1 - history.steps, 0)[:, None]
-    rows = np.concatenate([np.maximum(rows_TB[0] + before, view.starts[sequence_B]), rows_TB])
+    firsts = view.starts if history.firsts is None else history.firsts
+    rows = np.concatenate([np.maximum(rows_TB[0] + before, firsts[sequence_B]), rows_TB])
     values = np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
     if history.units is None:
         return values

@@ -18,7 +18,7 @@ from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.label_sets import NONE
 from carrywave.data.files.rows import NO_WEIGHT, Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
-from carrywave.data.sequences import Sequences
+from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.steps import step_series, table_blocks
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
@@ -144,9 +144,20 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
     """Combine the parts with their codec and facts; each part's fingerprint identifies the data and the part."""
     if "valid" not in found.parts:
         note("no data is held out for validation")
-    marked = {part: replace(value, fingerprint=f"{fingerprint}:{part}") for part, value in found.parts.items()}
+    marked = {
+        part: replace(value, firsts=_firsts(found.parts["train"], value), fingerprint=f"{fingerprint}:{part}")
+        for part, value in found.parts.items()
+    }
     facts = found.codec.facts(marked["train"])
     return Prepared(marked["train"], marked.get("valid"), marked.get("test"), found.codec, facts, fingerprint, found.notes)
+
+
+def _firsts(train: Sequences, part: Sequences) -> Ints | None:
+    """The first row of each series of a part that begins within them, after rows of train; all of its series are in train."""
+    if part.warm is None or not np.shares_memory(part.inputs, train.inputs):
+        return None
+    starts = np.sort(train.starts)
+    return np.asarray(starts[np.searchsorted(starts, part.starts, side="right") - 1], np.int64)
 
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
@@ -175,10 +186,12 @@ def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[st
     return open_rows(source, numeric_label=False, data=spec.data, labelled=False, as_text=as_text)
 
 
-def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
-    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was."""
+def table_of_file(path: str, codec: Codec | None, spec: Spec, *, labelled: bool = True) -> Table:
+    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was. If not
+    `labelled`, without the weights of targets.
+    """
     place = cache.folder(spec.data.cache)
-    return _table_opener(_find(str(path), "data", spec, place), spec, labelled=codec is None)(codec)
+    return _table_opener(_find(str(path), "data", spec, place), spec, labelled=labelled)(codec)
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
@@ -235,10 +248,13 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
 
 
 def _reading(spec: Spec) -> dict[str, Any]:
-    """The options that affect how data is read: those of its section, and whether the model reads the characters of words."""
+    """The options that affect how data is read: those of its section, and whether the model reads the characters of words. Numbers were
+    once scaled by targets of weight 0 as well.
+    """
     later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
     spelled = {} if spec.model.characters == "none" else {"characters": True}
-    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled
+    scaled = {"weightless": True} if spec.task == "regression" else {}
+    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled | scaled
 
 
 def _hash(value: Any) -> str:

@@ -142,10 +142,12 @@ def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, .
     return _named(_rows(data, part, spec), spec, labelled=False) if file is None else rows_of_file(file, spec, part=part, as_text=as_text)
 
 
-def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
-    """Return the series in a file or an object, in their original units."""
+def series_of(data: Any, codec: Codec, spec: Spec, *, labelled: bool = False) -> Table:
+    """Return the series in a file or an object, in their original units; if `labelled`, with the weights of targets."""
     file = file_of(data, spec)
-    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec, labelled=False)(codec)
+    if file is not None:
+        return table_of_file(file, codec, spec, labelled=labelled)
+    return _table_opener(data, "data", spec, labelled=labelled)(codec)
 
 
 def step_series_of(data: Any, spec: Spec) -> SeriesSource:

@@ -32,6 +32,7 @@ class Sequences:
     step_weights: NDArray[np.float32] | None = None  # for each row: the weight of what it holds as a target; None: that of its sequence
     spans: Ints | None = None  # [n, 2] the first of `labels` that a sequence has, and the end of them, if it may have any number in a row
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
+    firsts: Ints | None = None  # [n] the first row of each series, if that lies before the part; None: `starts`
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
         None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms, distributions)
@@ -45,6 +46,11 @@ class Sequences:
         return len(self.lengths)
 
     @property
+    def counted(self) -> int:
+        """The number of sequences whose weight is not 0."""
+        return len(self) if self.weights is None else int((np.asarray(self.weights) > 0).sum())
+
+    @property
     def tokens(self) -> NDArray[Any]:
         """The tokens [rows], without the characters that may be beside them."""
         return self.inputs if self.inputs.ndim == 1 else self.inputs[:, 0]
@@ -52,14 +58,15 @@ class Sequences:
 
 @dataclass(frozen=True)
 class History:
-    """The last `steps` values of some columns, up to and including each step; what lies before a sequence is its first value.
+    """The last `steps` values of some columns, up to and including each step; what lies before a series is its first value.
 
-    With `units` [n, columns], the size of a unit in each sequence follows them in every row.
+    With `units` [n, columns], the size of a unit in each sequence follows them in every row. `firsts` [n] as in `Sequences`.
     """
 
     steps: int
     columns: Ints
     units: NDArray[np.float64] | None = None
+    firsts: Ints | None = None
 
 
 @dataclass(frozen=True)

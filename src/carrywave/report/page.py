@@ -263,7 +263,7 @@ def _times(sample: Forecasted) -> list[tuple[float, str]]:
 def _distributed(sample: Distributed) -> Figure:
     lines = []
     for place, (name, values) in enumerate(sample.by_step):
-        points = [(float(step), value) for step, value in enumerate(values, start=1)]
+        points = [(float(step), value) for step, value in enumerate(values, start=1) if math.isfinite(value)]
         lines.append(Line(name, points, f"c{place}" if place else "c0", dashed=place > 0, dots=len(points) == 1))
     told = ", ".join(f"{name} {chart.number(value)}" for name, value in sample.worst)
     many = f"The {len(sample.worst)} worst of {sample.series:,}" if len(sample.worst) < sample.series else "From worst to best"

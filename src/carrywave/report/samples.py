@@ -190,7 +190,8 @@ def _counted(saved: Saved, part: Part, counts: Metric) -> bool:
 
 
 def _transcribed(saved: Saved, name: str, data: Sequences) -> Transcribed:
-    codec, places = saved.task.codec, np.unique(np.linspace(0, len(data) - 1, min(len(data), TRANSCRIPTS)).astype(np.int64))
+    codec, counted = saved.task.codec, np.arange(len(data)) if data.weights is None else np.flatnonzero(data.weights)
+    places = counted[np.unique(np.linspace(0, len(counted) - 1, min(len(counted), TRANSCRIPTS)).astype(np.int64))]
     few = pick(data, np.isin(np.arange(len(data)), places))
     rows: dict[int, tuple[str, str, str]] = {}
     for out, target, sequence, _, _ in _seen(saved, saved.task.part(name, few)):
@@ -327,4 +328,5 @@ def _few(data: Sequences, horizon: int, many: int) -> Sequences:
     warm = None if data.warm is None else np.maximum(data.warm[:few] - cut, 0)
     names = None if data.names is None else data.names[:few]
     units = None if data.units is None else data.units[:few]
-    return replace(data, starts=data.starts[:few] + cut, lengths=lengths - cut, warm=warm, names=names, units=units)
+    firsts = None if data.firsts is None else data.firsts[:few]
+    return replace(data, starts=data.starts[:few] + cut, lengths=lengths - cut, warm=warm, firsts=firsts, names=names, units=units)

@@ -165,7 +165,11 @@ class DataSpec(Section):
         description="forecasting: the model forecasts a distribution of each value, trained by its likelihood: normal; student_t, with "
         "heavier tails; for counts, negative_binomial or poisson. Predictions are quantiles of it, or sample paths",
     )
-    context: Positive | None = Field(None, description="forecasting, each_step: rows before a valid or test part that warm up the carry")
+    context: Positive | None = Field(
+        None,
+        description="forecasting, each_step: rows before a valid or test part that warm up the carry; other values of "
+        "the past that are read may be earlier",
+    )
     scale: Literal["auto", "deviation", "change"] = Field(
         "deviation",
         description="several series: the unit of each: its standard deviation, or its mean absolute seasonal change, in which an "

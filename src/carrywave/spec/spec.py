@@ -117,6 +117,11 @@ class Spec(Section):
                 f"data.standardize={self.data.standardize} needs targets that a new series does not have; use true, which is one scale for "
                 "all series, or false"
             )
+        if self.data.context is not None and self.data.context < self.data.warmup:
+            raise ValueError(
+                f"data.context={self.data.context} is less than data.warmup={self.data.warmup}, so the first rows of valid and test would "
+                f"not be scored; set it to {self.data.warmup} or more, or remove it"
+            )
         if not self.streams and self.batch.windows == "random":
             raise ValueError("batch.windows=random is for streams; remove it, or batch.tokens")
         if self.batch.pack or self.data.augment is not None:

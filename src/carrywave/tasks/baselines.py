@@ -5,6 +5,7 @@ Errors are over the origins that a forecaster is scored on, in the model's units
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one baseline: means by step ahead and column."""
+    """Errors of one baseline: means by step ahead and column, NaN of a step without targets."""
 
     absolute_HC: Reals
     square_HC: Reals
@@ -43,7 +44,11 @@ class Errors:
         """Return the metrics under the model's names after the baseline's; `point`: the model has a point forecast."""
         found: dict[str, float] = {}
         if point:
-            mean, square = (float(np.average(each.mean(1), weights=self.targets_H)) for each in (self.absolute_HC, self.square_HC))
+            there = self.targets_H > 0
+            absolute, squares = self.absolute_HC[there], self.square_HC[there]
+            mean, square = (
+                float(np.average(each.mean(1), weights=self.targets_H[there])) if there.any() else math.nan for each in (absolute, squares)
+            )
             found = {f"{name}_mae": mean, f"{name}_rmse": float(np.sqrt(square))}
             found |= {} if self.scaled is None else {f"{name}_mase": self.scaled}
         return found if self.pinball is None else found | {f"{name}_pinball": self.pinball}
@@ -70,13 +75,13 @@ def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints
         for share in share_Q:
             pinball += float(np.maximum(share * gap_RHC, (share - 1.0) * gap_RHC).sum()) / len(share_Q)
         targets_H += real_RH.sum(0)
-    each_H1 = np.maximum(targets_H, 1)[:, None]
+    each_H1, total = np.where(targets_H > 0, targets_H, np.nan)[:, None], float(targets_H.sum()) * len(columns)
     return Errors(
         absolute_HC / each_H1,
         square_HC / each_H1,
-        each_H1[:, 0],
+        targets_H,
         scaled / scaled_count if scaled_count else None,
-        pinball / (float(each_H1.sum()) * len(columns)) if len(share_Q) else None,
+        (pinball / total if total else math.nan) if len(share_Q) else None,
     )
 
 

@@ -35,7 +35,9 @@ class Changes:
             name = names[place] if names else str(place)
             own = codec.scale_of.get(name) or codec.scale_of.get(channels[place % len(channels)] if channels else name)
             mean, std = own or (codec.mean, codec.std)
-            values = change(train.inputs[start : start + length], season, columns, np.array(mean), np.array(std))
+            rows, weights = slice(start, start + length), train.step_weights
+            counted = None if weights is None else np.asarray(weights[rows]) > 0
+            values = change(train.inputs[rows], season, columns, np.array(mean), np.array(std), counted)
             found[name] = tuple(float(value) for value in values)
         if codec.series is None and len(found) == 1:
             return Changes(every=next(iter(found.values())))
@@ -84,16 +86,23 @@ class Changes:
 
 
 def change(
-    rows: NDArray[Any], season: int, columns: Ints, mean: NDArray[np.float64] | None = None, std: NDArray[np.float64] | None = None
+    rows: NDArray[Any],
+    season: int,
+    columns: Ints,
+    mean: NDArray[np.float64] | None = None,
+    std: NDArray[np.float64] | None = None,
+    counted: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
     """Return the mean absolute seasonal change of each column of one series; 0 if it never changes or has no more rows than a season.
 
-    `mean` and `std`, over all columns that are read, are those the rows were standardised with.
+    `mean` and `std`, over all columns that are read, are those the rows were standardised with. Changes from and to rows that are not
+    `counted`, whose weight is 0, are left out.
     """
-    if len(rows) <= season:
+    both = np.ones(max(len(rows) - season, 0), np.bool_) if counted is None else counted[season:] & counted[:-season]
+    if not both.any():
         return np.zeros(len(columns))
     part = np.asarray(rows[:, columns], dtype=np.float64)
-    found: NDArray[np.float64] = np.abs(part[season:] - part[:-season]).mean(axis=0)
+    found: NDArray[np.float64] = np.abs(part[season:] - part[:-season])[both].mean(axis=0)
     # A column that repeats every season still shows changes from float32 rounding, and a constant one from the rounding of its
     # original values; dividing by such noise would make the metric meaningless.
     real = found > TRACE * np.abs(part[season:]).mean(axis=0)

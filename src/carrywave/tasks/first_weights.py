@@ -97,19 +97,19 @@ def _log_odds(train: Sequences) -> NDArray[np.float64]:
 
 
 def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.float64]:
-    """How often each class or token is a training target; one with a weight counts as so many, in units of the mean weight."""
+    """How often each class or token is a training target; one with a weight counts as so many, in units of the mean weight above 0."""
     counts, real = np.zeros(classes), 0
     for part, weights in _targets(train, train.inputs if task == "language" else train.tags):
         there = part >= 0
         counts += np.bincount(part[there].astype(np.int64), weights[there], minlength=classes)
-        real += int(there.sum())
+        real += int((weights[there] > 0).sum())
     return np.asarray(counts * (real / max(counts.sum(), np.finfo(np.float64).tiny)), np.float64)
 
 
 def label_counts(train: Sequences) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """How often each of several labels is 0 and 1 among the training targets, counted as `class_counts` does."""
     parts = list(_targets(train, train.tags))
-    mean = sum(weights.sum() for _, weights in parts) / max(1, sum(len(weights) for _, weights in parts))
+    mean = sum(weights.sum() for _, weights in parts) / max(1, sum(int((weights > 0).sum()) for _, weights in parts))
     zeros, ones = (sum(((part == value) * weights[:, None]).sum(axis=0) for part, weights in parts) / (mean or 1.0) for value in (0, 1))
     return np.asarray(zeros), np.asarray(ones)
 

@@ -3,6 +3,9 @@
 One set of weights for each column, shared by all series. It reads values less the last one and forecasts the difference from it, so a shift
 of a whole series changes nothing. It is a baseline beside every forecast, and where the linear part of a forecasting head begins.
 
+Targets count with their weights, as they do in the loss: one of weight 0 is not learned from. Sums of what is read then differ from step
+ahead to step ahead.
+
 The penalty is the one that does best on the last tenth of every series, judged by the same sums of products, so rows are read once;
 the weights are then fitted to all of them. Float64 throughout. Shapes: C columns, N lags, K steps ahead, R rows.
 """
@@ -38,44 +41,56 @@ class Line:
 
 
 class _Sums:
-    """Sums of products of what is read (with a 1 for the bias) and what is forecast, for one column."""
+    """Sums of products of what is read (with a 1 for the bias) and what is forecast, for one column. If targets have weights (`weighted`),
+    there are sums of what is read for each step ahead, otherwise one for all.
+    """
 
-    def __init__(self, lags: int, horizon: int) -> None:
-        self.read = np.zeros((lags + 1, lags + 1))
+    def __init__(self, lags: int, horizon: int, *, weighted: bool = False) -> None:
+        self.weighted = weighted
+        self.read = np.zeros((horizon if weighted else 1, lags + 1, lags + 1))
         self.both = np.zeros((lags + 1, horizon))
         self.ahead = 0.0
 
-    def add(self, gaps_RN: Reals, ahead_RK: Reals) -> None:
+    def add(self, gaps_RN: Reals, ahead_RK: Reals, weights_RK: Reals | None = None) -> None:
         x = np.concatenate([gaps_RN, np.ones((len(gaps_RN), 1))], axis=1)
-        self.read += x.T @ x
-        self.both += x.T @ ahead_RK
-        self.ahead += float((ahead_RK**2).sum())
+        counted_RK = ahead_RK if weights_RK is None else weights_RK * ahead_RK
+        self.read += x.T @ x if weights_RK is None else np.stack([(x * weights_R[:, None]).T @ x for weights_R in weights_RK.T])
+        self.both += x.T @ counted_RK
+        self.ahead += float((counted_RK * ahead_RK).sum())
 
     def __add__(self, other: _Sums) -> _Sums:
-        total = _Sums(len(self.read) - 1, self.both.shape[1])
+        total = _Sums(len(self.both) - 1, self.both.shape[1], weighted=self.weighted)
         total.read, total.both, total.ahead = self.read + other.read, self.both + other.both, self.ahead + other.ahead
         return total
 
     def solve(self, penalty: float) -> Reals:
         """The weights with a penalty, which does not touch the bias; with the smallest norm if there are several."""
-        each = np.diag(self.read)[:-1]
-        added = penalty * max(float(each.mean()), np.finfo(np.float64).tiny)
-        left = self.read + np.diag([*np.full(len(each), added), 0.0])
-        return np.asarray(np.linalg.lstsq(left, self.both, rcond=None)[0], np.float64)
+        parts = [self.both] if not self.weighted else [column[:, None] for column in self.both.T]
+        return np.concatenate([_solved(read, both, penalty) for read, both in zip(self.read, parts, strict=True)], axis=1)
 
     def error(self, solved: Reals) -> float:
         """The sum of squared errors of some weights."""
-        return float(self.ahead - 2.0 * (solved * self.both).sum() + (solved * (self.read @ solved)).sum())
+        parts = [solved] if not self.weighted else [column[:, None] for column in solved.T]
+        through = np.concatenate([read @ own for read, own in zip(self.read, parts, strict=True)], axis=1)
+        return float(self.ahead - 2.0 * (solved * self.both).sum() + (solved * through).sum())
+
+
+def _solved(read: Reals, both: Reals, penalty: float) -> Reals:
+    each = np.diag(read)[:-1]
+    added = penalty * max(float(each.mean()), np.finfo(np.float64).tiny)
+    left = read + np.diag([*np.full(len(each), added), 0.0])
+    return np.asarray(np.linalg.lstsq(left, both, rcond=None)[0], np.float64)
 
 
 def fit_line(train: Sequences, columns: Ints, lags: int, horizon: int) -> Line:
     """Fit a line to every origin of the training rows that has all of its lags and its whole horizon; zeros if none has."""
-    fitted, held = ([_Sums(lags, horizon) for _ in columns] for _ in range(2))
+    weighted = train.step_weights is not None
+    fitted, held = ([_Sums(lags, horizon, weighted=weighted) for _ in columns] for _ in range(2))
     stride = _stride(train, len(columns), lags, horizon)
-    for windows_RNC, is_held in _windows(train, columns, lags, horizon, stride):
+    for windows_RNC, weights_RK, is_held in _windows(train, columns, lags, horizon, stride):
         gaps, ahead = windows_RNC[:, :lags] - windows_RNC[:, lags - 1 : lags], windows_RNC[:, lags:] - windows_RNC[:, lags - 1 : lags]
         for c, sums in enumerate(held if is_held else fitted):
-            sums.add(gaps[..., c], ahead[..., c])
+            sums.add(gaps[..., c], ahead[..., c], weights_RK)
     found = [_best(one, other) for one, other in zip(fitted, held, strict=True)]
     return Line(np.stack([each[:-1] for each in found]), np.stack([each[-1] for each in found]))
 
@@ -89,17 +104,22 @@ def _best(fitted: _Sums, held: _Sums) -> Reals:
 
 def _stride(train: Sequences, columns: int, lags: int, horizon: int) -> int:
     """Read every origin, or every second, third …: neighbours share nearly all of their values."""
-    products = float(train.lengths.sum()) * columns * (lags + 1) * (lags + 1 + horizon)
+    sums = 1 if train.step_weights is None else horizon
+    products = float(train.lengths.sum()) * columns * (lags + 1) * (sums * (lags + 1) + horizon)
     return max(1, round(products / MOST_PRODUCTS))
 
 
-def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: int) -> Iterator[tuple[Reals, bool]]:
-    """Blocks of windows [R, N + K, C] of the training rows, and whether they lie in the share that the penalty is chosen on."""
-    size = lags + horizon
+def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: int) -> Iterator[tuple[Reals, Reals | None, bool]]:
+    """Blocks of windows [R, N + K, C] of the training rows, the weights of what is forecast [R, K], and whether they lie in the share that
+    the penalty is chosen on.
+    """
+    size, given = lags + horizon, train.step_weights
     for start, length in zip(train.starts, train.lengths, strict=True):
         rows = np.arange(start, start + length - size + 1, stride, dtype=np.int64)
         cut = len(rows) - int(len(rows) * HELD_OUT)
         for part, is_held in ((rows[:cut], False), (rows[cut:], True)):
             for first in range(0, len(part), BLOCK_ROWS):
                 block = part[first : first + BLOCK_ROWS]
-                yield np.asarray(train.inputs[block[:, None] + np.arange(size)][..., columns], np.float64), is_held
+                rows_RS = block[:, None] + np.arange(size)
+                weights_RK = None if given is None else np.asarray(given[rows_RS[:, lags:]], np.float64)
+                yield np.asarray(train.inputs[rows_RS][..., columns], np.float64), weights_RK, is_held

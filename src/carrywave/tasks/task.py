@@ -134,8 +134,8 @@ class Task:
             return ()
         columns = len(self.codec.channels) or 1  # which are forecast together, as far as a person sees
         many = f"{short // columns:,} of {total // columns:,} forecasts"
-        remedy = f"set data.context={season} or more" if self.spec.data.context else "add earlier rows"
-        return (f"{name}: {many} have less than a season ({season} rows) before them, so their naive forecast is the last value; {remedy}",)
+        fact = f"{many} have less than a season ({season} rows) before them, so their naive forecast is the last value"
+        return (f"{name}: {fact}; add earlier rows",)
 
     def _without_mase(self, name: str, data: Sequences) -> tuple[str, ...]:
         """Return a line about series that train does not contain: their seasonal change is unknown."""
@@ -243,7 +243,7 @@ class Task:
         """The view with the past values that the head reads and, of counts, their units."""
         past, targets = self.spec.past_steps, np.array(self.codec.targets)
         units = data.units[:, targets] if self.spec.data.counts and data.units is not None else None
-        return replace(view, history=History(past, targets, units)) if past else view
+        return replace(view, history=History(past, targets, units, data.firsts)) if past else view
 
     def _pretrain(self, encoder: Encoder) -> None:
         path, encoder = self.spec.model.pretrained, encoder.words if isinstance(encoder, SpelledWords) else encoder
@@ -270,7 +270,9 @@ class Task:
             units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
             series = series_names(part.data.names or (), channels) if by_series else ()
             slope = self._slope(part.data, device) if self.codec.transform in LEAST else None
-            columns = metrics.Columns(names, units, series, apart=bool(channels), summed=self.codec.transform == "diff", slope=slope)
+            summed = self.codec.transform == "diff"
+            whole = self._targets(part, device) if summed and part.view.weights_at is not None else None
+            columns = metrics.Columns(names, units, series, apart=bool(channels), summed=summed, whole=whole, slope=slope)
             if self.spec.data.distribution != "none":
                 sizes = self._future(part.data, device) if self.codec.transform == "none" else None
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
@@ -279,6 +281,17 @@ class Task:
             weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf
             return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
+
+    def _targets(self, part: Part, device: torch.device) -> metrics.Slope:
+        """The targets of rows, whatever their weight."""
+        at, starts, last = part.view.targets_at, part.data.starts, len(part.data.inputs) - 1
+        assert at is not None
+
+        def targets(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+            rows_TB = starts[at_B.cpu().numpy()] + first_B.cpu().numpy() + np.arange(steps)[:, None]
+            return torch.from_numpy(at(np.minimum(rows_TB, last))).to(device, torch.float64)
+
+        return targets
 
     def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:
         """What errors of logarithms are multiplied by in the data itself: its values, for log1p 1 more."""

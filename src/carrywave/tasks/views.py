@@ -86,14 +86,16 @@ def pooled(data: Sequences) -> View:
 
 
 class FirstRow:
-    """Maps each row to the first row of its sequence."""
+    """Maps each row to the first row of its series, which may lie before the part."""
 
     def __init__(self, data: Sequences) -> None:
-        self._starts = np.sort(data.starts)
+        order = np.argsort(data.starts, kind="stable")
+        self._starts = data.starts[order]
+        self._firsts = self._starts if data.firsts is None else data.firsts[order]
 
     def __call__(self, rows: Ints) -> Ints:
         """Return the first rows."""
-        return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+        return self._firsts[np.searchsorted(self._starts, rows, side="right") - 1]
 
 
 class Units:

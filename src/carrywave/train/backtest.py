@@ -76,7 +76,7 @@ def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: C
         if given is None:
             raise DataError(f"{path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}")
         rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
-        whole = series_of(given, codec, spec)
+        whole = series_of(given, codec, spec, labelled=True)
         table, placed, left_out = long_enough(whole, rolling, before=1)
         seen = (*_changed(saved), *_seen(whole, table, placed, spec)) if data is None else ()
     if world.rank == 0:

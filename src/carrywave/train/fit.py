@@ -218,7 +218,7 @@ def _train(
     callbacks: Sequence[Callback] = (),
     loss: Loss | None = None,
 ) -> Result:
-    spec = with_kept_weights(start.spec, None if prepared.valid is None else len(prepared.valid))
+    spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
     spec, world, watch, folder = fitted(spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized

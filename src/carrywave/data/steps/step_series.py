@@ -185,7 +185,8 @@ class _Seen:
         for column in (*self.measured, *self.targets):
             if not self.moments[column].count:
                 of = "data.targets" if column in self.targets else "input"
-                raise DataError(f"{table.name}: column {column} ({of}) is empty in all rows of train; fill it in, or leave it out")
+                empty = "empty or of weight 0" if column in self.targets and choice.weight is not None else "empty"
+                raise DataError(f"{table.name}: column {column} ({of}) is {empty} in all rows of train; fill it in, or leave it out")
         further = len(mask_columns(self.masked)) + len(calendar_columns(choice.calendar))  # which need no scale
         mean, std = (tuple(scale[column][part][0] for column in self.measured) for part in (0, 1))
         target_mean, target_std = (tuple(scale[column][part][0] for column in self.targets) for part in (0, 1))

@@ -282,12 +282,12 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
 
 
 def check_weights(data: Sequences, part: str) -> None:
-    """Refuse a part in which no row has a weight above 0."""
+    """Refuse a part in which no row that is forecast or estimated has a weight above 0; the first rows may only warm up the carry."""
     weights = data.step_weights
-    bounds = zip(data.starts, data.starts + data.lengths, strict=True)
+    bounds = zip(data.starts if data.warm is None else data.starts + data.warm, data.starts + data.lengths, strict=True)
     if weights is not None:
         check_largest_weight(
-            max(float(weights[low:high].max()) for low, high in bounds), f"{part}: every weight in it", "remove data.weight"
+            max(float(weights[low:high].max(initial=0.0)) for low, high in bounds), f"{part}: every weight in it", "remove data.weight"
         )
 
 

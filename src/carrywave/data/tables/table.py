@@ -5,7 +5,7 @@ A table is read as a whole, because rows must be sorted by series and time; trai
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,9 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
     ahead = np.bincount(rows.codes, weights=rows.ahead, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(totals)[:-1]])
     numbers = len(roles.columns)
+    weights = None if choice.weight is None else _weights(rows, table[choice.weight], name, choice.weight)
+    if weights is not None and choice.each_step:
+        rows = replace(rows, cells=_without(rows, choice.targets, weights == 0))
     return Table(
         name,
         (*roles.columns, *calendar_columns(choice.calendar)),
@@ -186,8 +189,14 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         np.where(np.isnan(rows.cells[:, numbers:]), -1, rows.cells[:, numbers:]).astype(np.int64) if coded else None,
         ahead if ahead.any() else None,
         rows.unfilled,
-        None if choice.weight is None else _weights(rows, table[choice.weight], name, choice.weight),
+        weights,
     )
+
+
+def _without(rows: SortedRows, targets: tuple[str, ...], none: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The cells without some of the targets at every step: one of weight 0 is missing, whatever is written there."""
+    chosen = np.isin(np.arange(rows.cells.shape[1]), rows.places(targets))
+    return np.where(none[:, None] & chosen, np.nan, rows.cells)
 
 
 def _weights(rows: SortedRows, column: Any, name: str, label: str) -> NDArray[np.float32]:

@@ -42,6 +42,7 @@ class Rolled:
     change_C: Reals  # seasonal change within train, in standardised units; 0: unknown
     last_C: Reals  # the values in the last row that was known
     transform: str = "none"  # what was standardised of the values
+    counted_H: NDArray[np.bool_] | None = None  # steps whose weight is not 0 (`data.weight`); None: all
 
     def standard(self, values_HCX: Reals) -> Reals:
         """Values [H, C, …] in standardised units, up to a constant that is the same for all."""
@@ -118,17 +119,19 @@ def _in_units(
         last_season_OHC = seasonal(reading.table.starts[place] + known - 1)
         last_OC = values.last(place, known)
         for at, origin in enumerate(own):
+            came = table.starts[number] + known[at] - 1 + ahead
             yield Rolled(
                 number,
                 origin,
                 int(known[at]),
                 made_OHCQ[at],
-                table.values[table.starts[number] + known[at] - 1 + ahead][:, places],
+                table.values[came][:, places],
                 last_season_OHC[at],
                 values.unit(place),
                 change_SC[place],
                 last_OC[at],
                 codec.transform,
+                None if table.weights is None else table.weights[came] > 0,
             )
 
 

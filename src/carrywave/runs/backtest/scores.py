@@ -1,7 +1,7 @@
 """Scores of a backtest: over everything, and for each origin, step ahead and column. NumPy only.
 
-Errors are in standardised units, in which columns and series weigh the same, and for a single column also in the units of the file. Shapes:
-N forecasts, H horizon, C columns, Q quantiles.
+Errors are in standardised units, in which columns and series weigh the same, and for a single column also in the units of the file.
+Targets of weight 0 (`data.weight`) are left out. Shapes: N forecasts, H horizon, C columns, Q quantiles.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from carrywave.runs.backtest.rolled import Rolled
 
@@ -54,40 +55,48 @@ def _score(
 ) -> dict[str, float]:
     when, which = slice(None) if step is None else slice(step, step + 1), slice(None) if column is None else slice(column, column + 1)
     truth_NHC = np.stack([each.truth_HC[when, which] for each in group])
-    forecast_NHCQ = np.stack([each.forecast_HCQ[when, which] for each in group])
-    naive_NHC = np.stack([each.naive_HC[when, which] for each in group])
-    # In standardised units, in which differences are taken before steps are picked.
-    standard_NHC = np.stack([each.standard(each.truth_HC)[when, which] for each in group])
-    made_NHCQ = np.stack([each.standard(each.forecast_HCQ)[when, which] for each in group])
-    season_NHC = np.stack([each.standard(each.naive_HC)[when, which] for each in group])
-    change_N1C = np.stack([each.change_C[which] for each in group])[:, None]
+    real_NHC = np.broadcast_to(np.stack([_counted(each)[when] for each in group])[..., None], truth_NHC.shape)
     found: dict[str, float] = {"forecasts": len(group)}
-    size = float(np.abs(truth_NHC).mean())
+    if not real_NHC.any():
+        return found
+    # What counts, one after the other (E); in standardised units, in which differences are taken before steps are picked.
+    truth_E, naive_E = truth_NHC[real_NHC], np.stack([each.naive_HC[when, which] for each in group])[real_NHC]
+    forecast_EQ = np.stack([each.forecast_HCQ[when, which] for each in group])[real_NHC]
+    standard_E = np.stack([each.standard(each.truth_HC)[when, which] for each in group])[real_NHC]
+    made_EQ = np.stack([each.standard(each.forecast_HCQ)[when, which] for each in group])[real_NHC]
+    season_E = np.stack([each.standard(each.naive_HC)[when, which] for each in group])[real_NHC]
+    change_E = np.broadcast_to(np.stack([each.change_C[which] for each in group])[:, None], truth_NHC.shape)[real_NHC]
+    size = float(np.abs(truth_E).mean())
     median = None if quantiles is None else list(quantiles).index(0.5) if 0.5 in quantiles else -1
-    ours = [] if median == -1 else [("", forecast_NHCQ[..., median or 0], made_NHCQ[..., median or 0])]
-    for prefix, point_NHC, point_standard_NHC in (*ours, ("naive_", naive_NHC, season_NHC)):
-        error_NHC, scaled_NHC = point_NHC - truth_NHC, point_standard_NHC - standard_NHC
-        found |= {f"{prefix}mae": float(np.abs(scaled_NHC).mean()), f"{prefix}rmse": math.sqrt(float((scaled_NHC**2).mean()))}
-        known = np.broadcast_to(change_N1C > 0, scaled_NHC.shape)
+    ours = [] if median == -1 else [("", forecast_EQ[:, median or 0], made_EQ[:, median or 0])]
+    for prefix, point_E, point_standard_E in (*ours, ("naive_", naive_E, season_E)):
+        error_E, scaled_E = point_E - truth_E, point_standard_E - standard_E
+        found |= {f"{prefix}mae": float(np.abs(scaled_E).mean()), f"{prefix}rmse": math.sqrt(float((scaled_E**2).mean()))}
+        known = change_E > 0
         if known.any():
-            found[f"{prefix}mase"] = float((np.abs(scaled_NHC) / np.where(change_N1C > 0, change_N1C, 1.0))[known].mean())
+            found[f"{prefix}mase"] = float((np.abs(scaled_E[known]) / change_E[known]).mean())
         if single:
             found |= {
-                f"{prefix}mae_in_units": float(np.abs(error_NHC).mean()),
-                f"{prefix}rmse_in_units": math.sqrt(float((error_NHC**2).mean())),
+                f"{prefix}mae_in_units": float(np.abs(error_E).mean()),
+                f"{prefix}rmse_in_units": math.sqrt(float((error_E**2).mean())),
             }
             if size:  # of a forecast without spread, half of its error is the loss at every level
-                found[f"{prefix}weighted_quantile_loss"] = float(np.abs(error_NHC).mean()) / size
+                found[f"{prefix}weighted_quantile_loss"] = float(np.abs(error_E).mean()) / size
     if quantiles is not None:
         share_Q = np.array(quantiles)
         if single and size:
-            gap_NHCQ = truth_NHC[..., None] - forecast_NHCQ
-            found["weighted_quantile_loss"] = 2.0 * float(np.maximum(share_Q * gap_NHCQ, (share_Q - 1.0) * gap_NHCQ).mean()) / size
+            gap_EQ = truth_E[:, None] - forecast_EQ
+            found["weighted_quantile_loss"] = 2.0 * float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean()) / size
         if 0.1 in quantiles and 0.9 in quantiles:
-            low, high = (forecast_NHCQ[..., list(quantiles).index(level)] for level in (0.1, 0.9))
-            found["within_80"] = float(((low <= truth_NHC) & (truth_NHC <= high)).mean())
-        gap_NHCQ = standard_NHC[..., None] - made_NHCQ
-        found["pinball"] = float(np.maximum(share_Q * gap_NHCQ, (share_Q - 1.0) * gap_NHCQ).mean())
+            low, high = (forecast_EQ[:, list(quantiles).index(level)] for level in (0.1, 0.9))
+            found["within_80"] = float(((low <= truth_E) & (truth_E <= high)).mean())
+        gap_EQ = standard_E[:, None] - made_EQ
+        found["pinball"] = float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean())
         for place, quantile in enumerate(quantiles):
-            found[f"coverage_{quantile:g}"] = float((truth_NHC <= forecast_NHCQ[..., place]).mean())
+            found[f"coverage_{quantile:g}"] = float((truth_E <= forecast_EQ[:, place]).mean())
     return found
+
+
+def _counted(each: Rolled) -> NDArray[np.bool_]:
+    """The steps of a forecast whose truth counts: not those of weight 0."""
+    return np.ones(len(each.truth_HC), np.bool_) if each.counted_H is None else each.counted_H

@@ -37,8 +37,7 @@ def evaluate_together(
     meter = first.task.meter(device, parts[0], by_series="series" in details.by, tops=tops)
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
     units = _units(members, parts)
-    for batch, outs, targets in _side_by_side(members, parts):
-        target = targets[0]
+    for batch, outs, target, given in _side_by_side(members, parts):
         weights = None if batch.weights is None else for_each_target(batch.weights, target, pooled=first.model.pooled)
         if first.spec.task == "language":  # of its many tokens, only the probability of the right one is kept
             logs_TB = torch.logsumexp(torch.stack(outs), dim=0) - math.log(len(outs))
@@ -48,7 +47,7 @@ def evaluate_together(
         if first.spec.data.multi_label:
             out = mean_of_odds(outs)
         else:
-            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, targets), batch, units)
+            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, given), batch, units)
         loss_sum, count = first.model.head.score(out, target, weights=weights)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:
@@ -133,8 +132,10 @@ def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: B
     return (mean + target[spread]).to(outs[0].dtype)
 
 
-def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[tuple[Batch, list[Tensor], list[Tensor]]]:
-    """Yield each batch, what each run makes of it, and its targets as each reads them. All read it in the batches of the first."""
+def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[tuple[Batch, list[Tensor], Tensor, list[Tensor]]]:
+    """Yield each batch, what each run makes of it, its targets as metrics see them, without those of weight 0, and all of its targets as
+    each run reads them. All read it in the batches of the first.
+    """
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in members]
     walks = []
     for number, (member, part) in enumerate(zip(members, parts, strict=True)):
@@ -153,6 +154,7 @@ def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[t
     for together in zip(*walks, strict=True):
         shown = [each[-1] for each in seen if each]
         if len(shown) == len(members):  # a worker without lanes of a small batch is shown nothing
-            yield together[0][0], [out for out, _ in shown], [target for _, target in shown]
+            given = [target if batch.targets is None else batch.targets for (batch, _), (_, target) in zip(together, shown, strict=True)]
+            yield together[0][0], [out for out, _ in shown], shown[0][1], given
         for each in seen:
             each.clear()
