@@ -48,6 +48,7 @@ from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_precis
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
+from carrywave.step.checks.own_modules.model_watch import ModelWatch
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
@@ -295,7 +296,7 @@ def _train(
                 state,
                 checkpointer,
                 compare=Comparison(trainer, planned.prediction, watch.say) if trainer.sync is None else None,
-                callbacks=Callbacks(callbacks, world),
+                callbacks=Callbacks(callbacks, world, None if own is None else ModelWatch(trainer.model, trainer.modes)),
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.

@@ -54,7 +54,13 @@ class ModuleChanges:
         self._states.add(switches)
         self._due = False
 
-    def _now(self) -> tuple[Hashable, dict[Path, Any]]:
+    def marks(self) -> dict[Path, Any]:
+        """Everything that is looked at, as it is now, by its path; the first of a path is the number of its root."""
+        found, values = self._now()
+        switches = dict(found)
+        return {path: (switches.get(path), values.get(path)) for path in {**switches, **values}}
+
+    def _now(self) -> tuple[tuple[tuple[Path, Hashable], ...], dict[Path, Any]]:
         marks = _Marks()
         values = [*self._roots, *(variable.read() for variable in self._variables), *self._functions, *GLOBAL_HOOKS]
         marks.note(Met((number,), value) for number, value in enumerate(values))

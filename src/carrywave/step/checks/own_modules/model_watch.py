@@ -1,0 +1,60 @@
+"""Notices that code which only one worker runs, such as a callback, has changed the model: the other workers would go on with another one.
+
+On one device such a change has its effect; on several the answer would be neither that of one device nor anyone's. Weights are looked at by
+torch's counter of changes, and everything else that decides what a module computes as `module_changes` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from carrywave.model.model import Model
+from carrywave.model.modes import TrainingModes
+from carrywave.model.opaque_model import OpaqueModel
+from carrywave.step.checks.own_modules.module_changes import ModuleChanges
+from carrywave.step.checks.own_modules.parts import VOUCHED
+
+
+class ModelWatch:
+    """Compares a model with what it was at the last look. Parts that their owner vouches for are looked at for their weights alone."""
+
+    def __init__(self, model: Model | OpaqueModel, modes: TrainingModes) -> None:
+        self._model, self._modes = model, modes
+        parts = (
+            {"module": model.module}
+            if isinstance(model, OpaqueModel)
+            else {name: getattr(model, name) for name in ("encoder", "lstm", "head")}
+        )
+        own = {name: part for name, part in parts.items() if getattr(part, VOUCHED, False) is not True}
+        self._names = list(own)
+        self._changes = ModuleChanges(list(own.values()), [model.given_loss] if isinstance(model, OpaqueModel) else [])
+        self._before: dict[str, list[Any]] | None = None
+
+    def begin(self) -> None:
+        """Take the model as it is now."""
+        if self._before is None:
+            self._changes.settle()
+        self._before = self._now()
+
+    def changed(self) -> str | None:
+        """The name of something that has changed since `begin`; None if nothing has. `model.eval()` is undone, as before every step."""
+        self._modes.resume()
+        before, after = self._before or {}, self._now()
+        return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
+
+    def _now(self) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {name: [_version(weight)] for name, weight in self._model.named_parameters()}
+        for path, value in self._changes.marks().items():
+            found.setdefault(self._named(path), []).append(value)
+        return found
+
+    def _named(self, path: tuple[Any, ...]) -> str:
+        first, *others = path
+        root = self._names[first] if first < len(self._names) else "a variable that its code reads"
+        return ".".join(map(str, [root, *others]))
+
+
+def _version(weight: nn.Parameter) -> tuple[int, int]:
+    return id(weight), weight._version
