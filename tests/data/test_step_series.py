@@ -65,12 +65,16 @@ def test_inputs_and_targets_are_apart_and_have_one_scale() -> None:
 
 
 def test_warm_up_is_not_scored_anywhere() -> None:
-    found = read(table(), split=[12, 8], warmup=5, context=3)
+    found = read(table(), split=[12, 8], warmup=5, context=6)
     assert found.train.warm is not None
     assert found.train.warm.tolist() == [5, 5]
     assert found.valid is not None
     assert found.valid.warm is not None
-    assert found.valid.warm.tolist() == [5, 5]  # three rows before it, and two of its own
+    assert found.valid.warm.tolist() == [6, 6]  # the rows before it
+    with pytest.raises(
+        SpecError, match=r"data.context=3 is less than data.warmup=5, so the first rows of valid and test would not be scored"
+    ):
+        read(table(), split=[12, 8], warmup=5, context=3)
     with pytest.raises(
         DataError, match=r"no step of train has a target after the first 20 \(data.warmup\); add rows, or lower data.warmup"
     ):

@@ -85,17 +85,17 @@ def test_a_vocabulary_that_hardly_covers_valid() -> None:
 
 
 def test_forecasts_without_a_season_before_them() -> None:
-    asked = spec("forecasting", season=7, split=[0.5, 0.5], context=3)
+    asked = spec("forecasting", season=24, split=[0.5, 0.5], context=3)
     found = from_python(np.arange(40.0)[:, None], asked)
     task = Task.of(asked, found.codec, found.facts, found.train)
     assert found.valid is not None
     part = task.part("valid", found.valid)
-    # Its first origin is the last of 3 rows of context, and from 4 rows later on a season is there.
+    # Its first origin is the last of the 20 rows before it, however few of them warm up the carry.
     assert part.notes == (
-        "valid: 4 of 19 forecasts have less than a season (7 rows) before them, so their naive forecast is the last value; "
-        "set data.context=7 or more",
+        "valid: 4 of 19 forecasts have less than a season (24 rows) before them, so their naive forecast is the last value; "
+        "add earlier rows",
     )
-    enough = asked.model_copy(update={"data": asked.data.model_copy(update={"context": 7})})
+    enough = asked.model_copy(update={"data": asked.data.model_copy(update={"season": 20})})
     found = from_python(np.arange(40.0)[:, None], enough)
     assert found.valid is not None
     assert Task.of(enough, found.codec, found.facts, found.train).part("valid", found.valid).notes == ()
