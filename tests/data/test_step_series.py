@@ -95,6 +95,17 @@ def test_series_without_targets_are_left_out_and_told() -> None:
     ]
 
 
+def test_the_past_of_a_series_that_train_leaves_out_is_its_own() -> None:
+    frame = table(series="abc")
+    frame.loc[(frame.unique_id == "b") & (frame.ds < "2024-01-16"), "flow"] = np.nan
+    found = read(frame, split=[15, 5], context=3)
+    assert found.train.names == ("a", "c")
+    assert found.valid is not None
+    assert found.valid.names == ("a", "b", "c")
+    assert found.valid.firsts is not None
+    assert found.valid.firsts.tolist() == [0, 32, 40]  # of b, the first that warms up the carry
+
+
 def test_missing_inputs() -> None:
     frame = table()
     frame.loc[[0, 4, 5], "rain"] = np.nan

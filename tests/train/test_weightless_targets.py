@@ -55,6 +55,23 @@ def test_numbers_of_weight_0_may_be_anything(each_step: bool, loss: str, tmp_pat
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("part", ["train", "valid", "test"])
+def test_a_part_of_rows_of_weight_0_is_refused_before_training(part: str, tmp_path: Path) -> None:
+    rows = [{"steps": steps, "label": "up" if steps[0][0] > 0 else "down", "weight": 1.0} for steps in STEPS]
+    parts = {"train": rows[:20], "valid": rows[20:30], "test": rows[30:]}
+    parts[part] = [row | {"weight": 0.0} for row in parts[part]]
+    with pytest.raises(DataError, match=r"is 0, so nothing could be learned or measured"):
+        cw.fit(MODEL, parts, task="classification", train={"epochs": 1}, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_rows_of_weight_0_are_refused_before_training(tmp_path: Path) -> None:
+    rows = [{"steps": steps, "label": steps[0][0], "weight": float(number == 0)} for number, steps in enumerate(STEPS)]
+    with pytest.raises(DataError, match=r"valid: the weight of every row in it is 0, so nothing could be learned or measured"):
+        cw.fit(MODEL, rows, task="regression", train={"epochs": 1, "seed": 1}, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_series_whose_targets_all_have_weight_0_are_left_out() -> None:
     frame = pd.concat(
         [pd.DataFrame({"unique_id": name, "x": np.arange(9.0), "y": np.arange(9.0), "w": w}) for name, w in (("a", 1.0), ("b", 0.0))]

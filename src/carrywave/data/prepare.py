@@ -144,6 +144,11 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
     """Combine the parts with their codec and facts; each part's fingerprint identifies the data and the part."""
     if "valid" not in found.parts:
         note("no data is held out for validation")
+    for part, value in found.parts.items():
+        if len(value) and not value.counted:
+            raise DataError(
+                f"{part}: the weight of every row in it is 0, so nothing could be learned or measured; change weights, or its rows"
+            )
     marked = {
         part: replace(value, firsts=_firsts(found.parts["train"], value), fingerprint=f"{fingerprint}:{part}")
         for part, value in found.parts.items()
@@ -153,11 +158,13 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
 
 
 def _firsts(train: Sequences, part: Sequences) -> Ints | None:
-    """The first row of each series of a part that begins within them, after rows of train; all of its series are in train."""
-    if part.warm is None or not np.shares_memory(part.inputs, train.inputs):
+    """The first row of each series of a part that begins within them, after rows of train; of a series that train leaves out, its first row
+    in the part.
+    """
+    if part.warm is None or train.names is None or part.names is None or not np.shares_memory(part.inputs, train.inputs):
         return None
-    starts = np.sort(train.starts)
-    return np.asarray(starts[np.searchsorted(starts, part.starts, side="right") - 1], np.int64)
+    starts = dict(zip(train.names, train.starts.tolist(), strict=True))
+    return np.array([starts.get(name, start) for name, start in zip(part.names, part.starts.tolist(), strict=True)], np.int64)
 
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
