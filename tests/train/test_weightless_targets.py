@@ -72,6 +72,22 @@ def test_held_out_rows_of_weight_0_are_refused_before_training(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_the_loss_shown_of_a_step_is_a_mean_however_small_the_weights(tmp_path: Path) -> None:
+    shown: list[list[float]] = []
+
+    class Losses(cw.Callback):
+        def on_step(self, at: cw.Moment) -> None:
+            shown[-1].append(at.loss)
+
+    for weight in (1.0, 1e-3):
+        shown.append([])
+        rows = [{"steps": steps, "label": steps[0][0], "weight": weight} for steps in STEPS]
+        how = {"train": {"epochs": 1, "precision": "fp64"}, "batch": {"tokens": 32}, "callbacks": [Losses()]}
+        cw.fit(MODEL, {"train": rows[:30], "valid": rows[30:]}, task="regression", **how, run=tmp_path / f"{weight}")
+    assert shown[0] == pytest.approx(shown[1], rel=1e-6)  # weights are float32
+    assert min(shown[0]) > 0.0
+
+
 def test_series_whose_targets_all_have_weight_0_are_left_out() -> None:
     frame = pd.concat(
         [pd.DataFrame({"unique_id": name, "x": np.arange(9.0), "y": np.arange(9.0), "w": w}) for name, w in (("a", 1.0), ("b", 0.0))]

@@ -21,7 +21,7 @@ Row = dict[str, Value]
 
 def mean_loss(result: StepResult) -> float:
     """The mean loss of a step's targets; waits for the device."""
-    return float((result.loss_sum / result.count.clamp(min=1)).item())
+    return float((result.loss_sum / result.count.clamp(min=1e-30)).item())  # weights may add up to less than 1
 
 
 def place_of(at: LoopState, split: str = "train") -> Row:
