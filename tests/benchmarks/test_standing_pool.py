@@ -46,6 +46,7 @@ def test_two_pools_take_turns_in_processes_that_stay(module: str) -> None:
         small.ask(other=1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_its_pool(module: str) -> None:
     with pool(module, 2) as own:
         own.ask()

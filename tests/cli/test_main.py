@@ -494,7 +494,8 @@ def test_a_result_that_nobody_would_see_is_refused(words: list[str]) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
 
 
-@pytest.mark.parametrize("streams", [pytest.param("> /dev/full", marks=pytest.mark.slow), "> /dev/full 2>&1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["> /dev/full", "> /dev/full 2>&1"])
 def test_a_display_that_cannot_be_written_does_not_end_a_run(streams: str, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("the carry goes on\n" * 40)
     small = ["model.hidden=4", "model.layers=1", "batch.lanes=2", "batch.steps=8", "train.epochs=1", f"data.cache={tmp_path / 'cache'}"]

@@ -18,6 +18,8 @@ from carrywave.train.fit import train
 sys.path.insert(0, str(Path(__file__).parent))
 from _poison import poisoned
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("_bad.py")
 CLOSE = 1e-9  # sums in another order, in float64, over some dozen steps
 REPLICAS, STAGES = {"replicas": 2}, {"stages": 2, "chunk_steps": 3, "cuts": [3]}  # encoder, l0, l1 | l2, head

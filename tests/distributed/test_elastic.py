@@ -125,6 +125,7 @@ def test_an_error_before_the_first_step_is_not_tried_again(launch: Callable[...,
     assert "ValueError: oops" in done.ended.trace
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_again_is_tried_once(launch: Callable[..., Launched]) -> None:
     done = launch("step()\nrank and fail('fault', 1, 'oops')\ntime.sleep(60)")
     assert (done.ended.code, done.ended.message) == (1, "worker 1: oops; it failed again at the same point")
@@ -183,6 +184,7 @@ def test_not_with_fewer_than_asked_for(launch: Callable[..., Launched]) -> None:
     assert len(done.said) == 1
 
 
+@pytest.mark.slow
 def test_what_workers_print_is_kept(launch: Callable[..., Launched], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = """
 rank or snapshot(3)

@@ -59,7 +59,7 @@ def test_resets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
     check(sequences(task="tagging", plan={**PLANS[plan], "chunk_steps": None}, model__bidirectional=True, resets=0.3), crew)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["replicas", *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS if plan != "replicas")])
 @pytest.mark.parametrize("pool", ["last", "mean_max", "attention"])
 def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool: str, plan: str, crew: Crew) -> None:
     check(sequences(plan=PLANS[plan], model__pool=pool, resets=0.3), crew)
@@ -78,7 +78,9 @@ def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str,
 VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
 
 
-@pytest.mark.parametrize("plan", PLANS | SHARED | VOCABULARY)
+@pytest.mark.parametrize(
+    "plan", ["both", "vocabulary split", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (PLANS | SHARED) if plan != "both")]
+)
 def test_weights_of_targets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
     asked = (PLANS | SHARED | VOCABULARY)[plan]
     check(a_case(plan=asked, weights="step"), crew)

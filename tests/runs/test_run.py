@@ -91,7 +91,13 @@ def test_a_process_that_was_killed_before_its_run_began_leaves_the_folder_free(t
     run.release()
 
 
-@pytest.mark.parametrize("own", ["notes.txt", "metrics.jsonl", "weights.safetensors", "snapshots/step-00000008"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        "notes.txt",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("metrics.jsonl", "weights.safetensors", "snapshots/step-00000008")),
+    ],
+)
 def test_a_folder_with_anything_else_in_it_is_not_free(tmp_path: Path, own: str) -> None:
     _kill_at_start(tmp_path / "x", "plan.json", "snapshots")
     (tmp_path / "x" / own).write_text("mine")

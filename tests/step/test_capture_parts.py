@@ -92,7 +92,7 @@ def counted(trainer: Trainer, kind: str) -> int:
     return trainer.capture.replays[kind]
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=8))
 def test_every_shape_is_replayed_from_its_second_batch_on(groups: list[list[int]]) -> None:
     total = torch.zeros(())

@@ -120,7 +120,8 @@ def test_a_parameter_that_no_shard_reaches_is_left_alone(batches: int, recorded:
     assert not torch.equal(model.head.bias, before)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_recordings_give_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     recorded, plain = trainer_of(precision=precision), trainer_of(precision=precision)

@@ -120,12 +120,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(text: Path, tmp
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"accumulate": 2},
-        {"optimizer": "sgd", "lr": 1.0, "schedule": "plateau"},
-        {"precision": "bf16"},
-        {"precision": "fp16"},
-        NTASGD,
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "sgd", "lr": 1.0, "schedule": "plateau"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param(NTASGD, marks=pytest.mark.slow),
         {"ema": 0.8, "evaluate_every": 4},
     ],
 )

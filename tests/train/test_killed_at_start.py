@@ -36,6 +36,7 @@ def test_the_same_call_trains_after_a_kill_among_the_initial_files(tmp_path: Pat
     assert (run / "weights.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_stop_among_the_initial_files_leaves_no_folder(tmp_path: Path) -> None:
     program = PROGRAM.format(method="write_history", text=TEXT, run=str(tmp_path / "runs" / "run"), number=int(signal.SIGTERM))
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
