@@ -123,9 +123,9 @@ class Callbacks:
         return bool(all_gather_json(self.world, asked)[0])
 
     def _ask(self, event: str, called: Sequence[object], at: Moment) -> None:
+        if self._watch is not None:
+            self._watch.begin()
         for callback in called:
-            if self._watch is not None:
-                self._watch.begin()
             try:
                 self._asked = bool(getattr(callback, event)(at)) or self._asked
             except Exception as error:
