@@ -113,7 +113,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "data": {"train": str(tmp_path / "text.txt")},
         "model": {"hidden": 64, "layers": 2},
         "batch": {"lanes": 4, "steps": 8},
-        "train": {"epochs": 2, "log_every": 5, "lr": 0.01, "precision": "fp32"},
+        "train": {"epochs": 2, "log_every": 5, "lr": 0.01, "schedule": "constant", "precision": "fp32"},
     }
 
 

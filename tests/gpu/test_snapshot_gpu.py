@@ -41,7 +41,7 @@ def test_the_device_works_on_while_it_is_copied(tmp_path: Path) -> None:
 def test_a_run_goes_on_in_mid_epoch(tmp_path: Path) -> None:
     draw = random.Random(1)
     (tmp_path / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(20_000)))
-    keys = {"epochs": 1, "precision": "fp32", "optimizer": "adam", "snapshot_every": 10}
+    keys = {"epochs": 1, "precision": "fp32", "optimizer": "adam", "schedule": "constant", "snapshot_every": 10}
     spec = {
         "data": {"train": str(tmp_path / "text.txt"), "tokens": "char"},
         "model": {"hidden": 32, "layers": 2, "dropout": 0.2},

@@ -34,6 +34,9 @@ class Rest(NamedTuple):
     shares: tuple[float, ...] = ()  # in evaluation, how much of each part of the carry zoneout keeps
 
 
+# torch.compile also claims to be exporting. torch 2.11's scan loses the gradients of the carry there, without a word.
+SCAN_HAS_GRADIENTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+
 Steps = dict[str, Tensor]  # of all steps, [T, B, …]: their gates, and which lanes are real, start again, drop or keep units
 
 
@@ -52,7 +55,7 @@ def layer(
         # torch.where, not a product: padding may hold NaN.
         x_TBI = torch.where(real_TB1, x_TBI, 0.0)
     ys, ends = [], []
-    run = _exported if torch.compiler.is_exporting() else _direction
+    run = _exported if torch.compiler.is_exporting() and (SCAN_HAS_GRADIENTS or not torch.compiler.is_dynamo_compiling()) else _direction
     for direction, of_direction in enumerate(weights):
         steps, rest = {"gates": of_direction.inputs(x_TBI)}, Rest(cell, of_direction.by_heads(carry[0].shape[-1]))
         if real_TB1 is not None:

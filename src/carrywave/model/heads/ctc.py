@@ -41,13 +41,22 @@ class Ctc(nn.Module):
 
     def forward(self, y_TBW: Tensor, lengths_B: Tensor) -> Tensor:
         """Log-probabilities [T * upsample, B, classes]."""
-        steps, lanes = y_TBW.shape[:2]
-        logits = at_least_float32(linear(y_TBW, self.weight, self.bias))
-        if self.upsample > 1:
-            logits = logits.view(steps, lanes, self.upsample, self.classes).transpose(1, 2).flatten(0, 1)
+        logits = self._logits(y_TBW)
         certain_V = logits.new_full((self.classes,), -math.inf)
         certain_V[self.blank :].zero_()  # `= 0.0` would copy a number from the host, which a CUDA graph cannot hold
         return torch.where(real_steps(lengths_B * self.upsample, logits.shape[0]), functional.log_softmax(logits, dim=-1), certain_V)
+
+    def _logits(self, y_TBW: Tensor) -> Tensor:
+        if self.upsample > 1 and torch.compiler.is_exporting():
+            # The same, answer by answer: torch 2.11 would fix the number of lanes where steps and answers become one dimension.
+            parts = zip(self.weight.chunk(self.upsample), self.bias.chunk(self.upsample), strict=True)
+            by_answer = torch.cat([at_least_float32(linear(y_TBW, weight, bias)) for weight, bias in parts])
+            at = torch.arange(by_answer.shape[0], device=y_TBW.device)
+            return by_answer[at % self.upsample * y_TBW.shape[0] + at // self.upsample]
+        logits = at_least_float32(linear(y_TBW, self.weight, self.bias))
+        if self.upsample == 1:
+            return logits
+        return logits.view(*y_TBW.shape[:2], self.upsample, self.classes).transpose(1, 2).flatten(0, 1)
 
     def score(self, logs_TBV: Tensor, target_BL: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sum of negative log-likelihoods, and the number of labels; `weights` [B]."""
