@@ -1,4 +1,4 @@
-"""Linear layers with rows at multiples of 16 bytes: the same numbers, and nothing copied that lies so already."""
+"""Linear layers of padded matrices: the same numbers, and no rows copied that are aligned already."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ def test_it_is_torchs(biased: bool) -> None:
     for own, theirs in zip(*((each, *torch.autograd.grad((each * by).sum(), leaves)) for each in (y, expected)), strict=True):
         assert own.dtype == theirs.dtype
         torch.testing.assert_close(own, theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_what_lies_between_the_rows_of_a_gradient_does_not_matter(rows: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True), torch.randn(11, requires_grad=True)
+    by = torch.full((rows, 16), torch.nan)
+    by[:, :11].normal_()
+    before = by.clone()
+    apply: Any = aligned._Linear.apply
+    leaves = (x, weight, bias)
+    found = torch.autograd.grad(apply(*leaves, torch.float32), leaves, by[:, :11])
+    for one, expected in zip(found, torch.autograd.grad(functional.linear(*leaves), leaves, by[:, :11]), strict=True):
+        torch.testing.assert_close(one, expected)
+    torch.testing.assert_close(by, before, equal_nan=True, rtol=0, atol=0)
 
 
 def test_only_where_it_makes_a_difference() -> None:

@@ -28,11 +28,16 @@ _cuda_kernel = nvrtc.Replaceable("casting rows")
 def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
     """[N, J]: the rows in this dtype, zero-padded to `width`, or to the next multiple of 16 bytes in half precision."""
     rows, inputs = x_NI.shape
-    padded_NJ = x_NI.new_empty(rows, width or -(-inputs // EACH) * EACH, dtype=dtype)
-    if not _cast(x_NI, padded_NJ):
-        padded_NJ[:, :inputs].copy_(x_NI)
-        padded_NJ[:, inputs:].zero_()
-    return padded_NJ
+    return write_padded(x_NI, x_NI.new_empty(rows, width or -(-inputs // EACH) * EACH, dtype=dtype))
+
+
+def write_padded(x_NI: Tensor, to_NJ: Tensor) -> Tensor:
+    """Write the rows, and zeros after them."""
+    if not _cast(x_NI, to_NJ):
+        inputs = x_NI.shape[1]
+        to_NJ[:, :inputs].copy_(x_NI)
+        to_NJ[:, inputs:].zero_()
+    return to_NJ
 
 
 def dense_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
