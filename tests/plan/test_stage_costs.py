@@ -76,13 +76,6 @@ def test_to_units_without_recurrence_steps_are_rows_like_lanes() -> None:
     assert fit(Size(400, 10_000, 128, 1)) == fit(Size(400, 10_000, 2, 64)) == fit(Size(400, 10_000, 16, 8))
 
 
-def test_a_vocabulary_takes_as_long_as_others_that_are_aligned_like_it() -> None:
-    timed = {10_000: 1.0, 33_000: 3.3, 10_001: 3.0, 33_278: 9.0}  # those that are no multiple of 8 take three times as long
-    fit = Fit("softmax", [Sample("softmax", "bf16", 400, words, 32, 64, ms * 1e-3, 2 * ms * 1e-3) for words, ms in timed.items()])
-    even, uneven = (fit(Size(400, words, 32, 64)).all for words in (20_000, 20_002))
-    assert uneven == pytest.approx(3 * even, rel=0.15)
-
-
 def test_a_stage_is_the_sum_of_its_units() -> None:
     costs = Costs(units(), machine())
     whole = costs.stage(0, 6, 8, 16)

@@ -18,7 +18,6 @@ from carrywave.plan.cost.profile import Sample
 
 _SWEEPS = 400
 _NEAR = 1e-9
-_ALIGNED = 8  # elements: products of half precision whose rows do not begin at multiples of this take other, slower kernels
 
 
 class Size(NamedTuple):
@@ -148,14 +147,12 @@ class Fit:
         """Coordinates of a size, in doublings, for distances between sizes. A layer's units weigh most: its kernel depends on them, while
         the input's width only adds a product.
         """
-        uneven = 0.0 if self.recurrent else math.log2(_ALIGNED / math.gcd(size.outputs, _ALIGNED))
         return (
             0.5 * math.log2(size.inputs + 1),
             (3 if self.recurrent else 1) * math.log2(size.outputs),
             math.log2(size.lanes),
             math.log2(size.projection + 1),
             2 * math.log2(size.layers),
-            1.5 * uneven,
         )
 
 
