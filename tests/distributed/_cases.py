@@ -262,6 +262,8 @@ def train(case: Case, mesh: Mesh) -> Run:
         trainer.compute.scheduler = SCHEDULERS[case["schedule"]]
     if not case.get("recorded", True):
         trainer.capture = None
+    if case.get("disturbed"):
+        _disturb(trainer)
     run = Run([], [], [], None, {})
     for number, group in enumerate(batches_of(case)):
         result = trainer.update(*group)
@@ -283,6 +285,15 @@ def train(case: Case, mesh: Mesh) -> Run:
         held |= piece_state.saved(trainer.optimizer, trainer.pieces.owned)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
+
+
+def _disturb(trainer: Trainer) -> None:
+    """Change each weight by its last bit, up or down, or not at all."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in trainer.named:
+            steps = torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter)
+            parameter.mul_(1.0 + torch.finfo(parameter.dtype).eps * steps)
 
 
 def _held(trainer: Trainer) -> list[str]:

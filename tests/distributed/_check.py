@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _cases import Case, Run, errors, plan_of, serial, train
+from _cases import Case, Run, changed, errors, plan_of, serial, train
 from _crew import Crew
 from _draw import cases
 from _fixed import FLOOR, LIMIT
 from hypothesis import given, settings
 
 from carrywave.parallel.mesh import Mesh
+
+MAGNIFIED = 1e-8
 
 
 def run(case: Case, crew: Crew) -> Run:
@@ -21,10 +23,17 @@ def run(case: Case, crew: Crew) -> Run:
 
 
 def check(case: Case, crew: Crew, *, limit: float = LIMIT, floor: float = FLOOR) -> float:
-    """The largest error, which is under the limit."""
+    """The largest error, which is under the limit.
+
+    A case may magnify rounding, such as one with a norm over units that hardly differ. It may be off by as much as one device is whose
+    weights differ in their last bits, but no further than MAGNIFIED.
+    """
     adam = case["train"]["lr"] if case["train"]["optimizer"].startswith("adam") else 0.0
-    found = errors(run(case, crew), serial(case), floor=floor, adam=adam)
+    answer = serial(case)
+    found = errors(run(case, crew), answer, floor=floor, adam=adam)
     worst = max(found, key=found.__getitem__)
+    if limit <= found[worst] < MAGNIFIED:
+        limit = max(errors(serial(changed(case, disturbed=True)), answer, floor=floor).values())
     assert found[worst] < limit, f"{worst} is off by {found[worst]:.2g}"
     return found[worst]
 

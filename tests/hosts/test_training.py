@@ -88,7 +88,7 @@ def test_a_launcher_that_is_killed_and_started_again_comes_back(cluster: Cluster
     again = start_on(cluster, 1, "by hand", "run", port, *STEPS, **PATIENT)
     assert [host.wait() for host in (hosts[0], again)] == [0, 0], [host.err for host in (hosts[0], again)]
     same_bytes(run, calm)
-    assert "carrywave: host 1 (node1:29500) " in hosts[0].err
+    assert f"carrywave: host 1 (node1:{port}) " in hosts[0].err
     assert "restarting from step" in hosts[0].err
 
 
