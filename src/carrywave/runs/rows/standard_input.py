@@ -60,9 +60,9 @@ def open_stream(spec: Spec) -> Stream:
 
 
 def _format(head: bytes, spec: Spec) -> Format:
-    asked = spec.data.format
-    if asked != "auto":
-        return asked
+    format = spec.data.format
+    if format != "auto":
+        return format
     if head.startswith(b"PAR1"):
         return "parquet"
     if spec.task == "language":
