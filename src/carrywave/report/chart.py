@@ -45,7 +45,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point that is pointed out, and what is said of it."""
+    """A point that is marked, and its caption."""
 
     x: float
     y: float
@@ -71,7 +71,7 @@ def draw(
     """The SVG of a chart; empty if there is nothing to draw.
 
     `dots` are points without a line, `at` draws a vertical line there, `zero` has the value axis begin at 0, and `square` gives both axes
-    the same range. What is said of `marks` stands above the plot, where it covers nothing. `x_ticks` replaces the numbers below it.
+    the same range. The captions of `marks` stand above the plot, where they cover nothing. `x_ticks` replaces the numbers below it.
     """
     drawn = [line for line in lines if line.points]
     xs = [x for line in drawn for x, _ in line.points] + [x for band in bands for x, *_ in band.points] + [x for x, _ in dots]
@@ -140,7 +140,7 @@ def number(value: float) -> str:
 
 
 def reduced(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most about so many points: of each run of neighbours the lowest and the highest, so that no spike is lost."""
+    """At most about `most` points: of each run of neighbours the lowest and the highest, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     kept: list[tuple[float, float]] = [points[0]]
@@ -228,7 +228,7 @@ def _within(x: float, text: str, width: int) -> float:
 
 
 def _mark(mark: Mark, at: tuple[float, float], text_x: float, text_y: float) -> list[str]:
-    """A ring around the point, and a thin line up to what is said of it."""
+    """A ring around the point, and a thin line up to its caption."""
     x, y = at
     return [
         f'<line class="up {mark.kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{text_y + 4:.1f}" y2="{y - 5.5:.1f}"/>',

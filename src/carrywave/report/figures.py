@@ -93,7 +93,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time as a person says it."""
+    """A span of time in words."""
     if seconds < 60:
         return seconds_text(seconds)
     minutes, rest = divmod(round(seconds), 60)

@@ -136,7 +136,7 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
 
 
 def _marked(record: RunRecord, best: Mapping[str, Any], name: str) -> str:
-    """What is said of the step whose weights were kept: it is the best by one metric, and not by the others."""
+    """The caption of the step whose weights were kept: it is the best by one metric, and not by the others."""
     value = chart.number(best[name]) if name == "loss" else figures.metric_text(name, best[name])
     at = f"{value} at step {best['step']:,}"
     if name == record.best_metric:

@@ -84,7 +84,7 @@ def _measured(record: RunRecord, most: int = MOST_SPANS) -> Panel | None:
         begun = float(each["begun"])
         # Waiting is what is left blank: the bubble.
         shifted = [span._replace(start=span.start + begun, end=span.end + begun) for span in spans if span.label != "wait"]
-        if (first := begun + spans[0].start) > begun:  # nobody is waited for yet: the table counts this as the rest, too
+        if (first := begun + spans[0].start) > begun:  # it waits for nobody yet: the table counts this as the rest, too
             shifted.insert(0, TaskSpan("rest", begun, first))
         rows.append((*shifted, TaskSpan("rest", shifted[-1].end, max(shifted[-1].end, begun + float(each["seconds"])))))
         names.append(f"replica {each.get('replica')}, stage {each.get('stage')}")
@@ -106,7 +106,7 @@ def bubble(record: RunRecord) -> float | None:
 
 
 def _that_fit(rows: list[tuple[TaskSpan, ...]], most: int) -> list[tuple[TaskSpan, ...]]:
-    """The first rows, with at most so many spans together."""
+    """The first rows, with at most `most` spans together."""
     sizes = accumulate(map(len, rows))
     return [row for row, size in zip(rows, sizes, strict=True) if size <= most]
 

@@ -132,7 +132,7 @@ def _spec_of(text: str) -> Mapping[str, Any]:
 
 
 def _is_trained(folder: Path) -> bool:
-    """True if the process that is named as the owner is there; on another host, if its heartbeat is recent."""
+    """True if the recorded owner is still running; on another host, if its heartbeat is recent."""
     recorded = owner.read(folder)
     if recorded is None:
         return False

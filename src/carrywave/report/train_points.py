@@ -38,7 +38,7 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _usual(rows: Sequence[Row]) -> float:
-    """The steps of a row, as they are for most steps: half of all steps are in rows of at least so many."""
+    """The steps of a row, as they are for most steps: half of all steps are in rows of at least this many."""
     sizes = sorted((_weight(row, "steps") for row in rows), reverse=True)
     half, seen = sum(sizes) / 2, 0.0
     for size in sizes:

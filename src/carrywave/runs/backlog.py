@@ -24,7 +24,7 @@ class Backlog:
 
     def __init__(self, folder: Path, before_opening: Callable[[], None]) -> None:
         self._folder, self._before_opening = folder, before_opening
-        self.say: Callable[[str], None] = lambda _: None  # who is told that something waits, once, and that all is written
+        self.say: Callable[[str], None] = lambda _: None  # called once when something waits, and once when all is written
         self._announced = False
         self._elsewhere: set[str] = set()  # what others keep
         self._lock = threading.RLock()

@@ -59,7 +59,7 @@ class _Request:
     note: Callable[[str], None]
     samples: int | None = None
     steps: int | None = None
-    tell: Callable[[str], None] | None = None  # of what is no oddity; None: nobody asked
+    tell: Callable[[str], None] | None = None  # for lines on what is not odd; None: not wanted
 
 
 def predict(
@@ -236,7 +236,7 @@ def _forecast(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sin
 
 
 def _forecasts_of(saved: Saved, data: Any, request: _Request, *, tell: bool) -> Iterator[Row]:
-    """The forecasts of one run, computed when this is called; `tell` what is odd about the data."""
+    """The forecasts of one run, computed when this is called; with `tell`, note what is odd about the data."""
     world, codec = saved.mesh.world, saved.task.codec
     spec = _in_format(saved.spec, request.format)
     with raise_on_all(world, no_timeout=True):

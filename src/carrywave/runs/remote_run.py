@@ -60,7 +60,7 @@ class RemoteRun:
     def prepare(self, *, resume: bool, restarted: bool, hold: Callable[[str], None] | None) -> None:
         """Make the folder on this host what the store has, or check that there is nothing yet. The store is not changed.
 
-        `hold` is told what this waits for; with None, the run is only inspected.
+        `hold` is called with what this waits for; with None, the run is only inspected.
         """
         self._stored_names = self.store.names()
         run = self._stored_names - {TOKEN}

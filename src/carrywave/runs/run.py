@@ -132,7 +132,7 @@ class Run:
         return self.path / WEIGHTS
 
     def hold(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Become the owner of the run, to train it; raises if another process is. `say` is told if this has to wait."""
+        """Become the owner of the run, to train it; raises if another process is. `say` is called if this has to wait."""
         if self._claim is None:
             with atomic_files.writing(str(self.path)):
                 self._claim = owner.take(self.path, say)

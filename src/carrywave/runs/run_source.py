@@ -41,7 +41,7 @@ def open_folder(
     """The folder of a new run, or of one to resume with its last snapshot. Restarted workers resume by themselves.
 
     A run that ended before its first snapshot is started over, if everything it began with is known. A run to resume is owned by this
-    process from here on, and `hold` is told what that waits for; with `hold` None it is only inspected.
+    process from here on, and `hold` is called with what that waits for; with `hold` None it is only inspected.
     """
     if not resume:
         ours = launch_record.find(run, spec.task) if restarted else None

@@ -45,7 +45,7 @@ def one_step(spec: Spec, order: Order) -> str | None:
 
 
 def too_few_epochs(spec: Spec, order: Order) -> str | None:
-    """Warn if the last epoch ends before the number of steps that is asked for."""
+    """Warn if the last epoch ends before train.max_steps."""
     epochs, most = spec.train.epochs, spec.train.max_steps
     if most is None:
         return None

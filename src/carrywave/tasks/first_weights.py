@@ -97,7 +97,7 @@ def _log_odds(train: Sequences) -> NDArray[np.float64]:
 
 
 def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.float64]:
-    """How often each class or token is a training target; one with a weight counts as so many, in units of the mean weight above 0."""
+    """How often each class or token is a training target; one with a weight counts that many times, in units of the mean weight above 0."""
     counts, real = np.zeros(classes), 0
     for part, weights in _targets(train, train.inputs if task == "language" else train.tags):
         labelled = part >= 0

@@ -22,7 +22,7 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks.label_metrics import LabelDecisions, Row
 from carrywave.tasks.transcription.label_errors import LabelErrors
 
-BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
+BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be broken down by
     "classification": ("label",),
     "tagging": ("label", "type"),
     "transcription": (),
@@ -31,7 +31,7 @@ BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "regression at every step": ("column", "series"),
     "language": (),
 }
-MOST_COLUMNS = 16  # told with every evaluation in the units of the data
+MOST_COLUMNS = 16  # reported with every evaluation in the units of the data
 TOP = 5  # how many of the most likely labels may be right for the top-5 accuracy
 
 

@@ -76,7 +76,7 @@ class Quantiles:
         return near_EQ
 
     def _summed(self, parameters_EP: Tensor, near_EQ: Tensor) -> Tensor:
-        """The quantiles as sums of probabilities tell them; `near` where they are not reached."""
+        """The quantiles by sums of probabilities; `near` where those do not reach them."""
         number_K = torch.arange(MOST_SUMMED, dtype=torch.float64, device=parameters_EP.device)
         reached_EK = (-surprise(self.distribution, parameters_EP[:, None], number_K)).exp().cumsum(1)
         wanted_EQ = (self.levels_Q - TAIL).expand(len(reached_EK), -1).contiguous()

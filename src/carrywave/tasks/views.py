@@ -169,7 +169,7 @@ def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, sca
     With `changes`, by default if forecasts are relative to the last season, the model also reads each column's change since then: an LSTM
     is slow to learn to recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that
     of `StepInputs`.
-    With `scale_steps`, measured columns and their changes are read in the scale of so many last values (`window_scale`).
+    With `scale_steps`, measured columns and their changes are read in the scale of that many last values (`window_scale`).
     """
     values = data.inputs
     seasonal = spec.residual == "season" if changes is None else changes

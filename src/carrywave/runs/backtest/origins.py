@@ -40,7 +40,7 @@ class Rolling:
         return self.beyond + (self.origins - 1) * self.stride
 
     def before(self, length: int) -> Ints:
-        """How many of so many rows, or times, come before each origin, the first origin first; none or less if there are too few."""
+        """How many of this many rows, or times, come before each origin, the first origin first; 0 or less if there are too few."""
         return length - self.span + np.arange(self.origins, dtype=np.int64) * self.stride
 
 
@@ -142,7 +142,7 @@ def _end_apart(table: Table) -> bool:
 
 
 def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
-    """The first so many rows of each series, and so many of those that follow, as rows ahead; series without rows are left out."""
+    """The first `lengths` rows of each series, and the next `ahead` as rows ahead; series without rows are left out."""
     counts = np.where(lengths > 0, lengths + ahead, 0)
     kept = np.concatenate([np.arange(start, start + count) for start, count in zip(table.starts, counts, strict=True)])
     nonempty = np.flatnonzero(lengths)
@@ -200,7 +200,7 @@ def _is_ahead(table: Table) -> Mask:
 
 
 def same_past(early: Table, late: Table) -> Mask:
-    """Which series say the same at an origin as at a later one, of the rows that are known at both; others had cells filled differently."""
+    """Which series have equal rows at an origin and at a later one, where both know them; others had cells filled differently."""
     columns, codes = (np.array([name in early.choice.known for name in names], np.bool_) for names in (early.columns, early.categorical))
     every, every_code = np.ones_like(columns), np.ones_like(codes)
     return np.array(

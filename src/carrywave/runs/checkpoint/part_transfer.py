@@ -64,7 +64,7 @@ def receive_part(channel: Channel, draft: Path) -> tuple[dict[str, File], Any]:
 
 
 def send_file(channel: Channel, path: Path, num_bytes: int) -> None:
-    """Send so many bytes of a file."""
+    """Send this many bytes of a file."""
     left = num_bytes
     try:
         with path.open("rb", buffering=0) as file:

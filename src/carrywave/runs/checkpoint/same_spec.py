@@ -83,7 +83,7 @@ def with_choices_of(new_spec: Spec, snapshot: Stored) -> Spec:
 
 
 def dealing_of(snapshot: Stored | None) -> Dealing:
-    """How lanes get their sequences: as in the snapshot, whose cursor counts windows of that order. Older ones do not say, and mean 1."""
+    """How lanes get their sequences: as in the snapshot, whose cursor counts windows of that order. Older ones lack it, and mean 1."""
     if snapshot is None:
         return LATEST
     with sound():

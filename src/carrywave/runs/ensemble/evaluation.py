@@ -67,7 +67,7 @@ def evaluate_together(
 
 
 def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
-    """Refuse runs for which the data has other sequences, steps or targets: each may have held its own rows out of train, say."""
+    """Refuse runs for which the data has other sequences, steps or targets: each may have held out other rows of train, say."""
     for member, part in zip(members, parts, strict=True):
         if (transform := member.task.codec.transform) in LEAST:
             raise DataError(

@@ -68,7 +68,7 @@ class ParquetWriter:
 
 
 def _settled_type(kind: Any) -> Any:
-    """The type, with text where no row says what there will be: in rows without a value, and in lists that are all empty."""
+    """The type, with text where no row shows one: in rows without a value, and in lists that are all empty."""
     if pa.types.is_list(kind):
         return pa.list_(_settled_type(kind.value_type))
     return pa.string() if pa.types.is_null(kind) else kind

@@ -109,7 +109,7 @@ def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
 
 
 def named(table: Table, codec: Codec, number: int) -> Row:
-    """The field that says which series a row is of; none of a single one without a name."""
+    """The field that names a row's series; none for a single series without a name."""
     if codec.series is not None:
         return {codec.series: table.series_name(number)}
     return {BY_PLACE: number} if len(table.names) > 1 else {}  # unnamed series are told apart by their position

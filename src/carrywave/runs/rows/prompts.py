@@ -86,7 +86,7 @@ def _of_file(name: str, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     path = Path(name)
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
-    # Of the format that the run's own text has, nothing follows for prompts: they are lines unless the name says otherwise.
+    # The format of the run's own text says nothing about prompts: they are lines unless the name says otherwise.
     kinds = [FORMATS[suffix.lower()] for suffix in path.suffixes if suffix.lower() in FORMATS]
     format = spec.data.format if spec.data.format != "auto" else kinds[-1] if kinds else "text"
     source = find(name, field="INPUT", format=format)

@@ -134,7 +134,7 @@ def _ancestral(saved: Saved, data: Sequences, values: ForecastValues, samples: i
 
 
 class _Fed:
-    """Sequences that go on with what is drawn for them."""
+    """Sequences that continue with what is drawn for them."""
 
     def __init__(self, saved: Saved, data: Sequences, samples: int, steps: int, draws: Sequence[np.random.Generator]) -> None:
         assert isinstance(saved.model, Model)

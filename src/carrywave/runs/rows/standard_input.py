@@ -25,7 +25,7 @@ SUFFIXES: dict[Format, str] = {"text": ".txt", "jsonl": ".jsonl", "csv": ".csv",
 
 
 def is_standard(data: Any) -> bool:
-    """True if data is asked to come from standard input."""
+    """True if data is to be read from standard input."""
     return isinstance(data, str | Path) and str(data) == DASH
 
 

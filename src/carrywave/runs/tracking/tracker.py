@@ -22,7 +22,7 @@ class NotFound(Exception):
 
 @dataclass(frozen=True)
 class Description:
-    """What a tracker is told of a run when its record begins."""
+    """What a tracker learns of a run when its record begins."""
 
     folder: Path
     settings: Mapping[str, str]  # the resolved spec, by full names
