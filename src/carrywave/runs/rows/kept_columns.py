@@ -51,7 +51,7 @@ class KeptColumns:
 
     def take(self, row: Mapping[str, Any], where: str) -> Row:
         """The carried fields of a row, under the names it has in the input."""
-        fields = row.given if isinstance(row, RenamedRow) else row
+        fields = row.original if isinstance(row, RenamedRow) else row
         carried: Row = {}
         for column, name in self.columns:
             if column not in fields:
