@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from carrywave.cli import doctor
 from carrywave.cli.main import app
 from carrywave.doctor import examination
-from carrywave.doctor.examination import Asked
+from carrywave.doctor.examination import Request
 from carrywave.doctor.finding import Finding
 from carrywave.doctor.report import Report
 from carrywave.launch.exit_reports import Ended
@@ -33,13 +33,13 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, list[Asked]]]:
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, list[Request]]]:
     """Runs the command with an examination that finds this; returns what it was asked too."""
 
-    def run(*words: str, found: tuple[Finding, ...] = (FINE,)) -> tuple[Result, list[Asked]]:
-        asked: list[Asked] = []
+    def run(*words: str, found: tuple[Finding, ...] = (FINE,)) -> tuple[Result, list[Request]]:
+        asked: list[Request] = []
 
-        def examine(given: Asked, deliver: Any, say: Any) -> int:
+        def examine(given: Request, deliver: Any, say: Any) -> int:
             asked.append(given)
             report = Report(found, clocks={"b": (float("nan"), 1.0)})
             deliver(report)
@@ -54,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, list[Ask
 def test_plain_lines_and_the_code(run: Any) -> None:
     result, asked = run("--devices", "1", "--meet", "[::1]:29500", "--run", "s3://bucket/runs")
     assert (result.exit_code, result.stdout) == (0, "ok      memory  a: 64 GB free\nall is well\n")
-    assert asked == [Asked("auto", "s3://bucket/runs", ("::1", 29500), None)]
+    assert asked == [Request("auto", "s3://bucket/runs", ("::1", 29500), None)]
     result, _ = run("--devices", "1", found=(FINE, WRONG))
     assert result.exit_code == 1
     assert result.stdout.splitlines()[1:] == ["WRONG   disk    a: runs [x] cannot be written; correct it", "1 thing is wrong"]

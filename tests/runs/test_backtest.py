@@ -23,7 +23,7 @@ from carrywave.runs.backtest.origins import Rolling, at_origin, cut, long_enough
 from carrywave.runs.backtest.rolled import Rolled
 from carrywave.runs.backtest.scores import scores
 from carrywave.spec.load import parse
-from carrywave.train.backtest import Asked, Backtest, backtest_run, backtest_spec
+from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
 
 
 def test_the_last_origin_leaves_a_horizon() -> None:
@@ -146,7 +146,7 @@ def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
 
 
 def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[float] | None = None, **how: Any) -> Backtest:
-    asked = Asked(stride=2, origins=3)
+    asked = Request(stride=2, origins=3)
     known: dict[str, Any] = {"run": tmp_path / "bt", "resume": False, "device": "cpu", "watch": None, "note": print}
     return backtest_spec(parse(spec_for(file, quantiles)), None, asked, retrain=retrain, **(known | how))
 
@@ -189,7 +189,7 @@ def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
     for place, later in enumerate((0.0, 1000.0)):
         told: list[str] = []
         made = backtest_run(
-            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), Asked(stride=2, origins=3), "cpu", told.append
+            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), Request(stride=2, origins=3), "cpu", told.append
         )
         new.append([row["forecast"] for row in rows_of(made)[:4]])
         assert any("series c is not in the training data" in line for line in told)
@@ -250,7 +250,7 @@ def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_seri
         assert [row["forecast"] for row in mine] == pytest.approx([same[row["unique_id"], row["ds"]] for row in mine], rel=1e-6)
     if not retrain:
         again: list[str] = []
-        backtest_run(tmp_path / "bt", str(file), Asked(stride=2, origins=3), "cpu", again.append)
+        backtest_run(tmp_path / "bt", str(file), Request(stride=2, origins=3), "cpu", again.append)
         assert not any("start within" in line for line in again)
 
 
@@ -258,11 +258,11 @@ def test_origins_within_the_training_rows_are_told(tmp_path: Path) -> None:
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
     cw.fit(None, file, spec=spec_for(file), run=tmp_path / "run", device="cpu")
     told: list[str] = []
-    found = backtest_run(tmp_path / "run", None, Asked(horizon=2, origins=4), "cpu", told.append)
+    found = backtest_run(tmp_path / "run", None, Request(horizon=2, origins=4), "cpu", told.append)
     assert [line for line in told if line.startswith("4 of 8 forecasts start within the rows that the run was trained on")]
     assert {row["step"] for row in rows_of(found)} == {1, 2}
     with pytest.raises(UserError, match=r"horizon=\.\.\. 9 is more than the 4 steps that the model forecasts; use 4 or less"):
-        backtest_run(tmp_path / "run", None, Asked(horizon=9), "cpu", told.append)
+        backtest_run(tmp_path / "run", None, Request(horizon=9), "cpu", told.append)
 
 
 def test_a_picture_is_xml_in_which_names_are_text() -> None:

@@ -21,7 +21,7 @@ from carrywave.runs.backtest.origins import Rolling, at_origin, long_enough, pla
 from carrywave.runs.backtest.rolled import readings
 from carrywave.runs.trained_run import open_run
 from carrywave.spec.load import parse
-from carrywave.train.backtest import Asked, Backtest, backtest_run, backtest_spec
+from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
 
 HORIZON, STRIDE, ORIGINS = 3, 2, 3
 QUANTILES = (0.1, 0.5, 0.9)
@@ -103,7 +103,7 @@ def spec_for(file: Path | None, *, missing: str = "error", quantiles: tuple[floa
 
 
 def ask(file: Path, run: Path, **how: Any) -> Backtest:
-    asked = Asked(stride=STRIDE, origins=ORIGINS)
+    asked = Request(stride=STRIDE, origins=ORIGINS)
     known: dict[str, Any] = {"retrain": False, "run": run, "resume": False, "device": "cpu", "watch": None, "note": lambda line: None}
     return backtest_spec(parse(spec_for(file, **how)), None, asked, **known)
 
@@ -197,7 +197,7 @@ def test_a_series_that_train_does_not_contain_has_the_scale_of_its_past(run: Pat
     rows, told = {"p": 30, "new": 28}, list[str]()
     frame = shops(rows, gaps=True, seed=8).assign(promo=lambda given: given["promo"].replace("tv", "radio"))
     frame.to_csv(run.parent / "later.csv", index=False)
-    found = backtest_run(run, str(run.parent / "later.csv"), Asked(stride=STRIDE, origins=ORIGINS), "cpu", told.append)
+    found = backtest_run(run, str(run.parent / "later.csv"), Request(stride=STRIDE, origins=ORIGINS), "cpu", told.append)
     for origin in range(ORIGINS):
         lines: list[str] = []
         wanted = cw.predict(run, cut_at(frame, rows, origin), device="cpu", note=lines.append)
@@ -227,7 +227,7 @@ def test_what_was_not_known_at_an_origin_changes_no_forecast_of_it(run: Path, tm
 
     def forecasts(given: pd.DataFrame) -> list[float]:
         given.to_csv(tmp_path / "given.csv", index=False)
-        asked = Asked(stride=STRIDE, origins=ORIGINS)
+        asked = Request(stride=STRIDE, origins=ORIGINS)
         found = backtest_run(run, str(tmp_path / "given.csv"), asked, "cpu", lambda line: None)
         return values(of_origin(rows_of(found), origin))
 
@@ -252,7 +252,7 @@ def test_training_knows_nothing_of_what_came_later(run: Path, tmp_path: Path) ->
 
 
 def test_a_shorter_horizon_leaves_room_for_what_the_model_reads_ahead(run: Path) -> None:
-    asked = Asked(horizon=1, stride=STRIDE, origins=ORIGINS)
+    asked = Request(horizon=1, stride=STRIDE, origins=ORIGINS)
     found = backtest_run(run, str(run.parent / "sales.csv"), asked, "cpu", lambda line: None)
     wanted = [row for row in json.loads((run.parent / "rows.json").read_text()) if row["step"] == 1]
     assert [(row["origin"], row["ds"], row["step"]) for row in rows_of(found)] == [(row["origin"], row["ds"], 1) for row in wanted]

@@ -16,7 +16,7 @@ from carrywave.report.samples import samples_of
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import refuse_python
 from carrywave.spec.load import load, load_own, parse, with_new_names
-from carrywave.train.backtest import Asked, backtest_run
+from carrywave.train.backtest import Request, backtest_run
 from carrywave.train.fit import train
 
 pandas = pytest.importorskip("pandas")
@@ -70,7 +70,7 @@ def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path, o
     ):
         cw.evaluate(run, device="cpu")
     told: list[str] = []
-    backtest_run(run, None, Asked(origins=2), "cpu", told.append)
+    backtest_run(run, None, Request(origins=2), "cpu", told.append)
     assert any("load.csv has changed since" in line for line in told)
     assert "load.csv has changed since" in samples_of(run, "cpu").note
     frame.to_csv(path, index=False)

@@ -59,15 +59,15 @@ def test_all_workers_are_used_and_the_choice_is_said(use: Any) -> None:
     assert found.plan.stages == 2
     assert found.prediction is not None
     assert found.predicted
-    assert found.said[0].startswith("chosen: 2 stages")
+    assert found.reasons[0].startswith("chosen: 2 stages")
 
 
 def test_where_one_device_is_faster_that_is_said(use: Any) -> None:
     use(SLOW_LINK)
     found = planned(2)
     assert found.plan.workers == 2
-    assert "one device would be faster than" in found.said[1]
-    assert "use devices=1" in found.said[1]
+    assert "one device would be faster than" in found.reasons[1]
+    assert "use devices=1" in found.reasons[1]
 
 
 def test_one_worker_has_nothing_to_choose(use: Any) -> None:
@@ -75,7 +75,7 @@ def test_one_worker_has_nothing_to_choose(use: Any) -> None:
     found = planned(1)
     assert found.plan == Plan(cuts=())
     assert found.prediction is not None
-    assert found.said == ()
+    assert found.reasons == ()
 
 
 def test_few_lanes_are_not_shared_out(use: Any) -> None:
@@ -88,7 +88,7 @@ def test_what_the_spec_asks_for_is_done_and_predicted(use: Any) -> None:
     found = planned(2, {"replicas": 2})
     assert (found.plan.replicas, found.plan.stages) == (2, 1)
     assert found.prediction is not None
-    assert found.said == ()
+    assert found.reasons == ()
 
 
 def test_a_run_that_goes_on_keeps_its_plan(use: Any) -> None:
@@ -239,7 +239,7 @@ def hinted(workers: int = 1, plan: Any = "auto", **others: Any) -> tuple[str, ..
     spec = parse({"model": {"hidden": 650}, "batch": {"lanes": 20, "steps": 35}, "train": {"precision": "fp32"}, "plan": plan})
     facts = DataFacts(vocabulary=33278, sequences=1, steps=2 * 10**6, longest=2 * 10**6)
     asked = PlanRequest(spec, Units.of(spec, facts), 2, False, workers, facts=facts, bf16=True)
-    return plan_run(ALONE, replace(asked, **others), lambda line: None).said
+    return plan_run(ALONE, replace(asked, **others), lambda line: None).reasons
 
 
 def test_settings_that_would_be_much_faster_are_named_once(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,18 +67,18 @@ def backtest(
     with leaving_at_once():
         from carrywave.train import backtest as backtesting
 
-    asked = backtesting.Asked(horizon, stride, origins)
+    request = backtesting.Request(horizon, stride, origins)
     if trained is not None and not retrain:
-        found = backtesting.backtest_run(place_of(trained), data, asked, device.value, note)
+        result = backtesting.backtest_run(place_of(trained), data, request, device.value, note)
     else:
         spec = spec or backtesting.spec_of_run(place_of(str(trained)))
         how: dict[str, Any] = {"retrain": retrain, "run": run, "resume": resume, "device": device.value, "note": note}
         with watcher_for(Console()) if is_first() else nullcontext(Silent()) as watch:
-            found = backtesting.backtest_spec(spec, data, asked, watch=watch, **how)
-    if found.ending is not None:
-        raise typer.Exit(INTERRUPTED if found.ending == "interrupted" else STOPPED)
+            result = backtesting.backtest_spec(spec, data, request, watch=watch, **how)
+    if result.ending is not None:
+        raise typer.Exit(INTERRUPTED if result.ending == "interrupted" else STOPPED)
     if is_first():
-        _report(found, file or found.folder / CSV, svg or found.folder / SVG, json_file)
+        _report(result, file or result.folder / CSV, svg or result.folder / SVG, json_file)
 
 
 def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -89,19 +89,19 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return (named if is_run else None), overrides
 
 
-def _report(found: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
+def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
     from carrywave.runs.backtest import picture, rolled
     from carrywave.runs.rows.row_writer import writing
 
     with writing(csv_file, ".csv") as writer:
-        writer.add(rolled.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
-    rolling = found.rolling
-    title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {found.table.name}"
-    output_file.write(svg_file, picture.draw(found.table, found.forecasts, found.columns, found.quantiles, title))
-    write_rows(json_file, found.scores)
+        writer.add(rolled.rows_of(result.table, result.forecasts, result.columns, result.quantiles))
+    rolling = result.rolling
+    title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"
+    output_file.write(svg_file, picture.draw(result.table, result.forecasts, result.columns, result.quantiles, title))
+    write_rows(json_file, result.scores)
     console = wide_console()
     for title, by in (("all forecasts", ()), ("by column", ("column",)), ("by origin", ("origin",)), ("by step ahead", ("step",))):
-        rows = [_shown(row, by) for row in found.scores if _is_by(row, by)]
+        rows = [_shown(row, by) for row in result.scores if _is_by(row, by)]
         if rows:
             console.print(table_of(title, rows[:SHOWN_STEPS]))
             if len(rows) > SHOWN_STEPS:

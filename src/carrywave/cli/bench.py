@@ -68,7 +68,7 @@ def bench(
     if name not in names:
         raise UserError(f"unknown benchmark {name}; use one of {', '.join(names)}")
     output_file.check(json_file)
-    given: dict[str, object] = {
+    options: dict[str, object] = {
         "rows": rows,
         "rounds": rounds,
         "predict": predict,
@@ -87,30 +87,30 @@ def bench(
         "seeds": seeds,
         "at_once": at_once,
     }
-    given |= {
+    options |= {
         option: None if text is None else numbers_of(f"--{option}", text, least)
         for option, text, least in (("chunks", chunks, 1), ("workers", workers, 2))
     }
     module = importlib.import_module(names[name])
-    known = inspect.signature(module.run).parameters
-    asked = {option: value for option, value in given.items() if value}
-    if unknown := [option for option in asked if option not in known]:
+    parameters = inspect.signature(module.run).parameters
+    set_options = {option: value for option, value in options.items() if value}
+    if unknown := [option for option in set_options if option not in parameters]:
         raise UserError(f"bench {name} has no --{unknown[0].replace('_', '-')}; remove it")
-    found: list[dict[str, object]] = module.run(quick=quick, **asked)
-    show(table_of(f"bench {name}", module.shown(found) if hasattr(module, "shown") else found))
-    for line in module.conclusions(found) if hasattr(module, "conclusions") else ():
+    results: list[dict[str, object]] = module.run(quick=quick, **set_options)
+    show(table_of(f"bench {name}", module.shown(results) if hasattr(module, "shown") else results))
+    for line in module.conclusions(results) if hasattr(module, "conclusions") else ():
         typer.echo(line)
-    write_rows(json_file, found)
+    write_rows(json_file, results)
 
 
 def _benchmarks() -> dict[str, str]:
     """Modules that define `run`, by the name to call them by; found by reading their source because importing them would load torch."""
     import carrywave.benchmarks
 
-    found = {}
+    modules = {}
     for folder in map(Path, carrywave.benchmarks.__path__):
         for path in folder.rglob("*.py"):
             if "\ndef run(" in path.read_text(encoding="utf-8"):
                 words = path.relative_to(folder).with_suffix("").parts
-                found[path.stem.replace("_", "-")] = ".".join(("carrywave.benchmarks", *words))
-    return dict(sorted(found.items()))
+                modules[path.stem.replace("_", "-")] = ".".join(("carrywave.benchmarks", *words))
+    return dict(sorted(modules.items()))

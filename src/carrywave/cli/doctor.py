@@ -57,13 +57,13 @@ def doctor(
     elif devices is not None and VERDICT not in os.environ and str(devices) != os.environ.get("WORLD_SIZE"):
         raise PlanError(f"--devices is {devices}, but the launcher started {os.environ.get('WORLD_SIZE')} workers; remove --devices")
     with leaving_at_once():
-        from carrywave.doctor.examination import Asked, examine
+        from carrywave.doctor.examination import Request, examine
         from carrywave.doctor.report import Report
 
     def deliver(report: Report) -> None:
         _show(report, json_file)
 
-    _leave(examine(Asked(device.value, run, meeting, profile), deliver, note))
+    _leave(examine(Request(device.value, run, meeting, profile), deliver, note))
 
 
 def _start(device: str, devices: int | None) -> None:

@@ -40,10 +40,10 @@ def evaluate(
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run, or of several together."""
-    runs, given_last = runs_and_data(words, only_files=True)
-    if given_last is not None and data is not None:
-        raise UserError(f"{given_last} and --data {data} both name the data; pass one of them")
-    data = data or given_last
+    runs, last_word = runs_and_data(words, only_files=True)
+    if last_word is not None and data is not None:
+        raise UserError(f"{last_word} and --data {data} both name the data; pass one of them")
+    data = data or last_word
     output_file.check(json_file)
     tops = numbers_of("--top-k", top_k) if top_k else []
     start_workers(devices, device.value)
@@ -53,18 +53,18 @@ def evaluate(
         from carrywave.tasks.baselines import beside, verdicts
 
     places = [place_of(run) for run in runs]
-    with data_on_all(data, places[0], device.value) as found:
-        given = found if data == "-" else None if data is None else file_of(data)
-        row = evaluate_run(places, given, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
-    told: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
+    with data_on_all(data, places[0], device.value) as kept_input:
+        source = kept_input if data == "-" else None if data is None else file_of(data)
+        row = evaluate_run(places, source, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
+    by_name: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         shown = {name: value for name, value in row.items() if name != "confusion"}
         typer.echo(printable(row_line(shown)))
-        for name, rows in told.items():
+        for name, rows in by_name.items():
             show(table_of(f"by {name}", rows))
         if confusion:
             show(confusion_table(row["confusion"]))
         for line in (beside(row), *verdicts(row)):
             if line is not None:
                 typer.echo(line)
-    write_rows(json_file, [row, *({"split": row["split"], "by": name, **each} for name, rows in told.items() for each in rows)])
+    write_rows(json_file, [row, *({"split": row["split"], "by": name, **each} for name, rows in by_name.items() for each in rows)])

@@ -74,8 +74,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 
 def epilog(command: str | None) -> str | None:
     """The examples of a command as the end of its help; None if it has none."""
-    found = EXAMPLES.get(command or "")
-    if found is None:
+    examples = EXAMPLES.get(command or "")
+    if examples is None:
         return None
-    lines = [line for words, purpose in found for line in (f"  {words}", f"      {purpose}")]
+    lines = [line for words, purpose in examples for line in (f"  {words}", f"      {purpose}")]
     return escape("\n".join(["Examples:", *lines]))

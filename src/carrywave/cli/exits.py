@@ -92,12 +92,14 @@ def ending_in_order() -> Iterator[None]:
     with _handled_by(end):
         try:
             yield
-        except Terminated as asked:
+        except Terminated as termination:
             let_go_of_terminal()
             # A resumed run still has its snapshot, so this counts as an ordinary stop.
             waiting = launch_record.last_step(launch_record.current_run())
-            code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
-            _say(code, f"stopped by {asked} before the first step; {what}", asked)
+            code, what = (
+                (termination.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
+            )
+            _say(code, f"stopped by {termination} before the first step; {what}", termination)
             raise typer.Exit(code) from None
 
 
@@ -115,12 +117,12 @@ def ending_at_a_signal() -> Iterator[None]:
     with _handled_by(end):
         try:
             yield
-        except Terminated as asked:
+        except Terminated as termination:
             let_go_of_terminal()
             if launched():  # the launcher that sent the signal expects it to end this worker
-                signal.raise_signal(asked.code - 128)
-            _say(asked.code, f"stopped by {asked}; nothing was written")
-            raise typer.Exit(asked.code) from None
+                signal.raise_signal(termination.code - 128)
+            _say(termination.code, f"stopped by {termination}; nothing was written")
+            raise typer.Exit(termination.code) from None
 
 
 def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
@@ -145,8 +147,8 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
             raise
         except Exception as error:
             for code, explain in ((RESOURCE, _lack), (MISTAKE, _mistake)):
-                if (told := explain(error)) is not None:
-                    _say(code, told, error)
+                if (line := explain(error)) is not None:
+                    _say(code, line, error)
                     _leave(code)
             _say(FAULT, f"{type(error).__name__}: {error}", error)
             _leave(FAULT)
@@ -215,8 +217,8 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
     is_lost = code == FAULT and error is not None and contact is not None and contact.lost(error)
     peer: int | None = None
     if is_lost and contact is not None:
-        said = contact.of(error)
-        message, peer = str(said), said.rank
+        lost_peer = contact.of(error)
+        message, peer = str(lost_peer), lost_peer.rank
     folder = failure_file.folder()
     if folder is not None:
         kind: failure_file.FailureKind = "lost" if is_lost else "fault" if code == FAULT else "user"

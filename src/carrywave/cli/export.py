@@ -54,10 +54,12 @@ def export(
     with leaving_at_once():
         from carrywave.exporting.run_export import export_run
 
-    given = None if data is None else file_of(data)
-    found = export_run(place_of(run), to.value, output, stateful=stateful, step=step, int8=int8, data=given, note=note)
-    typer.echo(f"wrote {found.folder}: {', '.join(found.files)}")
-    if found.difference is not None:
-        typer.echo(f"largest difference from the model: {found.difference:.1e}")
-    if found.loss is not None and found.loss_before is not None:
-        typer.echo(f"loss: {found.loss_before:.4f} in float32, {found.loss:.4f} in int8 ({found.loss - found.loss_before:+.4f})")
+    source = None if data is None else file_of(data)
+    exported = export_run(place_of(run), to.value, output, stateful=stateful, step=step, int8=int8, data=source, note=note)
+    typer.echo(f"wrote {exported.folder}: {', '.join(exported.files)}")
+    if exported.difference is not None:
+        typer.echo(f"largest difference from the model: {exported.difference:.1e}")
+    if exported.loss is not None and exported.loss_before is not None:
+        typer.echo(
+            f"loss: {exported.loss_before:.4f} in float32, {exported.loss:.4f} in int8 ({exported.loss - exported.loss_before:+.4f})"
+        )

@@ -82,7 +82,7 @@ def launch(
         note(f"wrote {file}; start it with: {SUBMIT[to].format(file)}")
 
 
-def _check_place(to: To, given: Mapping[str, tuple[str | None, To]]) -> None:
-    for option, (value, place) in given.items():
+def _check_place(to: To, options: Mapping[str, tuple[str | None, To]]) -> None:
+    for option, (value, place) in options.items():
         if value is not None and to is not place:
             raise UserError(f"--{option} is for --to {place.value}; remove it")

@@ -97,9 +97,9 @@ class Group(_Flags, TyperGroup):
 
 
 def in_our_words(message: str) -> str:
-    """The parser's message; about a number that is too small, as we say it."""
-    found = re.fullmatch(r"Invalid value for '([^']+)'.*: Input should be greater than or equal to (\d+)\.?", message)
-    return message if found is None else f"{found[1]} is less than {found[2]}; use {found[2]} or more"
+    """The parser's message; about a number that is too small, in our words."""
+    match = re.fullmatch(r"Invalid value for '([^']+)'.*: Input should be greater than or equal to (\d+)\.?", message)
+    return message if match is None else f"{match[1]} is less than {match[2]}; use {match[2]} or more"
 
 
 def note(message: str) -> None:
@@ -108,7 +108,7 @@ def note(message: str) -> None:
         return
     try:
         print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk, or nobody reads it any more: what is said never ends what is done
+    except OSError:  # a full disk, or a closed pipe: a message never ends the work
         output_file.hang_up(sys.stderr)
 
 
@@ -125,10 +125,10 @@ def display_console() -> Console:
 
 def plain_warnings() -> None:
     """Print our own warnings as one line, like everything else that people should know; others keep their form."""
-    before, own = warnings.showwarning, Path(__file__).parents[1]
+    before, package = warnings.showwarning, Path(__file__).parents[1]
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
-        if category is UserWarning and file is None and Path(filename).is_relative_to(own):
+        if category is UserWarning and file is None and Path(filename).is_relative_to(package):
             note(f"warning: {message}")
         else:
             before(message, category, filename, lineno, file, line)
@@ -159,10 +159,10 @@ def numbers_of(option: str, text: str, least: int = 0) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise UserError(f"{option} {text} is not a list of whole numbers; write it as in 4,8,16")
-    found = [int(part) for part in parts]
-    if min(found) < least:
+    numbers = [int(part) for part in parts]
+    if min(numbers) < least:
         raise UserError(f"{option} {text} has a number below {least}; use {least} or more")
-    return found
+    return numbers
 
 
 def as_utf8(option: str, text: str) -> str:

@@ -76,14 +76,14 @@ def plan(
         resolved = with_precision(resolved, suited(made_for_bf16=_made_for_bf16(named, device.value, cluster)))
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
     offer = _Offer(units, named, device.value, devices)
-    found = offer.read(cluster) if cluster is not None else offer.uniform()
-    for said in {far_off(units, host.profile): None for host in found.hosts}:
-        if said is not None:
-            note(said)
+    machines = offer.read(cluster) if cluster is not None else offer.uniform()
+    for line in {far_off(units, host.profile): None for host in machines.hosts}:
+        if line is not None:
+            note(line)
     if growth:
-        _show_scale(units, found, MOST_DEVICES if devices is None else devices, json_file)
+        _show_scale(units, machines, MOST_DEVICES if devices is None else devices, json_file)
     else:
-        _show_choice(resolved, units, found, svg, json_file, use_all=use_all)
+        _show_choice(resolved, units, machines, svg, json_file, use_all=use_all)
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class _Offer:
         """A cluster of identical devices."""
         if self.named is None:
             count = self.devices or here(self.device)
-            found = self.measured(count)
-            if found.devices_per_host < count <= CROWDED * found.devices_per_host and found.common_memory:
-                found = replace(found, devices_per_host=count)  # all on one host, where `train --devices` would start them
-            return Cluster.uniform(found, count)
-        found = find_profile(self.named)
+            profile = self.measured(count)
+            if profile.devices_per_host < count <= CROWDED * profile.devices_per_host and profile.common_memory:
+                profile = replace(profile, devices_per_host=count)  # all on one host, where `train --devices` would start them
+            return Cluster.uniform(profile, count)
+        profile = find_profile(self.named)
         # The profile describes another machine, so this machine's device count is irrelevant.
-        return Cluster.uniform(found, self.devices or found.devices_per_host)
+        return Cluster.uniform(profile, self.devices or profile.devices_per_host)
 
     def measured(self, count: int) -> Profile:
         """The profile of this machine."""
@@ -125,11 +125,11 @@ def _read(path: Path, this_machine: Callable[[], Profile]) -> Cluster:
         raise PlanError(f"{path} cannot be read ({error.strerror}); pass the path of a cluster file") from None
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not UTF-8 text; pass a cluster file in YAML") from None
-    known = parse_yaml(text, str(path))
-    if known is None:
+    content = parse_yaml(text, str(path))
+    if content is None:
         raise PlanError(f"{path} is empty; write hosts: 2, devices: 8, profile: NAME, between: LINK")
-    if isinstance(known, Mapping):
-        known = {"profile": THIS_MACHINE, **known}
+    if isinstance(content, Mapping):
+        content = {"profile": THIS_MACHINE, **content}
 
     def find(name: str) -> Profile:
         if name == THIS_MACHINE:
@@ -137,7 +137,7 @@ def _read(path: Path, this_machine: Callable[[], Profile]) -> Cluster:
         beside = path.parent / name  # relative to the cluster file
         return find_profile(str(beside) if beside.is_file() else name)
 
-    return Cluster.of(known, find, LINKS, str(path))
+    return Cluster.of(content, find, LINKS, str(path))
 
 
 def _made_for_bf16(named: str | None, device: str, cluster: Path | None) -> bool:
@@ -168,14 +168,14 @@ def _facts_of(spec: Spec) -> DataFacts:
         raise DataError(f"{error}, or plan without the data: --facts {facts.get(spec.task, 'vocabulary=33278,labels=9')}") from None
 
 
-def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
+def _requested_plan(spec: Spec, units: Units, devices: int) -> Plan | None:
     """The plan given in the spec; None if it is left to the planner."""
     if spec.plans_itself:
         return None
-    asked: PlanSpec = spec.plan_spec
-    workers = (asked.replicas or max(1, devices // asked.stages)) * asked.stages
-    found = resolve(
-        asked,
+    plan_spec: PlanSpec = spec.plan_spec
+    workers = (plan_spec.replicas or max(1, devices // plan_spec.stages)) * plan_spec.stages
+    requested = resolve(
+        plan_spec,
         layers=units.layers,
         workers=workers,
         lanes=units.lanes if units.streams else None,
@@ -183,9 +183,9 @@ def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
         whole=spec.reads_whole,
     )
     if units.reproducible:
-        canonical_shards.check(found)
-    check_sync(found, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
-    return found
+        canonical_shards.check(requested)
+    check_sync(requested, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
+    return requested
 
 
 def _sync(spec: Spec) -> list[str]:
@@ -199,13 +199,13 @@ def _sync(spec: Spec) -> list[str]:
 
 
 def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, json_file: Path | None, *, use_all: bool) -> None:
-    asked = _asked(spec, units, cluster.devices)
-    if asked is not None:
-        cluster.place(asked.replicas, asked.stages)  # fail before the search if the plan needs more workers than there are
+    requested = _requested_plan(spec, units, cluster.devices)
+    if requested is not None:
+        cluster.place(requested.replicas, requested.stages)  # fail before the search if the plan needs more workers than there are
     best = search(units, cluster, use_all=use_all)
     tried = remedies(units, cluster, best, use_all=use_all)
     predictor = Predictor(units, cluster)
-    choice = best if asked is None else asked_for(replace(asked, kernel="auto"), predictor, best)
+    choice = best if requested is None else asked_for(replace(requested, kernel="auto"), predictor, best)
     shown = choice.best
     balance = balance_text(predictor, shown)
     lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, *_sync(spec), "", stages_text(units, shown), ""]
@@ -220,7 +220,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         "",
     ]
     lines += [
-        f"what would have to change to do better{_beside(asked)}",
+        f"what would have to change to do better{_beside(requested)}",
         *(f"- {each}" for each in tried),
         *([f"- {balance}"] if balance else []),
         "",
@@ -238,8 +238,8 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
         panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
         output_file.write(svg, draw(panels, _model(spec, units)))
-    told = {"asked": asked is not None, "workers": [asdict(seat) for seat in seated]}
-    _write(json_file, choice_object(units, choice, tried) | told)
+    extra = {"asked": requested is not None, "workers": [asdict(seat) for seat in seated]}
+    _write(json_file, choice_object(units, choice, tried) | extra)
 
 
 def _seats(cluster: Cluster, plan: Plan) -> list[placement.Seat]:
@@ -260,11 +260,11 @@ def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | Non
     if cluster.within is not None or cluster.between is not None:
         within, between = cluster.within or profile.within, cluster.between or profile.between
         profile, size = replace(profile, reductions=(), within=within, between=between), first.devices
-    found = scale(units, replace(profile, devices_per_host=size), most)
-    typer.echo(scale_text(found))
-    if found.points[-1].devices * 2 <= most:
+    growth = scale(units, replace(profile, devices_per_host=size), most)
+    typer.echo(scale_text(growth))
+    if growth.points[-1].devices * 2 <= most:
         typer.echo("The table ends at one host, because the link between hosts is not known; pass a cluster file with `between`.")
-    _write(json_file, scale_object(units, found))
+    _write(json_file, scale_object(units, growth))
 
 
 def _model(spec: Spec, units: Units) -> str:
@@ -291,8 +291,8 @@ def _machines(cluster: Cluster) -> str:
     return " and ".join(parts) + (f", {len(cluster.hosts)} hosts" if len(cluster.hosts) > 1 else "")
 
 
-def _beside(asked: Plan | None) -> str:
-    return "" if asked is None else ", besides the planner's choice"
+def _beside(requested: Plan | None) -> str:
+    return "" if requested is None else ", besides the planner's choice"
 
 
 def _about(units: Units, plan: Plan) -> str:

@@ -72,10 +72,10 @@ def predict(
         with leaving_at_once():
             from carrywave.runs.prediction import predict_run
 
-        given = input_file if input_file is None or input_file == "-" else file_of(input_file)
+        source = input_file if input_file is None or input_file == "-" else file_of(input_file)
         predict_run(
             [place_of(run) for run in runs],
-            given,
+            source,
             file,
             prompt=None if prompt is None else as_utf8("--prompt", prompt),
             tokens=tokens,

@@ -38,8 +38,8 @@ def report(
         raise UserError("--live serves the page and writes no file; use --live or -o")
     if port and not live:
         raise UserError("--port is for --live; add --live, or remove it")
-    if live and (there := [run for run in runs if is_address(run)]):
-        raise UserError(f"{there[0]} is in an object store, but --live follows folders of this machine; remove --live")
+    if live and (remote := [run for run in runs if is_address(run)]):
+        raise UserError(f"{remote[0]} is in an object store, but --live follows folders of this machine; remove --live")
     folders = [(_folder(run), run) for run in runs]
     target = file or (folders[0][0] if len(runs) == 1 and not is_address(runs[0]) else Path()) / PAGE
     records = [read_run(folder, name) for folder, name in folders]

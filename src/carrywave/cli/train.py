@@ -22,10 +22,10 @@ from carrywave.cli.workers import (
     RestartsOption,
     agreed,
     around,
-    asked_for,
     devices_that_pay,
     fitted,
     keeps_the_run,
+    requested_job,
     start_on_ray,
     start_workers,
 )
@@ -80,10 +80,10 @@ def train(
         further += [] if restarts is None else ["--restarts", str(restarts)]
         resolved = None if resume and not spec else load(path, overrides)
         return _train_seeds(resolved, seeds, run, resume, device.value, devices, further, json_file)
-    job = asked_for(path, overrides, run)
+    job = requested_job(path, overrides, run)
     where = around(hosts, host_index, job)
     with agreed(device.value, job) as of_rank_0:
-        resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _is_there(run)})["there"]))
+        resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _run_exists(run)})["there"]))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
         if resume and path is None:
@@ -170,15 +170,15 @@ def _train_seeds(
 
     place = None if run is None else Path(run)
     how: dict[str, Any] = {"run": place, "resume": resume, "device": device, "devices": devices, "words": further}
-    found = train_seeds(spec, seeds, say=typer.echo, **how)
-    write_rows(json_file, found.rows)
-    typer.echo(found.summary)
-    if found.ending is not None:
-        typer.echo(f"{found.ending}; resume with: carrywave train --seeds {seeds} --resume --run {found.run}")
-        raise typer.Exit(ENDINGS[found.ending])
-    if found.failed:
-        raise RunError(f"{found.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {found.run}")
-    typer.echo(f"predict with all of them: carrywave predict {found.run}/seed-* INPUT")
+    result = train_seeds(spec, seeds, say=typer.echo, **how)
+    write_rows(json_file, result.rows)
+    typer.echo(result.summary)
+    if result.ending is not None:
+        typer.echo(f"{result.ending}; resume with: carrywave train --seeds {seeds} --resume --run {result.run}")
+        raise typer.Exit(ENDINGS[result.ending])
+    if result.failed:
+        raise RunError(f"{result.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {result.run}")
+    typer.echo(f"predict with all of them: carrywave predict {result.run}/seed-* INPUT")
 
 
 def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
     return read_values(path)
 
 
-def _is_there(run: str | None) -> bool:
+def _run_exists(run: str | None) -> bool:
     """True if there is a run to continue."""
     if run is None:
         raise RunError("--continue needs a run folder; pass --run DIR")

@@ -38,8 +38,8 @@ def tune(
     json_file: JsonOption = None,
 ) -> None:
     """Search over keys of a spec; each trial is a run, judged by train.best on the validation data."""
-    given = words or []
-    files, keys = [word for word in given if "=" not in word], [word for word in given if "=" in word]
+    arguments = words or []
+    files, keys = [word for word in arguments if "=" not in word], [word for word in arguments if "=" in word]
     if len(files) > 1:
         raise UserError(f"{files[1]} is a second spec file, after {files[0]}; pass one SPEC.yaml, and keys as key=values")
     output_file.check(json_file)
@@ -49,21 +49,21 @@ def tune(
         from carrywave.tuning.tune import BEST, PAGE, How, run_search
 
     space, fixed = space_of(keys)
-    base = None if resume and not given else set_overrides(read_values(Path(files[0])) if files else {}, fixed)
+    base = None if resume and not arguments else set_overrides(read_values(Path(files[0])) if files else {}, fixed)
     seconds = 3600 * hours + 60 * minutes
     how = How(trials, seconds or None, at_once, device.value, devices, lambda line: typer.echo(printable(line)))
-    found = run_search(base, space, how, seed=seed, prune=prune, run=run, resume=resume)
-    shown = [{name: _text(value) for name, value in row.items() if name != "why"} for row in found.rows]
+    result = run_search(base, space, how, seed=seed, prune=prune, run=run, resume=resume)
+    shown = [{name: _text(value) for name, value in row.items() if name != "why"} for row in result.rows]
     show(table_of("trials", shown))
-    write_rows(json_file, found.rows)
-    if found.best is not None:
-        typer.echo(f"best: {found.best.train.best} {found.value:.4g}; train it with: carrywave train {found.run / BEST}")
-        typer.echo(f"page: {found.run / PAGE}")
-    if found.ending is not None:
-        what = "the time is over" if found.ending == "time" else found.ending
-        typer.echo(f"{what}; go on with: carrywave tune --resume --run {found.run} --trials {trials}")
-    if found.ending in ("interrupted", "terminated"):
-        raise typer.Exit(INTERRUPTED if found.ending == "interrupted" else STOPPED)
+    write_rows(json_file, result.rows)
+    if result.best is not None:
+        typer.echo(f"best: {result.best.train.best} {result.value:.4g}; train it with: carrywave train {result.run / BEST}")
+        typer.echo(f"page: {result.run / PAGE}")
+    if result.ending is not None:
+        what = "the time is over" if result.ending == "time" else result.ending
+        typer.echo(f"{what}; go on with: carrywave tune --resume --run {result.run} --trials {trials}")
+    if result.ending in ("interrupted", "terminated"):
+        raise typer.Exit(INTERRUPTED if result.ending == "interrupted" else STOPPED)
 
 
 def _text(value: object) -> object:

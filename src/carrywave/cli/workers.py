@@ -94,14 +94,14 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
 def around(hosts: str | None = None, host_index: int | None = None, job: Job | None = None) -> Surroundings:
     """Where this process is, by its environment and what the user says. `job` is what all hosts are to do together."""
     slurm.take_place(trains=True)
-    found = surroundings.find(os.environ, hosts, host_index)
-    if found.hosts is None:
+    place = surroundings.find(os.environ, hosts, host_index)
+    if place.hosts is None:
         check_not_of_mpi()
-    return found if found.hosts is None else replace(found, hosts=replace(found.hosts, asked=dict(job or {})))
+    return place if place.hosts is None else replace(place, hosts=replace(place.hosts, asked=dict(job or {})))
 
 
-def asked_for(path: Path | None, overrides: Sequence[str], run: str | None) -> Job:
-    """What the command asks for, to be compared with that of the other hosts and workers. What is wrong with a spec is told elsewhere."""
+def requested_job(path: Path | None, overrides: Sequence[str], run: str | None) -> Job:
+    """What the command asks for, to be compared with that of the other hosts and workers. Mistakes in a spec are reported elsewhere."""
     try:
         return job_of(load(path, overrides), run)
     except UserError:
@@ -123,16 +123,16 @@ def devices_that_pay(spec: Spec, device: str, before: Path | None, where: Surrou
 
 
 def fitted(spec: Spec, overrides: Sequence[str], devices: int | None, where: Surroundings) -> Spec:
-    """The spec of a run that goes on, with a plan for the workers that there are now; a plan that these overrides give is left alone."""
+    """The spec of a run that goes on, with a plan for the workers of now; a plan that these overrides set is left alone."""
     hosts = 1 if where.hosts is None else len(where.hosts.addresses)
     size = os.environ.get("WORLD_SIZE", "") if launched() else "" if devices is None else str(devices * hosts)
-    given = {text.partition("=")[0].strip() for text in overrides}
-    if not size.isdecimal() or not int(size) or spec.plan == "auto" or "plan" in given:
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    if not size.isdecimal() or not int(size) or spec.plan == "auto" or "plan" in keys:
         return spec
     workers, plan = int(size), spec.plan
-    if "plan.replicas" not in given and plan.replicas is not None and plan.replicas * plan.stages != workers:
+    if "plan.replicas" not in keys and plan.replicas is not None and plan.replicas * plan.stages != workers:
         plan = plan.model_copy(update={"replicas": None})
-    if not given & {"plan.replicas", "plan.stages", "plan.cuts"} and workers % plan.stages:
+    if not keys & {"plan.replicas", "plan.stages", "plan.cuts"} and workers % plan.stages:
         plan = fewer(plan, workers)
     if plan == spec.plan:
         return spec
@@ -185,8 +185,8 @@ def start_workers(
             )
         return None
     hosts, devices = where.hosts, devices or where.workers
-    if plan is not None and (said := slurm.doubt(os.environ)) is not None:
-        note(said)
+    if plan is not None and (doubt := slurm.doubt(os.environ)) is not None:
+        note(doubt)
     shares = shares_of_a_gpu() if devices is not None or plan is not None else 1
     gpus = _gpus(device, needed=shares > 1 or (devices is None and plan is not None))
     count = devices or (gpus * shares if plan is not None else 0) or 1

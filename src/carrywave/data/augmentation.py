@@ -27,7 +27,7 @@ CROP_SIZE, CROP_START, SHIFT, SCALE, NOISE = range(100, 105)  # sites of draws, 
 class Augmentation:
     """What is changed, and the seed of the changes."""
 
-    asked: AugmentSpec
+    setting: AugmentSpec
     seed: int
 
     @staticmethod
@@ -37,27 +37,27 @@ class Augmentation:
 
     def window(self, window: Window, epoch: int) -> Window:
         """The window with a part of each sequence: the same on every worker, also on one that does not read it."""
-        if self.asked.crop == 1.0:
+        if self.setting.crop == 1.0:
             return window
-        least = np.ceil(window.length * self.asked.crop).astype(np.int64)
+        least = np.ceil(window.length * self.setting.crop).astype(np.int64)
         length = least + self._below(window.length - least + 1, epoch, CROP_SIZE, window.sequence)
         first = self._below(window.length - length + 1, epoch, CROP_START, window.sequence)
         return replace(window, length=length, offset=window.offset + first)
 
     def steps(self, time_T1: Ints, length: Ints, sequence: Ints, epoch: int) -> Ints:
         """[T, B]: the step that is read at each time of each lane, counted from the lane's first."""
-        if not self.asked.shift:
+        if not self.setting.shift:
             return time_T1
         return (time_T1 + self._below(length, epoch, SHIFT, sequence)) % np.maximum(length, 1)
 
     def inputs(self, inputs_TBF: NDArray[Any], sequence: Ints, epoch: int) -> NDArray[Any]:
         """Inputs with factors and noise."""
         steps, _, features = inputs_TBF.shape
-        if self.asked.scale:
-            inputs_TBF = inputs_TBF * (1.0 + self.asked.scale * self._normal(epoch, SCALE, sequence, features))
-        if self.asked.noise:
+        if self.setting.scale:
+            inputs_TBF = inputs_TBF * (1.0 + self.setting.scale * self._normal(epoch, SCALE, sequence, features))
+        if self.setting.noise:
             noise = self._normal(epoch, NOISE, sequence, steps * features).reshape(-1, steps, features)
-            inputs_TBF = inputs_TBF + self.asked.noise * noise.transpose(1, 0, 2)
+            inputs_TBF = inputs_TBF + self.setting.noise * noise.transpose(1, 0, 2)
         return inputs_TBF.astype(np.float32, copy=False)
 
     def _below(self, limit: Ints, epoch: int, site: int, sequence: Ints) -> Ints:
@@ -66,8 +66,8 @@ class Augmentation:
 
     def _normal(self, epoch: int, site: int, sequence: Ints, count: int) -> Floats:
         """[B, count]: standard normal numbers of each sequence (Box-Muller)."""
-        own_B1 = draw_words(self.seed, epoch, site, sequence)[:, None]
-        index = (own_B1 + np.arange(count, dtype=np.uint64)).view(np.int64)
+        word_B1 = draw_words(self.seed, epoch, site, sequence)[:, None]
+        index = (word_B1 + np.arange(count, dtype=np.uint64)).view(np.int64)
         radius = np.sqrt(-2.0 * np.log(draw_uniforms(self.seed, epoch, 2 * site, index)))
         angle = 2.0 * np.pi * draw_uniforms(self.seed, epoch, 2 * site + 1, index)
         normal: Floats = radius * np.cos(angle)

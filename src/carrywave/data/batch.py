@@ -106,17 +106,17 @@ class Batch:
         if resets is not None:
             resets, inside = _resets(resets, lengths_B, steps, count)
             begun, sequences = (count if begun is None else begun) + inside, int(resets.sum(0).max()) + 1
-        known = pooled
+        reading = pooled
         if targets is not None:
             targets = _tensor(targets, "targets").to(device)
             each_step, each_lane = _readings(targets, steps, count)
-            known = each_lane if pooled is None and each_step != each_lane and resets is None else pooled
+            reading = each_lane if pooled is None and each_step != each_lane and resets is None else pooled
             by_lane = pooled if resets is None else False
             targets = _targets(targets, None if lengths is None else lengths_B, steps, count, by_lane)
             if pooled and resets is not None:
                 check_ends(targets, resets, lengths_B)
         if weights is not None:
-            weights = _weights(weights, targets, None if lengths is None else lengths_B, steps, count, by_lane=known and resets is None)
+            weights = _weights(weights, targets, None if lengths is None else lengths_B, steps, count, by_lane=reading and resets is None)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
         return Batch(
@@ -133,7 +133,7 @@ class Batch:
             begun=begun,
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
             numbers=None if lanes is None else tuple(lanes_B.tolist()),
-            pooled=known,
+            pooled=reading,
             history=history,
             resets=resets,
             weights=weights,
@@ -299,17 +299,17 @@ def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
         )
 
 
-def _tensor(given: Any, name: str) -> Tensor:
+def _tensor(content: Any, name: str) -> Tensor:
     """A tensor of what was given; refuses what has no numbers in a fixed shape."""
     try:
-        found = torch.as_tensor(given)
-        if found.is_complex():
+        tensor = torch.as_tensor(content)
+        if tensor.is_complex():
             raise TypeError("complex numbers")
-        return found
+        return tensor
     except (TypeError, ValueError, RuntimeError) as error:
-        several = "put the parts side by side in one tensor, and have the encoder take them apart" if isinstance(given, Mapping) else ""
+        several = "put the parts side by side in one tensor, and have the encoder take them apart" if isinstance(content, Mapping) else ""
         raise UserError(
-            f"the {name} of a batch are a {type(given).__name__}, not numbers in a fixed shape ({one_line(error, 100)}); "
+            f"the {name} of a batch are a {type(content).__name__}, not numbers in a fixed shape ({one_line(error, 100)}); "
             f"{several or f'pass the {name} as one tensor or array'}"
         ) from None
 
@@ -318,18 +318,18 @@ def _weights(weights: Any, targets: Tensor | None, lengths_B: Tensor | None, ste
     """Weights as floats on the device of the targets, 0 where there is only padding."""
     if targets is None:
         raise UserError("weights are those of targets, but the batch has none; pass Batch.of(inputs, targets, weights=...)")
-    given = _tensor(weights, "weights")
-    found = given.to(targets.device, given.dtype if given.is_floating_point() else torch.float32)
-    shape = tuple(found.shape)
-    if shape != (count,) and (by_lane or shape[:2] != (steps, count) or shape != targets.shape[: found.dim()]):
+    tensor = _tensor(weights, "weights")
+    floats = tensor.to(targets.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
+    shape = tuple(floats.shape)
+    if shape != (count,) and (by_lane or shape[:2] != (steps, count) or shape != targets.shape[: floats.dim()]):
         form = f"one for each of the {count} lanes, [{count}]" + ("" if by_lane else f", or for each step of each lane, [{steps}, {count}]")
         raise UserError(f"weights have shape {list(shape)} for targets {list(targets.shape)}; pass {form}")
-    if not bool((found.isfinite() & (found >= 0)).all()):
+    if not bool((floats.isfinite() & (floats >= 0)).all()):
         raise UserError("weights must be finite numbers from 0 on, and some are not; use 0 for a target that is not to be learned")
     if lengths_B is None:
-        return found
-    padded = lengths_B == 0 if found.dim() == 1 else torch.arange(steps, device=found.device)[:, None] >= lengths_B
-    return found.masked_fill(padded.reshape(*padded.shape, *[1] * (found.dim() - padded.dim())), 0.0)
+        return floats
+    padded = lengths_B == 0 if floats.dim() == 1 else torch.arange(steps, device=floats.device)[:, None] >= lengths_B
+    return floats.masked_fill(padded.reshape(*padded.shape, *[1] * (floats.dim() - padded.dim())), 0.0)
 
 
 def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:

@@ -109,7 +109,7 @@ class Codec:
     series: str | None = None
     frequency: str | None = None  # spacing of times; None: unknown
     date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
-    scale_season: int = 0  # series are scaled by their mean absolute change over so many rows; 0: by their deviation
+    scale_season: int = 0  # series are scaled by their mean absolute change over this many rows; 0: by their deviation
     month_days: tuple[int, ...] = ()  # days of the month that series are on, 31 for the last; none if each time tells its own
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
     known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
@@ -121,7 +121,7 @@ class Codec:
     transform: str = "none"  # of the columns to forecast, before they are standardised
     distribution: str = "none"  # that is forecast of them
     step_targets: tuple[str, ...] = ()  # columns that are estimated at every step from the others
-    masked: tuple[str, ...] = ()  # columns that may be empty: whether each is there, and for how long it has not been, is read as well
+    masked: tuple[str, ...] = ()  # columns that may be empty: whether each has a value, and how long ago it last had one, is read as well
     spreads: tuple[tuple[float, ...], ...] = ()  # the deviation of each step target in each of `names`, in standardised units
 
     def to_json(self) -> str:
@@ -139,8 +139,8 @@ class Codec:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(f"the codec is not JSON ({error}); prepare the data again") from error
-        known = {field.name for field in fields(Codec)}
-        if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:
+        names = {field.name for field in fields(Codec)}
+        if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= names:
             raise DataError("the codec was not written by this version; prepare the data again")
         frozen: dict[str, Any] = {name: _frozen(value) for name, value in values.items()}
         codec = Codec(**frozen)
@@ -248,8 +248,8 @@ class Codec:
 
     def knows_scale(self, name: str) -> bool:
         """True if the scale of a series of the data is known from train: its own, or that of all series."""
-        known = self.scale_of
-        return not known or self.names == self.channels or (f"{name}/{self.channels[0]}" if self.channels else name) in known
+        scales = self.scale_of
+        return not scales or self.names == self.channels or (f"{name}/{self.channels[0]}" if self.channels else name) in scales
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -289,13 +289,13 @@ class Codec:
     def encode(self, text: str, where: str = "the text") -> Ids:
         """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""
         try:
-            found = self.tokens.ids(text)
+            ids = self.tokens.ids(text)
         except UnicodeEncodeError as error:
             raise DataError(f"{where} is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
-        unknown = first_unknown(found)
+        unknown = first_unknown(ids)
         if unknown is not None:
             raise DataError(unknown_token(self.tokens.name(text, unknown), where))
-        return found
+        return ids
 
     def spelled(self, ids: Ids, words: Sequence[str]) -> Ids:
         """The ids of words [words], or [words, 1 + word_length] with the codes of their characters if these are read."""

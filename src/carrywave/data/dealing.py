@@ -32,18 +32,18 @@ def deal(lengths: Ints, lanes: int, steps: int, *, cut: bool, dealing: Dealing =
     """Deal sequences out to lanes that are read in windows of `steps`. Without `cut`, every sequence is one piece."""
     even = _even_pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
     windows = -(-even[2] // steps)
-    found = Dealt(*even, _least_loaded(windows, lanes))
+    dealt = Dealt(*even, _least_loaded(windows, lanes))
     if dealing == 1 or len(lengths) == 1:
-        return found
+        return dealt
     if cut:
         other = _laid_end_to_end(lengths, lanes, steps)
     else:
         longest_first = np.argsort(-windows, kind="stable")
-        lane = np.empty_like(found.lane)
+        lane = np.empty_like(dealt.lane)
         lane[longest_first] = _least_loaded(windows[longest_first], lanes)
-        other = found._replace(lane=lane)
-    (many, work), (other_many, other_work) = (_size(each, lanes, steps) for each in (found, other))
-    return other if other_many < many or (other_many == many and other_work < LESS_WORK * work) else found
+        other = dealt._replace(lane=lane)
+    (many, work), (other_many, other_work) = (_size(each, lanes, steps) for each in (dealt, other))
+    return other if other_many < many or (other_many == many and other_work < LESS_WORK * work) else dealt
 
 
 def _size(dealt: Dealt, lanes: int, steps: int) -> tuple[int, int]:
@@ -80,9 +80,9 @@ def _least_loaded(loads: Ints, lanes: int) -> Ints:
     heap = [(0, lane) for lane in range(lanes)]
     lane_of = []
     for load in loads.tolist():
-        taken, lane = heap[0]
+        loaded, lane = heap[0]
         lane_of.append(lane)
-        heapq.heapreplace(heap, (taken + load, lane))
+        heapq.heapreplace(heap, (loaded + load, lane))
     return np.array(lane_of, dtype=np.int64)
 
 
@@ -98,8 +98,8 @@ def _laid_end_to_end(lengths: Ints, lanes: int, steps: int) -> Dealt:
     assert best is not None
     while high - low > 1:
         middle = (low + high) // 2
-        found = _filled(lengths, lanes, steps, middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        shorter = _filled(lengths, lanes, steps, middle)
+        low, high, best = (middle, high, best) if shorter is None else (low, middle, shorter)
     return best
 
 

@@ -123,8 +123,8 @@ class _Learned:
 
 def weightless(row: Row) -> bool:
     """True if the target of a row is to count for nothing."""
-    found = row.get(WEIGHT)
-    return found is not None and not isinstance(found, str) and bool(np.all(np.asarray(found) == 0))
+    weight = row.get(WEIGHT)
+    return weight is not None and not isinstance(weight, str) and bool(np.all(np.asarray(weight) == 0))
 
 
 def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
@@ -134,50 +134,50 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         raise DataError(f"{rows.name} is empty; use data with at least one row")
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     seen = _Learned(rows, spec, held)
-    known: dict[str, Any] = {}
+    learned: dict[str, Any] = {}
     if (content == "text" and spec.data.tokens == "word") or (content == "tokens" and isinstance(fields.tokens_of(first[1], where), list)):
-        known = _words(vocabulary.count_words(map(split_words, seen.texts()) if content == "text" else seen.words()), spec)
+        learned = _words(vocabulary.count_words(map(split_words, seen.texts()) if content == "text" else seen.words()), spec)
     elif spec.model.characters != "none" or spec.data.lowercase:
         key = "data.lowercase" if spec.data.lowercase else f"model.characters={spec.model.characters}"
         raise SpecError(f"{key} is for words, but {where} has {_form(content, spec)}; set data.tokens=word for text, or remove it")
     elif content == "text":
         words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
-        known = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
+        learned = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
     elif content == "tokens":
         if spec.data.vocabulary is not None or spec.data.min_count > 1:
             raise SpecError("data.vocabulary and data.min_count do not apply to numeric tokens; remove them, or use string tokens")
         seen.numbers()
-        known = {"kind": "int", "size": seen.largest + 1}
+        learned = {"kind": "int", "size": seen.largest + 1}
     elif spec.task == "language":
         raise DataError(f"{where}: a language model needs text or tokens, but the row has steps; use text, or task=forecasting")
     else:
         seen.steps()
         width = seen.columns or 0
-        own = spec.data.standardize == "sequence"
+        by_sequence = spec.data.standardize == "sequence"
         if not spec.data.standardize:
             seen.features.check_unscaled([f"feature {number}" for number in range(width)], rows.name)
         mean, std = seen.features.scale(wanted=spec.data.standardize is True, columns=width)
-        known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std, "own_scale": own}
+        learned = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std, "own_scale": by_sequence}
     if spec.task == "regression":
         if not spec.data.standardize:
             seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
-        known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
+        learned["target_mean"], learned["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
     if spec.task == "transcription":
-        known["text_labels"] = bool(seen.text_labels)
+        learned["text_labels"] = bool(seen.text_labels)
     if spec.data.multi_label:
-        known["label_sets"] = seen.sets.form
+        learned["label_sets"] = seen.sets.form
     kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
-    return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **known)
+    return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **learned)
 
 
 def _words(counts: Mapping[str, int], spec: Spec) -> dict[str, Any]:
     """What is known of words from how often each occurs in train, and of their characters if they are read."""
     words = vocabulary.choose(counts, spec.data, words=True)
-    known: dict[str, Any] = {"kind": "word", "vocabulary": words, "size": len(words), "lowercase": spec.data.lowercase}
+    learned: dict[str, Any] = {"kind": "word", "vocabulary": words, "size": len(words), "lowercase": spec.data.lowercase}
     if spec.model.characters != "none":
-        known["characters"], known["word_length"] = spelling.learn(counts, spec.data.word_length)
-    return known
+        learned["characters"], learned["word_length"] = spelling.learn(counts, spec.data.word_length)
+    return learned
 
 
 def _form(content: str, spec: Spec) -> str:
@@ -199,16 +199,16 @@ def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    read = [name if given in (None, name) else f"{given} as {name}" for name, given in wanted.items() if name]
+    read = [name if field in (None, name) else f"{field} as {name}" for name, field in wanted.items() if name]
     return (f"{rows.name}: reading {' and '.join(read)}; ignored: {shown}",)
 
 
 def weighing(parts: Mapping[str, Sequences]) -> tuple[str, ...]:
     """Return a line if targets have weights."""
-    found = [part for part, each in parts.items() if each.weights is not None or each.step_weights is not None]
-    if not found:
+    weighted = [part for part, each in parts.items() if each.weights is not None or each.step_weights is not None]
+    if not weighted:
         return ()
-    fact = f"{' and '.join(found)}: {WEIGHT} multiplies the loss of each target, and means are over its sum"
+    fact = f"{' and '.join(weighted)}: {WEIGHT} multiplies the loss of each target, and means are over its sum"
     return (f"{fact}; data.weight={NO_WEIGHT} ignores it",)
 
 
@@ -311,14 +311,14 @@ class _Writer:
         if isinstance(codec.tokens, Words):
             written = codec.field == "text"
             words = split_words(ended(fields.text_of(row, where), codec.task, codec.kind)) if written else words_of(row, where)
-            return codec.spelled(self._known(codec.tokens.word_ids(words), where, lambda place: words[place]), words)
+            return codec.spelled(self._checked_ids(codec.tokens.word_ids(words), where, lambda place: words[place]), words)
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)
-            return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
+            return self._checked_ids(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
         ids = ids_of(row, where)
-        return self._known(np.where(ids < codec.size, ids, -1).astype(np.int32), where, lambda place: str(ids[place]))
+        return self._checked_ids(np.where(ids < codec.size, ids, -1).astype(np.int32), where, lambda place: str(ids[place]))
 
-    def _known(self, ids: Ids, where: str, name: Any) -> Ids:
+    def _checked_ids(self, ids: Ids, where: str, name: Any) -> Ids:
         unknown = first_unknown(ids)
         if unknown is None:
             return ids
@@ -367,22 +367,22 @@ class _Writer:
             fields.refuse_resets(row, where)
         if row.get("resets") is not None and self.codec.field == "text":
             raise DataError(f"{where}: resets are for tokens and steps, and this row has text; set data.reset to what ends a document")
-        found = fields.resets_of(row, steps, where)
-        if self.resets is None and (found is not None or self.documents):
+        resets = fields.resets_of(row, steps, where)
+        if self.resets is None and (resets is not None or self.documents):
             self.resets = self.new(np.bool_, None)
             self.resets.append(np.zeros(self.rows, np.bool_))
         if self.resets is not None:
-            found = np.zeros(steps, np.bool_) if found is None else found
+            resets = np.zeros(steps, np.bool_) if resets is None else resets
             if self.documents and steps:
-                found = np.concatenate(([True], found[1:]))
-            self.resets.append(found)
+                resets = np.concatenate(([True], resets[1:]))
+            self.resets.append(resets)
 
     def _class(self, label: str, where: str) -> int:
         number = self.codec.label_numbers.get(label)
         if number is None:
-            known = ", ".join(self.codec.labels[:5]) + (", …" if len(self.codec.labels) > 5 else "")
+            labels = ", ".join(self.codec.labels[:5]) + (", …" if len(self.codec.labels) > 5 else "")
             raise DataError(
-                f"{where}: label {label!r} was never seen in training (labels: {known}); add training data with it, or remove the row"
+                f"{where}: label {label!r} was never seen in training (labels: {labels}); add training data with it, or remove the row"
             )
         return number
 

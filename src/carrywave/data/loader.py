@@ -44,7 +44,7 @@ class Share:
 
 def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None, augmentation: Augmentation | None = None) -> Batch:
     """Build the batch of a window, or this process's share of it; a share without lanes becomes one idle lane."""
-    given, share = share is not None, share or Share()
+    shared, share = share is not None, share or Share()
     window = window if augmentation is None else augmentation.window(window, cursor.epoch)
     total = len(window.sequence)
     low, high = share.bounds(total)
@@ -52,13 +52,13 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     sequence, offset, length, fresh = (each[held] for each in (window.sequence, window.offset, window.length, window.fresh))
     if low == high:
         sequence, offset, length, fresh = sequence * 0 - 1, offset * 0, length * 0, fresh | True
-    known = np.maximum(sequence, 0)  # an idle lane reads the first sequence, fully masked
+    sequence_read = np.maximum(sequence, 0)  # an idle lane reads the first sequence, fully masked
     time_T1 = np.arange(window.steps)[:, None]
     # Padding repeats the last real row, so that every requested row exists, and its target too.
     reach = length if window.segments is None else np.minimum(length, 1)
     steps_TB = np.minimum(time_T1, np.maximum(reach - 1, 0))
     steps_TB = steps_TB if augmentation is None else augmentation.steps(steps_TB, length, sequence, cursor.epoch)
-    rows_TB = view.starts[known] + offset + steps_TB
+    rows_TB = view.starts[sequence_read] + offset + steps_TB
     padded_TB = time_T1 >= length
     resets: NDArray[np.bool_] | None = None
     ends = None  # [S] step and lane of the last step of each sequence, if lanes hold several, and the sequence
@@ -72,22 +72,22 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         inside = view.resets_at(rows_TB) & ~padded_TB
         resets = inside if resets is None else resets | inside
     targets = None
-    history = None if view.history is None or not share.targets else past_values(view, view.history, rows_TB, known)
+    history = None if view.history is None or not share.targets else past_values(view, view.history, rows_TB, sequence_read)
     if not share.targets:
         pass
     elif view.targets_at is not None:
-        ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
+        ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[sequence_read])
         ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
     elif view.labels_at is not None:
-        targets = _ignoring(view.labels_at(known, window.steps), sequence < 0)
+        targets = _ignoring(view.labels_at(sequence_read, window.steps), sequence < 0)
     elif view.labels is not None and ends is not None:
         targets = np.zeros((*rows_TB.shape, *view.labels.shape[1:]), view.labels.dtype)
         scored_TB = np.zeros(rows_TB.shape, np.bool_)
         targets[ends[0], ends[1]], scored_TB[ends[0], ends[1]] = view.labels[ends[2]], True
         targets = _ignoring(targets, ~scored_TB)
     elif view.labels is not None:
-        targets = _ignoring(view.labels[known], sequence < 0)
+        targets = _ignoring(view.labels[sequence_read], sequence < 0)
     weights = _weights(view, rows_TB, sequence, padded_TB, ends) if share.targets else None
     return Batch(
         inputs=torch.from_numpy(inputs),
@@ -102,7 +102,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         real=int(length.sum()),
         begun=_begun(view, window),
         # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
-        part_of=(int(window.length.sum()), total) if given else None,
+        part_of=(int(window.length.sum()), total) if shared else None,
         history=None if history is None else torch.from_numpy(history),
         resets=None if resets is None else torch.from_numpy(resets),
         weights=None if weights is None else torch.from_numpy(weights),
@@ -112,8 +112,8 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
 
 def _laid_out(view: View, segments: Segments, low: int, high: int, rows_TB: Ints) -> tuple[NDArray[np.bool_], tuple[Ints, Ints, Ints]]:
     """Write the rows of sequences that lie one after the other in lanes `low` to `high`; return where they begin, and where each ends."""
-    own = (low <= segments.lane) & (segments.lane < high)
-    lane, sequence, first, length = (each[own] for each in segments[:4])
+    local = (low <= segments.lane) & (segments.lane < high)
+    lane, sequence, first, length = (each[local] for each in segments[:4])
     lane = lane - low
     within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
     rows_TB[np.repeat(first, length) + within, np.repeat(lane, length)] = np.repeat(view.starts[sequence], length) + within
@@ -127,19 +127,19 @@ def _weights(
 ) -> NDArray[np.float32] | None:
     """The weights of the targets, [T, B, …] or [B]; 0 where there is only padding."""
     if view.weights_at is not None:
-        found = np.require(view.weights_at(rows_TB), dtype=np.float32, requirements=["C", "W", "O"])
-        found[padded_TB] = 0.0
-        return found
+        weights = np.require(view.weights_at(rows_TB), dtype=np.float32, requirements=["C", "W", "O"])
+        weights[padded_TB] = 0.0
+        return weights
     if view.weights is None:
         return None
     if ends is None:
         return np.where(sequence_B < 0, np.float32(0.0), view.weights[np.maximum(sequence_B, 0)])
     last, lane, sequence = ends  # several sequences in a lane: the weight of each is at all of its steps
     length = view.lengths[sequence]
-    found = np.zeros(rows_TB.shape, np.float32)
+    weights = np.zeros(rows_TB.shape, np.float32)
     within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length), length)
-    found[np.repeat(last + 1, length) + within, np.repeat(lane, length)] = np.repeat(view.weights[sequence], length)
-    return found
+    weights[np.repeat(last + 1, length) + within, np.repeat(lane, length)] = np.repeat(view.weights[sequence], length)
+    return weights
 
 
 def _begun(view: View, window: Window) -> int:

@@ -139,8 +139,8 @@ class StreamOrder:
                 end = edges[position[lanes]] + self._length[piece]
                 if end.max() <= edges[-1]:
                     break
-                known = len(edges) - 1
-                more = varied_steps(self.steps, seed=self._seed, epoch=epoch, first=known, count=known + 1024)
+                drawn = len(edges) - 1
+                more = varied_steps(self.steps, seed=self._seed, epoch=epoch, first=drawn, count=drawn + 1024)
                 edges = np.concatenate([edges, edges[-1] + np.cumsum(more)])
             position[lanes] = np.searchsorted(edges, end)
         return first, edges[: int(position.max()) + 1]

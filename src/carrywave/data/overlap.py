@@ -26,35 +26,35 @@ ENOUGH = 0.01  # share of sequences or passages that is worth a line
 BETTER = "so the figures look better than they are; keep them in only one of the two"
 
 
-def notes(parts: Mapping[str, Sequences], given: Collection[str]) -> Iterator[str]:
-    """A line for each part of which much is in train, too; `given` names the parts that were not cut from it."""
+def notes(parts: Mapping[str, Sequences], separate: Collection[str]) -> Iterator[str]:
+    """A line for each part of which much is in train, too; `separate` names the parts that were not cut from it."""
     train = parts["train"]
     for name in ("valid", "test"):
         other = parts.get(name)
         if other is None:
             continue
         if len(train) > 1 or len(other) > 1:
-            found, looked, what = *_sequences(train, other), "sequences"
-        elif name in given:  # within one text, passages may well come again
-            found, looked, what = *_passages(_rows_of(train), _rows_of(other), TOKENS), "passages looked at"
+            repeated, looked, what = *_sequences(train, other), "sequences"
+        elif name in separate:  # within one text, passages may well come again
+            repeated, looked, what = *_passages(_rows_of(train), _rows_of(other), TOKENS), "passages looked at"
         else:
             continue
-        if found >= max(1, ENOUGH * looked):
-            yield f"{name}: {_many(found, looked)} {what} are also in train, {BETTER}"
+        if repeated >= max(1, ENOUGH * looked):
+            yield f"{name}: {_many(repeated, looked)} {what} are also in train, {BETTER}"
 
 
-def told_of_cut(table: Table, cut: Mapping[str, SeriesPart], kept: Mapping[str, NDArray[np.bool_]]) -> Iterator[str]:
+def notes_on_cut(table: Table, cut: Mapping[str, SeriesPart], kept: Mapping[str, NDArray[np.bool_]]) -> Iterator[str]:
     """Lines about series that were cut into parts: rows at their ends that are in no part, and parts that begin while others still train.
 
     `kept` are the series that are in each part.
     """
-    last, there = list(cut.values())[-1], kept["train"]
-    unused = (table.starts + table.lengths - last.starts - last.lengths)[there]
+    last, in_train = list(cut.values())[-1], kept["train"]
+    unused = (table.starts + table.lengths - last.starts - last.lengths)[in_train]
     if unused.any():
-        rows, total = int(unused.sum()), int(table.lengths[there].sum())
+        rows, total = int(unused.sum()), int(table.lengths[in_train].sum())
         whose = f"the last {rows:,} of {total:,} rows" if len(unused) == 1 else f"{rows:,} of {total:,} rows, at the ends of series,"
         yield f"{table.name}: data.split leaves {whose} unused; use larger parts if they should be used"
-    train = cut["train"].only(there)
+    train = cut["train"].only(in_train)
     for part, span in cut.items():
         begins = (span.starts + span.warm)[kept[part]]
         if part != "train" and table.times is not None and _comparable(table.times, table.times):
@@ -73,15 +73,15 @@ def _meanwhile(train: Times, ends: NDArray[np.int64], begins: NDArray[np.generic
         yield f"{part}: {fact}; to cut all series at one time, use separate files for train, valid and test"
 
 
-def told_of_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.int64], other: Table, part: str) -> Iterator[str]:
+def notes_on_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.int64], other: Table, part: str) -> Iterator[str]:
     """Lines about the rows of a part that train has too, and about series that begin before train ends. `starts` and `lengths` are the
     rows of each series in train.
     """
     if not _comparable(train.times, other.times):
         rows = np.concatenate([train.values[low : low + count] for low, count in zip(starts, lengths, strict=True)])
-        found, looked = _passages(rows, other.values, ROWS) if train.columns == other.columns else (0, 0)
-        if found >= max(1, ENOUGH * looked):
-            yield f"{part}: {_many(found, looked)} passages looked at are also in train, {BETTER}"
+        repeated, looked = _passages(rows, other.values, ROWS) if train.columns == other.columns else (0, 0)
+        if repeated >= max(1, ENOUGH * looked):
+            yield f"{part}: {_many(repeated, looked)} passages looked at are also in train, {BETTER}"
         return
     assert train.times is not None
     assert other.times is not None
@@ -90,10 +90,10 @@ def told_of_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.
     twice = shared = 0
     early: list[str] = []
     for place, name in enumerate(other.names):
-        own = 0 if alone else places.get(name)
-        if own is None or not lengths[own]:
+        number = 0 if alone else places.get(name)
+        if number is None or not lengths[number]:
             continue
-        before = train.times.keys[starts[own] : starts[own] + lengths[own]]
+        before = train.times.keys[starts[number] : starts[number] + lengths[number]]
         keys = other.times.keys[other.starts[place] : other.starts[place] + other.lengths[place]]
         twice, shared = twice + int(np.isin(keys, before).sum()), shared + len(keys)
         if keys[0] < before[-1]:
@@ -109,14 +109,14 @@ def told_of_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.
 
 
 def _comparable(times: Times | None, other: Times | None) -> bool:
-    """True if it can be told which of two times is the earlier."""
+    """True if times of one can be compared with times of the other."""
     if times is None or other is None or times.in_words or other.in_words:
         return False
     return (times.keys.dtype.kind == "M") == (other.keys.dtype.kind == "M")
 
 
-def _many(found: int, looked: int) -> str:
-    return f"all {looked:,}" if found == looked else f"{found:,} of {looked:,}"
+def _many(repeated: int, looked: int) -> str:
+    return f"all {looked:,}" if repeated == looked else f"{repeated:,} of {looked:,}"
 
 
 def _rows_of(stream: Sequences) -> NDArray[np.generic]:
@@ -148,7 +148,7 @@ def _passages(train: NDArray[np.generic], other: NDArray[np.generic], length: in
     length = min(length, len(other))
     row_bytes = train[:1].nbytes
     whole = np.ascontiguousarray(train[: MOST_BYTES // row_bytes]).tobytes()
-    found = looked = 0
+    repeated = looked = 0
     for start in np.unique(np.linspace(0, len(other) - length, PASSAGES).astype(np.int64)):
         passage = np.ascontiguousarray(other[int(start) : int(start) + length])
         if (passage == passage[:1]).all():
@@ -157,6 +157,6 @@ def _passages(train: NDArray[np.generic], other: NDArray[np.generic], length: in
         content, at = passage.tobytes(), -1
         while (at := whole.find(content, at + 1)) >= 0:
             if at % row_bytes == 0:
-                found += 1
+                repeated += 1
                 break
-    return found, looked
+    return repeated, looked

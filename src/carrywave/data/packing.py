@@ -33,14 +33,14 @@ class PackedOrder:
         self._first = after - self._length - np.concatenate([[0], after])[self._begin[self._lane]]
         self._kind, self.most = kind, int(counts.max())  # the window of each lane; the most sequences in one
         lanes = np.maximum(1, tokens // self.windows)
-        found = np.bincount(kind, minlength=len(self.windows))
-        batches = -(-found // lanes)
+        lanes_of = np.bincount(kind, minlength=len(self.windows))
+        batches = -(-lanes_of // lanes)
         # Evened out, so that the last batch of a window is about as full as the others.
-        self._lanes = -(-found // np.maximum(batches, 1))
+        self._lanes = -(-lanes_of // np.maximum(batches, 1))
         self._batch_kind = np.repeat(np.arange(len(self.windows)), batches)
         self._batch_number = np.arange(len(self._batch_kind)) - np.repeat(np.cumsum(batches) - batches, batches)
-        self._lanes_before = np.cumsum(found) - found
-        self._lanes_of = found
+        self._lanes_before = np.cumsum(lanes_of) - lanes_of
+        self._lanes_of = lanes_of
         self._table = lru_cache(maxsize=2)(self._tabulate)
 
     def num_steps(self, epoch: int) -> int:
@@ -91,20 +91,20 @@ def _filled(lengths: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
 
     def longest(most: int) -> int:
         """The greatest length up to this one of which sequences are left; 0 if there is none."""
-        found = most
-        while found > 0 and not left[found]:
-            found = shorter[found]
-        while most > found:  # so that the way is shorter the next time
-            shorter[most], most = found, shorter[most]
-        return found
+        length_left = most
+        while length_left > 0 and not left[length_left]:
+            length_left = shorter[length_left]
+        while most > length_left:  # so that the way is shorter the next time
+            shorter[most], most = length_left, shorter[most]
+        return length_left
 
     lane, length, kinds = [], [], []
     while begins := longest(len(left) - 1):
         kinds.append(int(np.searchsorted(windows, begins)))
         room = int(windows[kinds[-1]])
-        while room and (found := longest(min(room, len(left) - 1))):
+        while room and (fitting := longest(min(room, len(left) - 1))):
             lane.append(len(kinds) - 1)
-            length.append(found)
-            left[found] -= 1
-            room -= found
+            length.append(fitting)
+            left[fitting] -= 1
+            room -= fitting
     return np.array(lane, np.int64), np.array(length, np.int64), np.array(kinds, np.int64)

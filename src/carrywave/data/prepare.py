@@ -109,15 +109,15 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
         return _build(spec, sources, new, codec)
 
     entry = cache.fetch(place, key, build)
-    known = {part: digest for part, digest in files.items() if sources[part].path is not None}
-    return replace(bundle(entry, key, note), files=known)
+    file_digests = {part: digest for part, digest in files.items() if sources[part].path is not None}
+    return replace(bundle(entry, key, note), files=file_digests)
 
 
 def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
     """The name and the SHA-256 of each data file that the spec names, by its key in the spec."""
     sources = _sources(spec)
-    found = _digests(sources, cache.folder(spec.data.cache))
-    return {f"data.{part}": (source.name, found[part]) for part, source in sources.items()}
+    digests = _digests(sources, cache.folder(spec.data.cache))
+    return {f"data.{part}": (source.name, digests[part]) for part, source in sources.items()}
 
 
 def _sources(spec: Spec) -> dict[str, Source]:
@@ -140,21 +140,21 @@ def _digests(sources: Mapping[str, Source], place: Path) -> dict[str, str]:
         return {part: source.digest() for part, source in sources.items()}
 
 
-def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
+def bundle(entry: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
     """Combine the parts with their codec and facts; each part's fingerprint identifies the data and the part."""
-    if "valid" not in found.parts:
+    if "valid" not in entry.parts:
         note("no data is held out for validation")
-    for part, value in found.parts.items():
+    for part, value in entry.parts.items():
         if len(value) and not value.counted:
             raise DataError(
                 f"{part}: the weight of every row in it is 0, so nothing could be learned or measured; change weights, or its rows"
             )
     marked = {
-        part: replace(value, firsts=_firsts(found.parts["train"], value), fingerprint=f"{fingerprint}:{part}")
-        for part, value in found.parts.items()
+        part: replace(value, firsts=_firsts(entry.parts["train"], value), fingerprint=f"{fingerprint}:{part}")
+        for part, value in entry.parts.items()
     }
-    facts = found.codec.facts(marked["train"])
-    return Prepared(marked["train"], marked.get("valid"), marked.get("test"), found.codec, facts, fingerprint, found.notes)
+    facts = entry.codec.facts(marked["train"])
+    return Prepared(marked["train"], marked.get("valid"), marked.get("test"), entry.codec, facts, fingerprint, entry.notes)
 
 
 def _firsts(train: Sequences, part: Sequences) -> Ints | None:
@@ -174,8 +174,8 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> cache.Entry:
-        found = _encode(source, codec, spec, new, labelled=labelled, part=part)
-        return cache.Entry({part: found}, codec, found.notes)
+        sequences = _encode(source, codec, spec, new, labelled=labelled, part=part)
+        return cache.Entry({part: sequences}, codec, sequences.notes)
 
     file = [source.digest(), source.format, source.tabs, source.compression]
     how = _reading(spec)
@@ -286,19 +286,19 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         codec = codec or examples.learn(rows, spec, held)
         notes = examples.not_read(rows, codec, spec.data)
     notes = (*(line for source in sources.values() for line in source.notes()), *notes)
-    found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
-    parts = hold_out(found, spec, share, held, train.name)
+    encoded = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
+    parts = hold_out(encoded, spec, share, held, train.name)
     return cache.Entry(parts, codec, (*notes, *examples.weighing(parts), *overlap.notes(parts, sources)))
 
 
-def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
+def hold_out(encoded: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
     """Take valid from train if `valid` is missing: the end of a stream, or the rows marked in `held`."""
     valid: Sequences | None = None
-    if share and spec.task == "language" and spec.streams and len(found["train"]) == 1:
-        train, valid = holdout.split_tail(found["train"], share, name)
+    if share and spec.task == "language" and spec.streams and len(encoded["train"]) == 1:
+        train, valid = holdout.split_tail(encoded["train"], share, name)
     else:
-        train, valid = holdout.split_keyed(found["train"], held)
-    return {**found, "train": train} if valid is None else {**found, "train": train, "valid": valid}
+        train, valid = holdout.split_keyed(encoded["train"], held)
+    return {**encoded, "train": train} if valid is None else {**encoded, "train": train, "valid": valid}
 
 
 def _is_stream(source: Source, spec: Spec) -> bool:
@@ -350,7 +350,7 @@ def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Calla
         choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True), choice.weight), choice)
-        table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
-        return arrange(table, source.name, choice, read_notes=told)
+        table, notes = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
+        return arrange(table, source.name, choice, read_notes=notes)
 
     return open_table

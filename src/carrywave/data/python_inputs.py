@@ -65,27 +65,27 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     With `codec`, it is read as the data of another run was read.
     """
     check_codec(codec, spec)
-    given = _by_part(data)
+    by_part = _by_part(data)
     named = naming(data, spec)
     if named.data.train is not None:
         return prepare(named, codec=codec)
     if spec.task == "forecasting":
-        openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
-        found = series.build(openers, spec, MemoryAppender, codec=codec)
+        openers = {part: _table_opener(value, part, spec) for part, value in by_part.items()}
+        entry = series.build(openers, spec, MemoryAppender, codec=codec)
     elif spec.each_step:
-        sources = {part: _series_source(value, part, spec) for part, value in given.items()}
-        found = step_series.build(sources, spec, MemoryAppender, codec=codec)
+        sources = {part: _series_source(value, part, spec) for part, value in by_part.items()}
+        entry = step_series.build(sources, spec, MemoryAppender, codec=codec)
     else:
-        plain = {part: _rows(value, part, spec) for part, value in given.items()}
+        plain = {part: _rows(value, part, spec) for part, value in by_part.items()}
         streamed = {part: each.key() for part, each in plain.items() if isinstance(each, hub_datasets.DatasetRows)}
         rows = {part: _named(each, spec) for part, each in plain.items()}
         if len(streamed) < len(rows):
-            found = _examples(rows, spec, codec, MemoryAppender)
+            entry = _examples(rows, spec, codec, MemoryAppender)
         else:  # it may be larger than memory
             key = key_of(streamed, spec, codec)
-            found = cache.fetch(cache.folder(spec.data.cache), key, lambda new: _examples(rows, spec, codec, new))
-        found = replace(found, notes=(*_read_as_tokens(given["train"], found.codec), *found.notes))
-    return bundle(found, _fingerprint(found.parts, found.codec), lambda _: None)
+            entry = cache.fetch(cache.folder(spec.data.cache), key, lambda new: _examples(rows, spec, codec, new))
+        entry = replace(entry, notes=(*_read_as_tokens(by_part["train"], entry.codec), *entry.notes))
+    return bundle(entry, _fingerprint(entry.parts, entry.codec), lambda _: None)
 
 
 def _read_as_tokens(data: Any, codec: Codec) -> tuple[str, ...]:
@@ -105,17 +105,17 @@ def naming(data: Any, spec: Spec) -> Spec:
 
     Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless replaced there.
     """
-    given = _by_part(data)
-    files = _files(given, spec)
-    own = {part: file for part in ("valid", "test") if part not in given and (file := getattr(spec.data, part)) is not None}
-    if own and not files:
-        fact = " and ".join(f"data.{part}" for part in own)
-        wanted = ", ".join(f"'{part}': …" for part in ("train", "valid", "test") if part in own or part in given)
+    by_part = _by_part(data)
+    files = _files(by_part, spec)
+    from_spec = {part: file for part in ("valid", "test") if part not in by_part and (file := getattr(spec.data, part)) is not None}
+    if from_spec and not files:
+        fact = " and ".join(f"data.{part}" for part in from_spec)
+        wanted = ", ".join(f"'{part}': …" for part in ("train", "valid", "test") if part in from_spec or part in by_part)
         raise SpecError(
-            f"{fact} {'is' if len(own) == 1 else 'are'} set, but the data was passed as an object, not as a file; pass {{{wanted}}}, "
+            f"{fact} {'is' if len(from_spec) == 1 else 'are'} set, but the data was passed as an object, not as a file; pass {{{wanted}}}, "
             f"or remove {fact}"
         )
-    named = {"train": None, "valid": None, "test": None, **own, **files}
+    named = {"train": None, "valid": None, "test": None, **from_spec, **files}
     return spec.model_copy(update={"data": spec.data.model_copy(update=named)})
 
 
@@ -126,14 +126,14 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
         return read(file, codec, spec, labelled=labelled, part=part)
     if spec.task == "forecasting":
         table = _table_opener(data, part, spec, labelled=labelled)(codec)
-        found = series.read(table, codec, spec, MemoryAppender, part=part, labelled=labelled)
+        sequences = series.read(table, codec, spec, MemoryAppender, part=part, labelled=labelled)
     elif spec.each_step:
-        found = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
+        sequences = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
         rows = _named(_rows(data, part, spec), spec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
-        found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join, documents=spec.data.reset == ROW)
-    return replace(found, fingerprint=_fingerprint({part: found}, codec))
+        sequences = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join, documents=spec.data.reset == ROW)
+    return replace(sequences, fingerprint=_fingerprint({part: sequences}, codec))
 
 
 def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
@@ -185,9 +185,9 @@ def file_of(value: Any, spec: Spec) -> str | None:
     return value if ends_as_files_do or value.startswith(("builtin:", hub_datasets.PREFIX)) or os.path.isfile(value) else None
 
 
-def _files(given: Mapping[str, Any], spec: Spec) -> dict[str, str]:
-    files = {part: file for part, value in given.items() if (file := file_of(value, spec)) is not None}
-    if files and len(files) < len(given):
+def _files(by_part: Mapping[str, Any], spec: Spec) -> dict[str, str]:
+    files = {part: file for part, value in by_part.items() if (file := file_of(value, spec)) is not None}
+    if files and len(files) < len(by_part):
         raise DataError(f"data mixes files ({', '.join(files)}) and objects; pass all parts as files or all as objects")
     return files
 
@@ -205,11 +205,11 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
     share = 0.0 if "valid" in rows else spec.data.share
     held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
     codec = codec or examples.learn(rows["train"], spec, held)
-    found = {}
+    encoded = {}
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
-        found[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW)
-    parts = hold_out(found, spec, share, held, "train")
+        encoded[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW)
+    parts = hold_out(encoded, spec, share, held, "train")
     notes = (*examples.not_read(rows["train"], codec, spec.data), *examples.weighing(parts), *overlap.notes(parts, rows))
     return Entry(parts, codec, notes)
 
@@ -381,11 +381,11 @@ def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) ->
     return open_table
 
 
-def _fingerprint(found: dict[str, Sequences], codec: Codec) -> str:
+def _fingerprint(parts: dict[str, Sequences], codec: Codec) -> str:
     """Return a hash of the arrays and the codec."""
     digest = hashlib.sha256(codec.to_json().encode())
     seen: set[int] = set()
-    for part, sequences in found.items():
+    for part, sequences in parts.items():
         for field in ARRAYS:
             array = getattr(sequences, field)
             if array is not None:

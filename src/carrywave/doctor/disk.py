@@ -40,8 +40,8 @@ def look(use: str, folder: Path, seconds: float = TRIAL_SECONDS) -> Disk:
     """Look at the disk of a folder: its room, and its speed by writing for a short time."""
     try:
         place = existing(folder)
-        known = os.statvfs(place)
-        free = known.f_bavail * known.f_frsize
+        status = os.statvfs(place)
+        free = status.f_bavail * status.f_frsize
         # Never more than a small part of what is free.
         speed = _speed(place, min(TRIAL_BYTES, free // 8), seconds)
     except OSError as error:
@@ -104,7 +104,7 @@ def check_shared(folder: str, seen: Mapping[str, bool]) -> Finding:
 
 
 def findings(disks: Sequence[Disk], host: str) -> list[Finding]:
-    """What is to be said of the disks of a host."""
+    """The findings on the disks of a host."""
     return [check_disk(disk, host) for disk in disks]
 
 
@@ -121,7 +121,7 @@ def _speed(folder: Path, num_bytes: int, seconds: float) -> float:
 
 
 def _kind(folder: Path) -> str:
-    """The type of the file system of a folder, as far as the system tells."""
+    """The type of the file system of a folder, as far as the system shows it."""
     best = ("", "")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():

@@ -47,7 +47,7 @@ MOST_TRIED = 16  # other hosts that each host tries
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What the command line asks for."""
 
     device: str = "auto"
@@ -70,33 +70,33 @@ def place_here() -> Place:
     return Place(rank, size, local_rank, number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else None)
 
 
-def examine(asked: Asked, deliver: Deliver, say: Say) -> int:
+def examine(request: Request, deliver: Deliver, say: Say) -> int:
     """Examine this machine, or all machines of a launch; returns the exit code. Only workers that report call `deliver`, once."""
     place = place_here()
     if place.size > 1:
         heartbeat.start()
-        return _Launched(place, asked, deliver, say).examine()
-    return _alone(place, asked, deliver)
+        return _Launched(place, request, deliver, say).examine()
+    return _alone(place, request, deliver)
 
 
-def _alone(place: Place, asked: Asked, deliver: Deliver) -> int:
+def _alone(place: Place, request: Request, deliver: Deliver) -> int:
     """Examine a machine with one worker."""
     findings: list[Finding] = []
     guard = Guard(lambda what, seconds: deliver(Report((*findings, verdicts.too_long(what, seconds)))))
     guard.allow("looking at this host", LOOK_SECONDS)
-    this_worker = worker.look(place, asked.device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
+    this_worker = worker.look(place, request.device, Network.here(None if request.meet is None else request.meet[0]), request.run)
     device = torch.device(this_worker.device)
     findings += verdicts.of_launch([this_worker], hosts=1 if launched() else None)
-    if asked.meet is not None:
-        findings.append(check_meeting(*asked.meet, first=None))
+    if request.meet is not None:
+        findings.append(check_meeting(*request.meet, first=None))
     guard.allow("device speed", MEASURE_SECONDS)
     speeds: dict[int, DeviceSpeed] = {}
     try:
         row = measurement.measure(World.alone(device), [this_worker.home], lambda what: None, sums=False)
         speeds[0] = row["speed"]
-        if asked.profile is not None:
+        if request.profile is not None:
             guard.allow("the profile", PROFILE_SECONDS)
-            findings.append(_write_profile(asked.profile, profiles.measure(device.type, 1), (), ()))
+            findings.append(_write_profile(request.profile, profiles.measure(device.type, 1), (), ()))
     except UserError as error:
         findings.append(of_error("profile", error))
     except RuntimeError as error:
@@ -111,8 +111,8 @@ def _alone(place: Place, asked: Asked, deliver: Deliver) -> int:
 class _Launched:
     """One worker's part in the examination of a launch."""
 
-    def __init__(self, place: Place, asked: Asked, deliver: Deliver, say: Say) -> None:
-        self.place, self.asked, self.deliver, self.say = place, asked, deliver, say
+    def __init__(self, place: Place, request: Request, deliver: Deliver, say: Say) -> None:
+        self.place, self.request, self.deliver, self.say = place, request, deliver, say
         self.findings: list[Finding] = []  # by this worker; of rank 0, all that will be reported
         self.workers: dict[int, Worker] = {}  # on rank 0
         self.meeting: Meeting | None = None
@@ -131,7 +131,7 @@ class _Launched:
         listener = Listener(network) if self.leads and self.place.several_hosts else None
         try:
             door = ("", 0) if listener is None else (listener.address, listener.port)
-            this_worker = worker.look(self.place, self.asked.device, network, self.asked.run, door)
+            this_worker = worker.look(self.place, self.request.device, network, self.request.run, door)
             if not self._meet(this_worker, early):
                 return self._apart(this_worker)
             if self.place.rank == 0:
@@ -142,20 +142,20 @@ class _Launched:
                 listener.close()
 
     def _say_early(self, network: Network, address: str, port: str) -> list[Finding]:
-        """What keeps this host from meeting others is said before it waits for them; returns what makes it pointless to wait."""
+        """Report what keeps this host from meeting others before it waits for them; returns what makes it pointless to wait."""
         if not self.leads or not self.place.several_hosts:
             return []
-        found = [check_name(network, hosts=2)]
+        findings = [check_name(network, hosts=2)]
         if address and port.isdecimal() and not self.place.first_host:
             # Rank 0 may be late; what is looked for is an address that leads to this host itself, or nowhere.
-            found.append(check_meeting(address, int(port), first=False, seconds=MISLED_SECONDS))
-        for finding in found:
+            findings.append(check_meeting(address, int(port), first=False, seconds=MISLED_SECONDS))
+        for finding in findings:
             if finding.level == "wrong":
                 self.say(finding_text(finding))
-        return [finding for finding in found if finding.what == "meeting point"]
+        return [finding for finding in findings if finding.what == "meeting point"]
 
     def _meet(self, this_worker: Worker, early: Sequence[Finding]) -> bool:
-        """Go to the meeting point and tell about this worker; False if it cannot be reached."""
+        """Go to the meeting point and describe this worker; False if it cannot be reached."""
         if not well(early):
             self.findings += early
             return False
@@ -197,8 +197,8 @@ class _Launched:
         homes = worker.by_home(workers)
         # Workers that we started ourselves say nothing of how many hosts there will be.
         self.findings += verdicts.of_launch(workers, hosts=None if worker_file().one_host else len(homes))
-        if self.asked.meet is not None:
-            self.findings.append(check_meeting(*self.asked.meet, first=None))
+        if self.request.meet is not None:
+            self.findings.append(check_meeting(*self.request.meet, first=None))
         if len(homes) > 1:
             self._try_hosts(workers)
         else:
@@ -216,8 +216,8 @@ class _Launched:
         """Have the hosts try to reach each other, and to see the folder of runs."""
         self._allow("the hosts to try each other", TRY_SECONDS + LATER_SECONDS)
         doors = worker.doors(workers)
-        remote = "://" in self.asked.run
-        token = None if remote else disk.leave_token(Path(self.asked.run), uuid.uuid4().hex)
+        remote = "://" in self.request.run
+        token = None if remote else disk.leave_token(Path(self.request.run), uuid.uuid4().hex)
         try:
             shown = {str(rank): [target.host, target.rank, target.address, target.port] for rank, target in doors.items()}
             self._meeting.order("try", {"doors": shown, "token": None if token is None else str(token)})
@@ -234,7 +234,7 @@ class _Launched:
         if silent := [rank for rank in hosts if rank not in tried]:
             self.findings.append(verdicts.fell_silent(silent, self.workers, TRY_SECONDS))
         if token is not None:
-            self.findings.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
+            self.findings.append(disk.check_shared(self.request.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
 
     def _measured_by_all(self, workers: Sequence[Worker]) -> dict[int, dict[str, Any]]:
         self._allow("the measurement", MEASURE_SECONDS)
@@ -253,14 +253,14 @@ class _Launched:
         clocks = {hosts[int(rank)]: (ahead, doubt) for row in rows.values() for rank, (ahead, doubt) in row["clocks"].items()}
         self.findings += [*agreement.check_clocks(clocks), *check_links(links, hosts), *check_speeds(speeds, names)]
         self.findings += verdicts.of_self_test({rank: row["self_test"] for rank, row in rows.items()}, self.workers)
-        if self.asked.profile is not None and rows:
+        if self.request.profile is not None and rows:
             self._allow("the profile", PROFILE_SECONDS)
             firsts = len(worker.by_home(list(self.workers.values())))
             sums = [Reduction(firsts, one["num_bytes"], one["seconds"], apart=True) for one in (rows[0]["sums"] if 0 in rows else [])]
             here = [each for each in self.workers.values() if each.home == self.workers[0].home]
             kind = self.workers[0].device.partition(":")[0]
             try:
-                self.findings.append(_write_profile(self.asked.profile, profiles.measure(kind, len(here)), links, sums))
+                self.findings.append(_write_profile(self.request.profile, profiles.measure(kind, len(here)), links, sums))
             except UserError as error:
                 self.findings.append(of_error("profile", error))
             self.findings += verdicts.other_devices(list(self.workers.values()))
@@ -293,7 +293,7 @@ class _Launched:
         if homes is not None:
             self._allow("the measurement", MEASURE_SECONDS + LATER_SECONDS)
             self._measure(homes)
-        patience = MEASURE_SECONDS + (0 if self.asked.profile is None else PROFILE_SECONDS)
+        patience = MEASURE_SECONDS + (0 if self.request.profile is None else PROFILE_SECONDS)
         self._allow("the report of rank 0", patience + LATER_SECONDS)
         code = self._meeting.hear("end", patience)
         self.guard.done()
@@ -304,7 +304,7 @@ class _Launched:
         return 1 if code is None else int(code)
 
     def _try(self, order: Any) -> None:
-        """Try to reach other hosts, and to see the file that rank 0 left; tell what came of it."""
+        """Try to reach other hosts, and to see the file that rank 0 left; report the outcome."""
         if not order:
             return
         doors = [Target(host, rank, address, port) for host, rank, address, port in order["doors"].values()]
@@ -318,12 +318,12 @@ class _Launched:
     # All of them.
 
     def _measure(self, homes: Sequence[str]) -> None:
-        """Join the others, measure with them, and tell what came of it."""
+        """Join the others, measure with them, and report the outcome."""
         world: World | None = None
         try:
             self._at("connecting")
-            world = join(self.asked.device)
-            row = measurement.measure(world, homes, self._at, sums=self.asked.profile is not None)
+            world = join(self.request.device)
+            row = measurement.measure(world, homes, self._at, sums=self.request.profile is not None)
         except (UserError, ContactLost) as error:
             row = {"error": str(error), "lost": isinstance(error, ContactLost)}
         except (RuntimeError, OSError) as error:

@@ -72,7 +72,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def given(names: Iterable[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def set_variables(names: Iterable[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of these environment variables that are set and not empty."""
     variables = os.environ if environment is None else environment
     return {name: variables[name] for name in names if variables.get(name)}

@@ -1,6 +1,6 @@
 """A worker's GPU: driver, memory that others hold, errors, throttling, and whether our kernels can run on it.
 
-`nvidia-smi` tells what torch does not; where it is missing, less is known and nothing fails.
+`nvidia-smi` reports what torch does not; where it is missing, less is known and nothing fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AMISS = 0x8 | 0x20 | 0x40 | 0x80
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is known of one GPU; fields that nvidia-smi does not tell are None."""
+    """What is known of one GPU; fields that nvidia-smi does not report are None."""
 
     name: str
     uuid: str
@@ -43,18 +43,18 @@ class Gpu:
     refusal: str = ""  # why our persistent kernels cannot run on it; empty: they can
 
 
-def choose(asked: str, local_rank: int | None = None) -> tuple[torch.device, str]:
+def choose(setting: str, local_rank: int | None = None) -> tuple[torch.device, str]:
     """The device that a worker would use, and why it is not the GPU that it should be, as fact and remedy; empty if it is."""
     cpu = torch.device("cpu")
     try:
-        device = pick_device(asked, local_rank)
+        device = pick_device(setting, local_rank)
         if device.type == "cuda":
             torch.cuda.get_device_properties(device)
             return device, ""
-        if asked == "cpu" or not (there := len(visible())):
+        if setting == "cpu" or not (num_gpus := len(visible())):
             return device, ""
         if torch.version.cuda is None:
-            return cpu, f"nvidia-smi shows {there} GPU{'s' * (there > 1)}, but this torch is built for CPUs; install one for CUDA"
+            return cpu, f"nvidia-smi shows {num_gpus} GPU{'s' * (num_gpus > 1)}, but this torch is built for CPUs; install one for CUDA"
         torch.cuda.init()  # type: ignore[no-untyped-call]  # raises with the reason
         why = "it does not see them"
     except UserError as error:
@@ -65,36 +65,36 @@ def choose(asked: str, local_rank: int | None = None) -> tuple[torch.device, str
 
 
 def look(device: torch.device, rows: Mapping[str, Mapping[str, str]]) -> Gpu:
-    """Look at a worker's GPU; `rows` is what `ask_smi` told before it was used."""
-    known = torch.cuda.get_device_properties(device)
-    uuid = _bare(str(known.uuid))
-    told = rows.get(uuid, {})
-    held = _number(told.get("memory.used"))
+    """Look at a worker's GPU; `rows` is what `ask_smi` returned before it was used."""
+    properties = torch.cuda.get_device_properties(device)
+    uuid = _bare(str(properties.uuid))
+    row = rows.get(uuid, {})
+    held = _number(row.get("memory.used"))
     return Gpu(
-        known.name,
+        properties.name,
         uuid,
-        known.total_memory,
-        told.get("driver_version"),
+        properties.total_memory,
+        row.get("driver_version"),
         None if held is None else held << 20,
-        _number(told.get("temperature.gpu")),
-        _number(told.get("ecc.errors.uncorrected.volatile.total")),
-        _number(told.get("throttle")),
+        _number(row.get("temperature.gpu")),
+        _number(row.get("ecc.errors.uncorrected.volatile.total")),
+        _number(row.get("throttle")),
         persistent.device_refusal(device.index or 0),
     )
 
 
 def ask_smi() -> dict[str, dict[str, str]]:
-    """What nvidia-smi tells of each GPU, by UUID; empty without it."""
+    """What nvidia-smi reports of each GPU, by UUID; empty without it."""
     names = [_bare(name) for name in nvidia_smi("uuid")]
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    rows: dict[str, dict[str, str]] = {name: {} for name in names}
     fields = ("driver_version", "memory.used", "temperature.gpu", "ecc.errors.uncorrected.volatile.total")
     # One by one: a field that a driver does not know fails the whole question. The last one has two names, by the driver's age.
-    asked = [(field, nvidia_smi(field)) for field in fields]
-    asked.append(("throttle", nvidia_smi("clocks_event_reasons.active") or nvidia_smi("clocks_throttle_reasons.active")))
-    for field, answers in asked:
+    answers_by_field = [(field, nvidia_smi(field)) for field in fields]
+    answers_by_field.append(("throttle", nvidia_smi("clocks_event_reasons.active") or nvidia_smi("clocks_throttle_reasons.active")))
+    for field, answers in answers_by_field:
         for name, answer in zip(names, answers, strict=False):
-            found[name][field] = answer
-    return found
+            rows[name][field] = answer
+    return rows
 
 
 def _bare(uuid: str) -> str:
@@ -154,13 +154,13 @@ def check_kernels(gpu: Gpu, where: str) -> Finding:
 
 def check_shares(host: str, environment: Mapping[str, str] | None = None) -> Finding | None:
     """Whether GPUs can be divided, if the environment asks for it; None if it does not."""
-    known = os.environ if environment is None else environment
-    asked = known.get(SHARE_GPU, "")
-    if asked in ("", "0", "1"):
+    variables = os.environ if environment is None else environment
+    setting = variables.get(SHARE_GPU, "")
+    if setting in ("", "0", "1"):
         return None
     what, tool = "shares of a GPU", shutil.which(TOOL)
     if tool is None:
         remedy = f"install it with the driver's tools, unset {SHARE_GPU}, or set it to 1"
-        return Finding("wrong", what, f"{SHARE_GPU}={asked} needs NVIDIA's MPS, but {TOOL} is not installed", remedy, host)
-    served = f", whose daemon listens in {known[PIPES]}" if known.get(PIPES) else ""
-    return Finding("fine", what, f"{asked} for each GPU, by {tool}{served}", where=host)
+        return Finding("wrong", what, f"{SHARE_GPU}={setting} needs NVIDIA's MPS, but {TOOL} is not installed", remedy, host)
+    served = f", whose daemon listens in {variables[PIPES]}" if variables.get(PIPES) else ""
+    return Finding("fine", what, f"{setting} for each GPU, by {tool}{served}", where=host)

@@ -142,6 +142,6 @@ def _memory() -> tuple[int, int]:
 
 def _shared() -> int | None:
     with contextlib.suppress(OSError):
-        known = os.statvfs(SHARED_MEMORY)
-        return known.f_blocks * known.f_frsize
+        status = os.statvfs(SHARED_MEMORY)
+        return status.f_blocks * status.f_frsize
     return None

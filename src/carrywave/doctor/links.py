@@ -57,7 +57,7 @@ def pairs(homes: Sequence[str]) -> list[list[Pair]]:
 
 def check_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list[Finding]:
     """What links of each kind are like, and which of them is slow. `hosts`: names by rank. Pure."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     kinds: tuple[LinkKind, ...] = ("within a host", "between hosts")
     for kind in kinds:
         some = [link for link in links if link.kind == kind]
@@ -67,12 +67,12 @@ def check_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list
         timed = [link for link in some if link.bytes_per_second < BELIEVABLE]
         rate = f"{size(statistics.median(link.bytes_per_second for link in timed))}/s" if timed else "a rate that noise hides"
         how = f"{seconds_text(latency)}, {rate} by {some[0].transport}"
-        found.append(Finding("fine", f"link {kind}", how + (f" (median of {len(some)})" if len(some) > 1 else "")))
+        findings.append(Finding("fine", f"link {kind}", how + (f" (median of {len(some)})" if len(some) > 1 else "")))
         for link in timed:
             others = [other for other in timed if other is not link]
             if others:
-                found += _slow(link, others, hosts)
-    return found
+                findings += _slow(link, others, hosts)
+    return findings
 
 
 def _slow(link: MeasuredLink, others: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list[Finding]:

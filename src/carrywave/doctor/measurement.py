@@ -52,7 +52,7 @@ def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, su
 
 
 def _together(world: World, at: Callable[[str], None]) -> Callable[[], None]:
-    """A barrier that tells who waits in it, so that whoever is waited for can be named."""
+    """A barrier that records who waits in it, so that those who are missing can be named."""
 
     def wait() -> None:
         if world.size > 1:
@@ -92,20 +92,20 @@ def _clocks(world: World, firsts: Sequence[int]) -> dict[str, tuple[float, float
     for rank in firsts:
         if rank == 0 or world.rank not in (0, rank):
             continue
-        time_there = torch.zeros(1, dtype=torch.float64)
+        remote_time = torch.zeros(1, dtype=torch.float64)
         if world.rank == rank:
             for _ in range(CLOCK_ROUNDS):
-                dist.recv(time_there, 0)
+                dist.recv(remote_time, 0)
                 dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
             continue
         best = (0.0, float("inf"))
         for _ in range(CLOCK_ROUNDS):
             begin = time.time()
-            dist.send(time_there, rank)
-            dist.recv(time_there, rank)
+            dist.send(remote_time, rank)
+            dist.recv(remote_time, rank)
             end = time.time()
             doubt = max(1e-6, (end - begin) / 2)
             if doubt < best[1]:
-                best = float(time_there) - (begin + end) / 2, doubt
+                best = float(remote_time) - (begin + end) / 2, doubt
         clocks[str(rank)] = best
     return clocks

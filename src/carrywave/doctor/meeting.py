@@ -1,4 +1,4 @@
-"""Where workers of a launch meet before they can communicate: each tells in the rendezvous store, rank 0 collects and gives orders.
+"""Where workers of a launch meet before they can communicate: each reports in the rendezvous store, rank 0 collects and gives orders.
 
 Every wait has a limit, and whoever stays away is known by rank. Only text is exchanged. A `Guard` ends a process whose work takes too
 long, after having said what it waited for: no hang of a network or a disk keeps the doctor from its report.
@@ -39,19 +39,19 @@ class Meeting:
         self._store.set(f"{name}/{self.place.rank}", to_json(value).decode())
 
     def collect(self, name: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """What these ranks told, by rank, of those that did so in time."""
+        """What these ranks reported, by rank, of those that did so in time."""
         deadline = time.monotonic() + seconds
-        found: dict[int, Any] = {}
+        messages: dict[int, Any] = {}
         awaited = list(ranks)
         with suppress(RuntimeError):  # the store is gone
             while awaited:
                 here = [rank for rank in awaited if self._store.check([f"{name}/{rank}"])]
-                found |= {rank: json.loads(self._store.get(f"{name}/{rank}")) for rank in here}
-                awaited = [rank for rank in awaited if rank not in found]
+                messages |= {rank: json.loads(self._store.get(f"{name}/{rank}")) for rank in here}
+                awaited = [rank for rank in awaited if rank not in messages]
                 if not awaited or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_SECONDS)
-        return dict(sorted(found.items()))
+        return dict(sorted(messages.items()))
 
     def order(self, name: str, value: Any) -> None:
         """Tell all others what comes next; for rank 0."""
@@ -67,19 +67,19 @@ class Meeting:
             return None
 
     def where(self) -> dict[int, str]:
-        """What each rank was about to do, as it told last under `at`; may be called while another thread waits."""
-        found: dict[int, str] = {}
+        """What each rank was about to do, as it last reported under `at`; may be called while another thread waits."""
+        places: dict[int, str] = {}
 
         def ask() -> None:
             with suppress(RuntimeError):
                 for rank in range(self.place.size):
                     if self._aside.check([f"at/{rank}"]):
-                        found[rank] = json.loads(self._aside.get(f"at/{rank}"))
+                        places[rank] = json.loads(self._aside.get(f"at/{rank}"))
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(ASK_SECONDS)
-        return dict(found)
+        return dict(places)
 
 
 class Guard:

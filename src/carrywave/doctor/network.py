@@ -45,7 +45,7 @@ class Network:
         toward = None if meeting is None else _local_end(meeting)
         way = next((name for name, addresses in interfaces.items() if toward in addresses), "")
         resolved = _resolve(socket.gethostname())
-        return Network(socket.gethostname(), resolved, interfaces, named, way, bool(resolved) and not _is_own(resolved[0]))
+        return Network(socket.gethostname(), resolved, interfaces, named, way, bool(resolved) and not _is_local(resolved[0]))
 
     @property
     def address(self) -> str:
@@ -62,12 +62,12 @@ class Network:
     @property
     def outward(self) -> str:
         """The interface that others are likely to reach; empty if there is only loopback."""
-        found = [name for name, addresses in self.interfaces.items() if addresses and not all(map(is_loopback, addresses))]
-        return self.way if self.way in found else found[0] if found else ""
+        names = [name for name, addresses in self.interfaces.items() if addresses and not all(map(is_loopback, addresses))]
+        return self.way if self.way in names else names[0] if names else ""
 
 
 def check_name(network: Network, *, hosts: int | None) -> Finding:
-    """Whether other hosts can reach workers of this one. `hosts`: how many take part; None: this was not said."""
+    """Whether other hosts can reach workers of this one. `hosts`: how many take part; None: not known."""
     what, host = "host name", network.host
     if network.named:
         missing = [name for name in network.named.split(",") if name not in network.interfaces]
@@ -101,21 +101,21 @@ def _use(network: Network) -> str:
 def check_meeting(address: str, port: int, *, first: bool | None, seconds: float = CONNECT_SECONDS) -> Finding:
     """Whether the meeting point can be used. `first`: it is on this host; None: that is for the address to show."""
     what, where = "meeting point", socket.gethostname()
-    found = _resolve(address)
-    if not found:
+    resolved = _resolve(address)
+    if not resolved:
         fact = f"host {address} of the meeting point is not found from here"
         return Finding("wrong", what, fact, "correct the address of rank 0, or give it as a number", where)
     of_this_host = {one for addresses in addresses().values() for one in addresses}
-    at_home = any(one in of_this_host or is_loopback(one) for one in found)
-    answer = connect(found[0], port, seconds)
-    spot = f"{address}:{port}" + ("" if address in found else f" ({found[0]})")
+    at_home = any(one in of_this_host or is_loopback(one) for one in resolved)
+    answer = connect(resolved[0], port, seconds)
+    spot = f"{address}:{port}" + ("" if address in resolved else f" ({resolved[0]})")
     if first is False and at_home and answer:
-        fact = f"{address} is the host of rank 0, but leads to {found[0]} here, which is this host itself: a rendezvous would hang"
+        fact = f"{address} is the host of rank 0, but leads to {resolved[0]} here, which is this host itself: a rendezvous would hang"
         return Finding("wrong", what, fact, f"map {address} to the other host's address in /etc/hosts, or use that address", where)
     if not answer:
         return Finding("fine", what, f"something listens at {spot}", where=where)
     if at_home:
-        return _check_port(spot, found[0], port, where)
+        return _check_port(spot, resolved[0], port, where)
     if answer == os.strerror(errno.ECONNREFUSED):
         return Finding("fine", what, f"{spot} can be reached; nothing listens there yet", where=where)
     # Not the fault of the meeting point: that host may only be late.
@@ -203,7 +203,7 @@ def try_all(targets: Sequence[Target], seconds: float = CONNECT_SECONDS) -> dict
 
 def check_reach(hosts: Mapping[int, str], targets: Mapping[int, Target], failed: Mapping[int, Mapping[int, str]]) -> list[Finding]:
     """What the tries showed: `failed` has, for each rank that tried, why it could not reach others. Pure."""
-    found = [
+    findings = [
         Finding(
             "wrong",
             "network",
@@ -214,18 +214,18 @@ def check_reach(hosts: Mapping[int, str], targets: Mapping[int, Target], failed:
         for rank, several in sorted(failed.items())
         for other, why in sorted(several.items())
     ]
-    return found or [Finding("fine", "network", f"{len(targets)} hosts can connect to each other")]
+    return findings or [Finding("fine", "network", f"{len(targets)} hosts can connect to each other")]
 
 
 def _resolve(name: str) -> tuple[str, ...]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ()
-    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in entries))
 
 
-def _is_own(address: str) -> bool:
+def _is_local(address: str) -> bool:
     """True if this host can listen at an address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
         trial.bind((address, 0))
@@ -235,8 +235,11 @@ def _is_own(address: str) -> bool:
 
 def _local_end(address: str) -> str:
     """The address from which this host would send to another; nothing is sent."""
-    for found in _resolve(address)[:1]:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as trial:
-            trial.connect((found, 9))
+    for resolved in _resolve(address)[:1]:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET6 if ":" in resolved else socket.AF_INET, socket.SOCK_DGRAM) as trial,
+        ):
+            trial.connect((resolved, 9))
             return str(trial.getsockname()[0])
     return ""

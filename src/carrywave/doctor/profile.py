@@ -16,16 +16,16 @@ TRANSPORTS: dict[str, Transport] = {"device memory": "device memory", "NCCL": "N
 
 def measure(kind: str, workers: int) -> Profile:
     """Measure this host's devices, cpu or cuda, in processes of their own: one alone, then as many as there are workers on it."""
-    found = empty(kind)
+    profile = empty(kind)
     for precision in PRECISIONS if kind == "cuda" else ("fp32",):
         wanted = Wanted(modest_grid(kind, precision), OPTIMIZERS if precision in ("bf16", "fp32") else (), links=False)
-        found = extended(found, kind, precision, wanted, 1, launched=True, environment={})
+        profile = extended(profile, kind, precision, wanted, 1, launched=True, environment={})
     if workers > 1:
         # Cores share caches and memory, so that what several take is timed too; GPUs have their own.
         asks = modest_grid(kind, "fp32") if kind == "cpu" else []
         wanted = Wanted(asks, OPTIMIZERS if kind == "cpu" else (), links=True)
-        found = extended(found, kind, "fp32", wanted, workers, launched=False, environment={})
-    return replace(found, devices_per_host=workers)
+        profile = extended(profile, kind, "fp32", wanted, workers, launched=False, environment={})
+    return replace(profile, devices_per_host=workers)
 
 
 def completed(profile: Profile, name: str, links: Sequence[MeasuredLink], sums: Sequence[Reduction]) -> Profile:

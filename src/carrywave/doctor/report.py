@@ -50,7 +50,7 @@ class Report:
 
     @property
     def rows(self) -> list[Finding]:
-        """The findings for people: what is said of several hosts once."""
+        """The findings for people: what several hosts share is reported once."""
         return merged(self.findings)
 
     @property

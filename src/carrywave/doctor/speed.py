@@ -17,7 +17,7 @@ def check_speeds(speeds: Mapping[int, DeviceSpeed], names: Mapping[int, str]) ->
     """Who is slow: each worker beside the median of the others. `names`: how to call each rank. Pure."""
     if not speeds:
         return []
-    found: list[Finding] = []
+    slow: list[Finding] = []
     for rank, speed in speeds.items():
         others = [other for each, other in speeds.items() if each != rank]
         if not others:
@@ -31,10 +31,10 @@ def check_speeds(speeds: Mapping[int, DeviceSpeed], names: Mapping[int, str]) ->
                 f"{names[rank]} takes {step:.2g} times as long as the other workers for an LSTM step and {product:.2g} times for a matrix "
                 "product; all of them wait for it at every step"
             )
-            found.append(Finding("wrong" if factor >= VERY_SLOW else "warning", "slow worker", fact, REMEDY, names[rank]))
+            slow.append(Finding("wrong" if factor >= VERY_SLOW else "warning", "slow worker", fact, REMEDY, names[rank]))
     steps = [speed.step_seconds for speed in speeds.values()]
     flops = statistics.median(speed.product_flops for speed in speeds.values())
     span = seconds_text(min(steps)) if max(steps) < 1.005 * min(steps) else f"{seconds_text(min(steps))} to {seconds_text(max(steps))}"
     many = f" of {len(speeds)} workers at once" if len(speeds) > 1 else ""
     summary = Finding("fine", "speed", f"LSTM step{many} {span}, matrix product {flops / 1e9:,.3g} GFLOP/s (median)")
-    return [summary, *sorted(found, key=lambda finding: finding.level != "wrong")]
+    return [summary, *sorted(slow, key=lambda finding: finding.level != "wrong")]

@@ -1,4 +1,4 @@
-"""What follows from what the workers told, and from what they did not: the verdicts on a launch as a whole. Pure."""
+"""What follows from what the workers reported, and what they did not: the verdicts on a launch as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from carrywave.doctor.worker import Place, Worker
 # What keeps workers from joining each other: measuring together would hang, or fail with less to say.
 STOPS = ("host name", "network", "devices", "transport", "settings", "meeting point", "open files")
 OWN_OUTPUT = "its own output says more; correct that, and examine again"
-FAILED = "failed: "  # how the last word of a worker begins that could not go on
+FAILED = "failed: "  # how the last message of a worker that could not go on begins
 
 
 def of_launch(present: Sequence[Worker], *, hosts: int | None) -> list[Finding]:
-    """What follows from what the workers told."""
+    """What follows from the workers' reports."""
     findings: list[Finding] = [*agreement.check_versions(present), *agreement.check_settings(present), *agreement.check_gpus(present)]
     if present:
         findings.append(agreement.check_transport(present))
@@ -79,7 +79,7 @@ def failed(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[int], prese
 
 def of_self_test(rows: Mapping[int, Sequence[Mapping[str, Any]]], present: Mapping[int, Worker]) -> list[Finding]:
     """Whether the workers computed what one device does; `rows` of each rank, as `measure.self_test` returns them."""
-    wrong = [(rank, row) for rank, own in rows.items() for row in own if not row["error"] <= row["limit"]]
+    wrong = [(rank, row) for rank, rank_rows in rows.items() for row in rank_rows if not row["error"] <= row["limit"]]
     if wrong:
         rank, row = wrong[0]
         tried = f"{row['plan']} over {row['over']} in {row['precision']}"

@@ -17,7 +17,7 @@ from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.doctor import disk, gpu
 from carrywave.doctor.disk import Disk
-from carrywave.doctor.finding import Finding, given
+from carrywave.doctor.finding import Finding, set_variables
 from carrywave.doctor.gpu import Gpu
 from carrywave.doctor.host import Host, check_cores, check_files, check_load, check_memory, check_shared_memory
 from carrywave.doctor.network import Network, Target, check_name
@@ -42,18 +42,18 @@ class Place:
 
     @property
     def first_host(self) -> bool:
-        """True if this is the host of rank 0, as far as the ranks tell: launchers usually number one host after the other."""
+        """True if this is the host of rank 0, as far as the ranks show: launchers usually number one host after the other."""
         return self.rank == self.local_rank
 
     @property
     def several_hosts(self) -> bool:
-        """True if there are workers on other hosts, as far as the ranks tell."""
+        """True if there are workers on other hosts, as far as the ranks show."""
         return self.rank != self.local_rank or (self.local_size is not None and self.local_size < self.size)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """All that a worker tells of itself."""
+    """All that a worker reports of itself."""
 
     rank: int
     local_rank: int
@@ -67,7 +67,7 @@ class Worker:
     gpu: Gpu | None = None
     unusable: str = ""  # why it does not have the GPU that it should have
     disks: tuple[Disk, ...] = ()  # of the first worker of a host
-    shares: Finding | None = None  # what is to be said of shares of a GPU
+    shares: Finding | None = None  # the finding on shares of a GPU
     door: tuple[str, int] = ("", 0)  # where it listens for others to try, on the first worker of a host
 
     @staticmethod
@@ -88,13 +88,13 @@ class Worker:
 
 def versions() -> dict[str, str]:
     """The versions that should be the same on all workers."""
-    found = {"carrywave": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}
+    numbers = {"carrywave": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}
     if torch.version.cuda is not None:
-        found["CUDA"] = torch.version.cuda
+        numbers["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-    return found
+        numbers["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        numbers["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    return numbers
 
 
 def look(place: Place, device_name: str, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
@@ -111,7 +111,7 @@ def look(place: Place, device_name: str, network: Network, run: str, door: tuple
         place.local_rank,
         f"{process['boot']} {process['net']} {process['host']}",
         versions(),
-        given(SETTINGS),
+        set_variables(SETTINGS),
         host,
         network,
         str(device),
@@ -125,9 +125,9 @@ def look(place: Place, device_name: str, network: Network, run: str, door: tuple
 
 
 def check_host(worker: Worker, *, workers: int, gpus: int, world: int, hosts: int | None) -> list[Finding]:
-    """What is to be said of a host, by its first worker. Pure."""
+    """The findings on a host, by its first worker. Pure."""
     host = worker.host
-    found = [
+    findings = [
         check_name(worker.network, hosts=hosts),
         check_cores(host, workers=workers, on_gpu=gpus > 0),
         check_load(host),
@@ -136,11 +136,11 @@ def check_host(worker: Worker, *, workers: int, gpus: int, world: int, hosts: in
         check_files(host, world=world),
         *disk.findings(worker.disks, host.host),
     ]
-    return found if worker.shares is None else [*found, worker.shares]
+    return findings if worker.shares is None else [*findings, worker.shares]
 
 
 def check_device(worker: Worker, *, sharing: int = 1) -> list[Finding]:
-    """What is to be said of a worker's device; `sharing` workers use it. Pure."""
+    """The findings on a worker's device; `sharing` workers use it. Pure."""
     where = worker.called
     if worker.gpu is None:
         return gpu.check_usable(worker.unusable, where)
@@ -150,10 +150,10 @@ def check_device(worker: Worker, *, sharing: int = 1) -> list[Finding]:
 
 def by_home(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
     """The workers of each host, in the order of ranks."""
-    found: dict[str, list[Worker]] = {}
+    homes: dict[str, list[Worker]] = {}
     for worker in sorted(workers, key=lambda each: each.rank):
-        found.setdefault(worker.home, []).append(worker)
-    return found
+        homes.setdefault(worker.home, []).append(worker)
+    return homes
 
 
 def doors(workers: Sequence[Worker]) -> dict[int, Target]:

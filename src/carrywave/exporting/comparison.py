@@ -22,7 +22,7 @@ SIZES = ((1, 3), (7, 23))  # lanes and steps of the runs that are compared
 # In float32, products over a thousand units and a few dozen steps are off by about 1e-6 of their size, and runtimes approximate tanh
 # and sigmoid to about as much; a wrong gate or bias shows in the second digit.
 TOLERANCE = 1e-4
-ROUNDINGS, MOST = 8.0, 1e-2  # so many times the model's own rounding, and never more than this
+ROUNDINGS, MOST = 8.0, 1e-2  # this many times the model's own rounding, and never more than this
 MOST_OTHER_LABELS = 0.02
 
 
@@ -35,16 +35,16 @@ def largest_difference(portable: Portable, run: Runner, *, what: str, tolerance:
     definition = copy.deepcopy(portable).double()
     worst = 0.0
     for seed, (lanes, steps) in enumerate(SIZES):
-        given = portable.sample(lanes, steps, seed)
+        inputs = portable.sample(lanes, steps, seed)
         with torch.no_grad():
-            expected = definition(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in given))
-            rounded = portable(*given)
-        outputs = run(given)
+            expected = definition(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs))
+            rounded = portable(*inputs)
+        outputs = run(inputs)
         for port, right, near, got in zip(portable.outputs, expected, rounded, outputs, strict=True):
             if ANSWERS in port.shape:  # padding within the model may leave further ones at the end, all of them blank
                 right, near, got = (each[:, : portable.model.output_steps(steps)] for each in (right, near, got))
             _check_shape(what, port, got, right)
-            right, near, got = (_real(portable, port.shape, given, tensor.double()) for tensor in (right, near, got))
+            right, near, got = (_real(portable, port.shape, inputs, tensor.double()) for tensor in (right, near, got))
             allowed = with_rounding(tolerance, near, right)
             worst = max(worst, check_difference(what, port, got, right, allowed, f"{lanes} lanes, {steps} steps"))
     return worst
@@ -63,18 +63,18 @@ def largest_step_difference(
     for seed, (lanes, steps) in enumerate(sizes):
         all_steps = dict(zip((port.name for port in portable.inputs), portable.sample(lanes, steps, seed), strict=True))
         state, rounded = [part.double() if part.is_floating_point() else part for part in portable.blank(lanes)], portable.blank(lanes)
-        own = formula.initial(lanes)
+        run_state = formula.initial(lanes)
         yes, one = torch.ones(lanes, 1, dtype=torch.bool), torch.ones(lanes, dtype=torch.int64)
         for step in range(steps):
-            given = [all_steps[port.name][:, step] for port in formula.given]
+            inputs = [all_steps[port.name][:, step] for port in formula.step_inputs]
             with torch.no_grad():
-                wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+                wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
                 begins = one, yes if step == 0 else ~yes, yes
                 out, *state = definition(*(tensor[:, None] for tensor in wide), *begins, *state)
-                near, *rounded = portable(*(tensor[:, None] for tensor in given), *begins, *rounded)
+                near, *rounded = portable(*(tensor[:, None] for tensor in inputs), *begins, *rounded)
             expected, in_float32 = _by_name(portable, out, state), _by_name(portable, near, rounded)
-            got = dict(zip(outputs, run([*given, *own]), strict=True))
-            own = [got[name + NEXT] for name in formula.states]
+            got = dict(zip(outputs, run([*inputs, *run_state]), strict=True))
+            run_state = [got[name + NEXT] for name in formula.states]
             for name in got.keys() & expected.keys():
                 right, allowed = expected[name], with_rounding(tolerance, in_float32[name].double(), expected[name])
                 _check_shape(what, outputs[name], got[name], right)
@@ -118,11 +118,11 @@ def check_difference(what: str, port: Port, got: Tensor, right: Tensor, toleranc
     return gap
 
 
-def _real(portable: Portable, shape: tuple[int | str, ...], given: list[Tensor], out: Tensor) -> Tensor:
+def _real(portable: Portable, shape: tuple[int | str, ...], inputs: list[Tensor], out: Tensor) -> Tensor:
     """An output without the steps that are padding, which a runtime may fill with anything."""
     if TIME not in shape or not portable.takes_lengths:
         return out
-    named = dict(zip((port.name for port in portable.inputs), given, strict=True))
+    named = dict(zip((port.name for port in portable.inputs), inputs, strict=True))
     lengths = named["lengths"]
     if portable.stateful:
         lengths = torch.where(named["ready"][:, 0], lengths, 0)

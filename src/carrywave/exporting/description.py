@@ -72,7 +72,7 @@ def describe(task: Task, portable: Portable, form: str, precision: str, single: 
 def _network(model: Model) -> dict[str, Any]:
     lstm, head, encoder = model.lstm, model.head, step_encoder(model)
     words = token_embedding(encoder)
-    found: dict[str, Any] = {
+    network: dict[str, Any] = {
         "embedding": None if words is None else [words.vocabulary, words.width],
         "characters": list(encoder.characters.shape) if isinstance(encoder, SpelledWords) else None,
         "categories": [list(table) for table in encoder.inputs.tables] if isinstance(encoder, Features) else [],
@@ -87,7 +87,7 @@ def _network(model: Model) -> dict[str, Any]:
         "learned_carry": lstm.learned_carry,
         "head": {"inputs": lstm.output_size},
     }
-    described = found["head"]
+    described = network["head"]
     if isinstance(head, Softmax):
         tied = isinstance(model.encoder, Embedding) and head.weight is model.encoder.weight
         described |= {"kind": "linear", "outputs": head.classes, "tied": tied}
@@ -123,12 +123,12 @@ def _network(model: Model) -> dict[str, Any]:
         described |= {"kind": "linear", "outputs": head.outputs, "tied": False}
     elif isinstance(head, Pooled):
         described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling, "inputs": head.weight.shape[1]}
-    return found
+    return network
 
 
 def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
-    """What each number of `x` and each of `codes` is: a column's value, its change since so many rows ago, or its value so many ahead;
-    with `window`, in the scale of so many last values.
+    """What each number of `x` and each of `codes` is: a column's value, its change over that many rows, or its value that many ahead;
+    with `window`, in the scale of that many last values.
     """
     at, codec, data = Layout.of(task.codec), task.codec, task.spec.data
     window = {int(place): {"window": task.spec.scale_steps} for place in at.scaled if task.spec.scale_steps}

@@ -30,15 +30,15 @@ def valid_part(saved: Saved, data: Any = None) -> Part:
             f"{saved.run.path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}"
         )
     prepared = prepare(saved.spec, codec=saved.task.codec)
-    for name, found in (("valid", prepared.valid), ("test", prepared.test)):
-        if found is not None:
-            return saved.task.part(name, found)
+    for name, sequences in (("valid", prepared.valid), ("test", prepared.test)):
+        if sequences is not None:
+            return saved.task.part(name, sequences)
     raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
 
 
 def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part, *, most: float = math.inf) -> float:
     """Mean loss over all real targets, with the carry of streams kept from window to window as in evaluation; `most`: no further batches
-    after so many targets.
+    after this many targets.
     """
     spec, head = saved.spec, portable.model.head
     loader = Loader(part.view, order_for(spec, part.view, training=False), device=torch.device("cpu"))

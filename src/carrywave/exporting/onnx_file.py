@@ -28,14 +28,14 @@ def runner(model: bytes, ports: Ports) -> Runner:
         raise _failed("load", error) from error
     names = [port.name for port in ports.inputs]
 
-    def run(given: Sequence[Tensor]) -> list[Tensor]:
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         try:
-            found = session.run(
-                [port.name for port in ports.outputs], {n: t.contiguous().numpy() for n, t in zip(names, given, strict=True)}
+            arrays = session.run(
+                [port.name for port in ports.outputs], {n: t.contiguous().numpy() for n, t in zip(names, inputs, strict=True)}
             )
         except Exception as error:
             raise _failed("run", error) from error
-        return [torch.from_numpy(array) for array in found]
+        return [torch.from_numpy(array) for array in arrays]
 
     return run
 
@@ -57,5 +57,5 @@ def quantized(model: Any) -> Any:
 
 
 def _failed(what: str, error: Exception) -> UserError:
-    told = " ".join(str(error).split())
-    return UserError(f"onnxruntime could not {what} the model ({told:.200}); nothing was written: use another version of onnxruntime")
+    reason = " ".join(str(error).split())
+    return UserError(f"onnxruntime could not {what} the model ({reason:.200}); nothing was written: use another version of onnxruntime")

@@ -85,8 +85,8 @@ class _Graph:
         for place, run in groupby(encoder.inputs.places):
             count = len(list(run))
             table = nodes.weight(f"categories.{place}.weight", encoder.tables[place])
-            found_TBNW = nodes.add("Gather", table, nodes.slice(codes_TBF, 2, first, first + count))
-            yield nodes.reshape(found_TBNW, 0, 0, count * encoder.inputs.tables[place][1])
+            vectors_TBNW = nodes.add("Gather", table, nodes.slice(codes_TBF, 2, first, first + count))
+            yield nodes.reshape(vectors_TBNW, 0, 0, count * encoder.inputs.tables[place][1])
             first += count
 
     def _characters(self, encoder: SpelledWords) -> str:
@@ -100,11 +100,11 @@ class _Graph:
         vectors = nodes.add("Gather", nodes.weight("characters.weight", encoder.characters), padded)
         windows = nodes.add("Concat", *(nodes.slice(vectors, 2, at, at + length) for at in range(REACH)), axis=-1)
         y_TBLW = nodes.linear(windows, "character_filters.weight", filters.weight, ("character_filters.bias", filters.bias))
-        there_TBL = nodes.add("Not", nodes.add("Equal", codes_TBL, nodes.constant(EDGE)))
+        real_TBL = nodes.add("Not", nodes.add("Equal", codes_TBL, nodes.constant(EDGE)))
         dtype = np.dtype(str(filters.weight.dtype).removeprefix("torch."))
-        there = nodes.add("Unsqueeze", there_TBL, nodes.constant([3]))
-        most_TBW = nodes.add("ReduceMax", nodes.add("Where", there, y_TBLW, nodes.constant(-np.inf, dtype)), axes=[2], keepdims=0)
-        return nodes.add("Where", nodes.slice(there_TBL, 2, 0, 1), most_TBW, nodes.constant(0.0, dtype))
+        real = nodes.add("Unsqueeze", real_TBL, nodes.constant([3]))
+        most_TBW = nodes.add("ReduceMax", nodes.add("Where", real, y_TBLW, nodes.constant(-np.inf, dtype)), axes=[2], keepdims=0)
+        return nodes.add("Where", nodes.slice(real_TBL, 2, 0, 1), most_TBW, nodes.constant(0.0, dtype))
 
     def _lanes(self, x_TB: str) -> Lanes:
         nodes = self.nodes
@@ -123,8 +123,8 @@ class _Graph:
             return None
         nodes = self.nodes
         begin = onnx_layers.initial(nodes, self.model.lstm, layer, lanes)
-        given = (nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in self.model.lstm.cell.parts)
-        return [nodes.add("Where", "fresh", new, old) for new, old in zip(begin, given, strict=True)]
+        entering = (nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in self.model.lstm.cell.parts)
+        return [nodes.add("Where", "fresh", new, old) for new, old in zip(begin, entering, strict=True)]
 
     def _head(self, y_TBW: str, lanes: Lanes) -> None:
         nodes, head, result = self.nodes, self.model.head, self.portable.outputs[0]
@@ -203,12 +203,12 @@ class _Graph:
 
     def _adaptive(self, head: AdaptiveSoftmax, y_TBW: str) -> str:
         nodes, first = self.nodes, head.cutoffs[0]
-        found = nodes.add("LogSoftmax", self._chain("head.head", [head.head.weight], y_TBW), axis=-1)
-        parts = [nodes.slice(found, 2, 0, first)]
+        head_logs = nodes.add("LogSoftmax", self._chain("head.head", [head.head.weight], y_TBW), axis=-1)
+        parts = [nodes.slice(head_logs, 2, 0, first)]
         for number, cluster in enumerate(head.tail):
             weights = [each.weight for each in cluster.children()]
-            own = nodes.add("LogSoftmax", self._chain(f"head.tail.{number}", weights, y_TBW), axis=-1)  # type: ignore[arg-type]
-            parts.append(nodes.add("Add", own, nodes.slice(found, 2, first + number, first + number + 1)))
+            tail_logs = nodes.add("LogSoftmax", self._chain(f"head.tail.{number}", weights, y_TBW), axis=-1)  # type: ignore[arg-type]
+            parts.append(nodes.add("Add", tail_logs, nodes.slice(head_logs, 2, first + number, first + number + 1)))
         return nodes.add("Concat", *parts, axis=-1)
 
     def _chain(self, name: str, weights: Sequence[Tensor], y: str) -> str:

@@ -53,8 +53,8 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
         inputs = [x_TBI, nodes.weight(f"{name}.W", w_DGI), nodes.weight(f"{name}.R", r_DGH), nodes.weight(f"{name}.B", b_DG)]
         outputs = [nodes.name(f"{name}.{part}") for part in ("y", *layers.cell.parts)]
         way = "bidirectional" if layers.bidirectional else "forward"
-        given = {"hidden_size": layers.widths[index], "direction": way, **form.attributes}
-        nodes.add_many(form.operator, [*inputs, lanes.lengths32, *carry], outputs, **given, name=name)
+        attributes = {"hidden_size": layers.widths[index], "direction": way, **form.attributes}
+        nodes.add_many(form.operator, [*inputs, lanes.lengths32, *carry], outputs, **attributes, name=name)
         y_TBDP = nodes.add("Transpose", outputs[0], perm=[0, 2, 1, 3])
         y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), outputs[1:]
     if lanes.lengths is not None:
@@ -93,24 +93,24 @@ def front(nodes: Nodes, module: Front, x_TBF: str, lanes: Lanes) -> tuple[str, L
 
 def initial(nodes: Nodes, layers: Recurrent, index: int, lanes: Lanes) -> Ends:
     """The carry at the start of a sequence, for every lane."""
-    found = []
+    parts = []
     for part, tensor in zip(layers.cell.parts, layers.initial(1, layers=range(index, index + 1))[0], strict=True):
         one = nodes.weight(f"lstm.l{index}.{part}_start", tensor.detach())
         shape = nodes.add("Concat", nodes.constant([layers.directions]), lanes.number, nodes.constant([tensor.shape[-1]]), axis=0)
-        found.append(nodes.add("Expand", one, shape))
-    return found
+        parts.append(nodes.add("Expand", one, shape))
+    return parts
 
 
 def _stacked(directions: tuple[LayerWeights, ...], part: int, form: OnnxForm) -> Tensor:
     """The weights of both directions with the gates in ONNX's order: W, R or the biases."""
-    found = []
+    parts = []
     for each in directions:
         if part == 2:
             none_G = each.w_ih.new_zeros(each.w_ih.shape[0])
-            found.append(torch.cat([_in_order(none_G if b is None else b, form) for b in (each.b_ih, each.b_hh)]))
+            parts.append(torch.cat([_in_order(none_G if b is None else b, form) for b in (each.b_ih, each.b_hh)]))
         else:
-            found.append(_in_order(each.w_hh if part else each.w_ih, form))
-    return torch.stack(found).detach()
+            parts.append(_in_order(each.w_hh if part else each.w_ih, form))
+    return torch.stack(parts).detach()
 
 
 def _in_order(weight: Tensor, form: OnnxForm) -> Tensor:
@@ -123,9 +123,9 @@ def _projected(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: E
     """An LSTM layer with a projection. The reverse direction runs forward over lanes that are turned round within their lengths."""
     ys, hs, cs = [], [], []
     for direction, weights in enumerate(layers.weights(index)):
-        given = x_TBI if direction == 0 else _turned(nodes, x_TBI, lanes)
+        x_read = x_TBI if direction == 0 else _turned(nodes, x_TBI, lanes)
         start = [nodes.add("Gather", part, nodes.constant(direction), axis=0) for part in carry]
-        y_TBP, h_BP, c_BH = _scan(nodes, f"lstm.l{index}.d{direction}", given, start, weights, lanes)
+        y_TBP, h_BP, c_BH = _scan(nodes, f"lstm.l{index}.d{direction}", x_read, start, weights, lanes)
         ys.append(y_TBP if direction == 0 else _turned(nodes, y_TBP, lanes))
         hs.append(nodes.add("Unsqueeze", h_BP, nodes.constant([0])))
         cs.append(nodes.add("Unsqueeze", c_BH, nodes.constant([0])))

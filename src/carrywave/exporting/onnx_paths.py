@@ -24,12 +24,12 @@ def best_paths(nodes: Nodes, head: CRF, emissions_TBV: str, lanes: Lanes) -> str
     body = Nodes(nodes)
     label, before = body.name("label"), body.name("before")
     earlier = body.add("GatherElements", before, label, axis=1)
-    own = body.add("Identity", label)
-    given = [Port(label, torch.int64, (BATCH, 1)), Port(before, torch.int64, (BATCH, head.classes))]
-    found = [Port(earlier, torch.int64, (BATCH, 1)), Port(own, torch.int64, (BATCH, 1))]
+    reached = body.add("Identity", label)
+    inputs = [Port(label, torch.int64, (BATCH, 1)), Port(before, torch.int64, (BATCH, head.classes))]
+    results = [Port(earlier, torch.int64, (BATCH, 1)), Port(reached, torch.int64, (BATCH, 1))]
     outputs = [nodes.name("head.first"), nodes.name("head.path")]
     back = {"num_scan_inputs": 1, "scan_input_directions": [1], "scan_output_directions": [1]}
-    nodes.add_many("Scan", [last_B1, before_TBV], outputs, body=body.body(nodes.name("back"), given, found), **back)
+    nodes.add_many("Scan", [last_B1, before_TBV], outputs, body=body.body(nodes.name("back"), inputs, results), **back)
     path_TB1 = nodes.add("Where", lanes.real_TB1, outputs[1], nodes.constant(UNKNOWN))
     return nodes.add("Squeeze", path_TB1, nodes.constant([2]))
 
@@ -45,24 +45,24 @@ def _forward(nodes: Nodes, head: CRF, emissions_TBV: str, real_TB1: str, lanes: 
     first_T1 = nodes.add("Unsqueeze", nodes.add("Equal", step_T, nodes.constant(0)), nodes.constant([1]))
     zero_BV = nodes.add("Expand", nodes.constant(0.0, kind), nodes.add("Concat", lanes, nodes.constant([labels]), axis=0))
     body = Nodes(nodes)
-    best, own, real, first = (body.name(stem) for stem in ("best", "emission", "real", "first"))
+    best, emission, real, first = (body.name(stem) for stem in ("best", "emission", "real", "first"))
     scores_BVV = body.add("Add", body.add("Unsqueeze", best, nodes.constant([2])), nodes.weight("head.transitions", chain.transitions_VV))
     top_B1 = body.add("ReduceMax", best, axes=[1], keepdims=1)
     reached_BV = body.add("Sub", body.add("ReduceMax", scores_BVV, axes=[1], keepdims=0), top_B1)
-    next_BV = body.add("Add", body.add("Where", first, nodes.weight("head.start", chain.start_V), reached_BV), own)
+    next_BV = body.add("Add", body.add("Where", first, nodes.weight("head.start", chain.start_V), reached_BV), emission)
     # A lane without steps has scores that nobody reads.
     after = body.add("Where", real, next_BV, best)
     label_V = nodes.constant(list(range(labels)))
     before = body.add("Where", real, body.add("ArgMax", scores_BVV, axis=1, keepdims=0), label_V)
-    given = [
+    inputs = [
         Port(best, dtype, (BATCH, labels)),
-        Port(own, dtype, (BATCH, labels)),
+        Port(emission, dtype, (BATCH, labels)),
         Port(real, torch.bool, (BATCH, 1)),
         Port(first, torch.bool, (1,)),
     ]
-    found = [Port(after, dtype, (BATCH, labels)), Port(before, torch.int64, (BATCH, labels))]
+    results = [Port(after, dtype, (BATCH, labels)), Port(before, torch.int64, (BATCH, labels))]
     outputs = [nodes.name("head.best"), nodes.name("head.before")]
     scanned = [emissions_TBV, real_TB1, first_T1]
-    step = body.body(nodes.name("forward"), given, found)
+    step = body.body(nodes.name("forward"), inputs, results)
     nodes.add_many("Scan", [zero_BV, *scanned], outputs, body=step, num_scan_inputs=len(scanned))
     return outputs[0], outputs[1]

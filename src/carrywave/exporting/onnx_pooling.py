@@ -44,19 +44,19 @@ class _Pooling:
         match pool:
             case "mean":
                 row_BR = self.total(row_BR)
-                found = self.divided(row_BR, self.steps())
+                pooled = self.divided(row_BR, self.steps())
             case "max":
-                found = row_BR = self.greatest(row_BR)
+                pooled = row_BR = self.greatest(row_BR)
             case "mean_max":
                 parts = (None, None) if row_BR is None else (nodes.slice(row_BR, 1, 0, width), nodes.slice(row_BR, 1, width))
                 total_BW, greatest_BW = self.total(parts[0]), self.greatest(parts[1])
                 row_BR = nodes.add("Concat", total_BW, greatest_BW, axis=-1)
-                found = nodes.add("Concat", self.divided(total_BW, self.steps()), greatest_BW, axis=-1)
+                pooled = nodes.add("Concat", self.divided(total_BW, self.steps()), greatest_BW, axis=-1)
             case "attention":
-                found, row_BR = self.attended(row_BR)
+                pooled, row_BR = self.attended(row_BR)
             case _:
-                found = row_BR = self.last(row_BR or self.zero)
-        return found, Seen(row_BR, self.count_B1)
+                pooled = row_BR = self.last(row_BR or self.zero)
+        return pooled, Seen(row_BR, self.count_B1)
 
     def number(self, value: float) -> str:
         return self.nodes.constant(value, self.dtype)
@@ -110,8 +110,8 @@ class _Pooling:
             weighted_BW = nodes.add("Add", weighted_BW, nodes.add("Mul", nodes.slice(before_BR, 1, 0, width), scale_B1))
             sum_B1 = nodes.add("Add", sum_B1, nodes.add("Mul", nodes.slice(before_BR, 1, width, width + 1), scale_B1))
         some_B1 = nodes.add("Greater", self.count_B1, nodes.constant(0))
-        found = self.divided(weighted_BW, nodes.add("Where", some_B1, sum_B1, self.number(1.0)))
-        return found, nodes.add("Concat", weighted_BW, sum_B1, highest_B1, axis=-1)
+        mean_BW = self.divided(weighted_BW, nodes.add("Where", some_B1, sum_B1, self.number(1.0)))
+        return mean_BW, nodes.add("Concat", weighted_BW, sum_B1, highest_B1, axis=-1)
 
     def last(self, before_BW: str) -> str:
         nodes, half = self.nodes, self.head.width // 2

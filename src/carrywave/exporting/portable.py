@@ -205,30 +205,30 @@ class Portable(nn.Module):
         """Inputs of this size: random, with lanes of different lengths, of which the first is full and one, if there are several, empty."""
         draw = torch.Generator().manual_seed(seed)
         sizes = {BATCH: lanes, TIME: steps}
-        found = []
+        tensors = []
         for port in self.inputs:
             shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
             if port.name == "x" and (words := token_embedding(self.encoder)) is not None:
-                found.append(torch.randint(words.vocabulary, shape, generator=draw))
+                tensors.append(torch.randint(words.vocabulary, shape, generator=draw))
             elif port.name == "characters" and isinstance(self.encoder, SpelledWords):
-                found.append(torch.randint(FIRST, self.encoder.codes, shape, generator=draw))
-                found[-1][..., 1 + seed % shape[-1] :] = EDGE
+                tensors.append(torch.randint(FIRST, self.encoder.codes, shape, generator=draw))
+                tensors[-1][..., 1 + seed % shape[-1] :] = EDGE
             elif port.name == "codes" and isinstance(self.encoder, Features):
                 tables, places = self.encoder.inputs.tables, self.encoder.inputs.places
-                found.append(torch.stack([torch.randint(tables[place][0], shape[:-1], generator=draw) for place in places], dim=-1))
+                tensors.append(torch.stack([torch.randint(tables[place][0], shape[:-1], generator=draw) for place in places], dim=-1))
             elif port.name == "lengths":
                 lengths = torch.randint(1, steps + 1, shape, generator=draw)
                 lengths[0] = steps
                 lengths[-1] = steps if lanes == 1 else 0
-                found.append(lengths)
+                tensors.append(lengths)
             elif port.name == "count":
-                found.append(torch.randint(1, 9, shape, generator=draw))
+                tensors.append(torch.randint(1, 9, shape, generator=draw))
             elif port.dtype == torch.bool:
                 flags = torch.rand(shape, generator=draw) < 0.5
                 flags[0] = port.name == "ready"  # the full lane takes part and goes on
-                found.append(flags)
+                tensors.append(flags)
             else:
-                found.append(torch.randn(shape, generator=draw, dtype=torch.float32).to(port.dtype))
+                tensors.append(torch.randn(shape, generator=draw, dtype=torch.float32).to(port.dtype))
                 if port.name == "pooled" and getattr(self.model.head, "pooling", "") == "attention":
-                    found[-1][:, -2] = 1.0 + found[-1][:, -2].abs()  # a sum of weights, of which one is 1
-        return found
+                    tensors[-1][:, -2] = 1.0 + tensors[-1][:, -2].abs()  # a sum of weights, of which one is 1
+        return tensors

@@ -75,10 +75,10 @@ def export_run(
         raise UserError(f"{to} is not a format; use one of {', '.join(FORMATS)}")
     if int8 and to != "onnx":
         raise UserError(f"{option('int8')} is for {option('to', 'onnx')}; remove it")
-    for form, asked in (("stateful", stateful), ("step", step)):
-        if asked and to == "c":
+    for form, wanted in (("stateful", stateful), ("step", step)):
+        if wanted and to == "c":
             raise UserError(f"{option('to', 'c')} always writes a single step with its state; remove {option(form)}")
-        if asked and to not in ("onnx", "torch"):
+        if wanted and to not in ("onnx", "torch"):
             raise UserError(f"{option(form)} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
     if step and (stateful or int8):
         other = option("stateful" if stateful else "int8")
@@ -102,23 +102,23 @@ def export_run(
     formula: Formula | None = None
     if to == "c":
         text, formula, gap = c_file(saved.task, portable, _name(saved), note)
-        files, found = {"model.c": text.encode()}, {"difference": gap}
+        files, figures = {"model.c": text.encode()}, {"difference": gap}
     elif step:
         formula = network(portable)
-        files, found = _one_step(saved, portable, formula, to)
+        files, figures = _one_step(saved, portable, formula, to)
     elif to == "torch":
         traced = torch_program.archive(portable)
-        found = {"difference": largest_difference(portable, torch_program.runner(traced), what="the torch program")}
+        figures = {"difference": largest_difference(portable, torch_program.runner(traced), what="the torch program")}
         files = {"model.pt2": traced}
     else:
-        files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note)
+        files, figures = _onnx(saved, portable, folder, int8=int8, data=data, note=note)
     files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32", formula).encode()
     # Only now, so that nothing has to be cleared away if the work before is stopped.
     with _whole_or_nothing(folder) as draft:
         for name, content in files.items():
             (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_bytes(content)
-    return Exported(folder, tuple(files), **found)
+    return Exported(folder, tuple(files), **figures)
 
 
 def _safetensors(saved: Saved, folder: Path) -> Exported:

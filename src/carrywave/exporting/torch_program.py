@@ -50,11 +50,11 @@ def runner(data: bytes) -> Runner:
     refuse_pickles(data)
     program: Any = torch.export.load(io.BytesIO(data)).module()
 
-    def run(given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LSTM with projections")  # torch says which of its kernels it takes
-            found: Sequence[Tensor] = program(*given)
-        return found
+            outputs: Sequence[Tensor] = program(*inputs)
+        return outputs
 
     return run
 

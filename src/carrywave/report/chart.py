@@ -45,7 +45,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point that is pointed out, and what is said of it."""
+    """A point that is marked, and its caption."""
 
     x: float
     y: float
@@ -71,7 +71,7 @@ def draw(
     """The SVG of a chart; empty if there is nothing to draw.
 
     `dots` are points without a line, `at` draws a vertical line there, `zero` has the value axis begin at 0, and `square` gives both axes
-    the same range. What is said of `marks` stands above the plot, where it covers nothing. `x_ticks` replaces the numbers below it.
+    the same range. The captions of `marks` stand above the plot, where they cover nothing. `x_ticks` replaces the numbers below it.
     """
     drawn = [line for line in lines if line.points]
     xs = [x for line in drawn for x, _ in line.points] + [x for band in bands for x, *_ in band.points] + [x for x, _ in dots]
@@ -140,15 +140,15 @@ def number(value: float) -> str:
 
 
 def reduced(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most about so many points: of each run of neighbours the lowest and the highest, so that no spike is lost."""
+    """At most about `most` points: of each run of neighbours the lowest and the highest, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
-    found: list[tuple[float, float]] = [points[0]]
+    kept: list[tuple[float, float]] = [points[0]]
     size = math.ceil((len(points) - 2) / ((most - 2) // 2))
     for first in range(1, len(points) - 1, size):
         some = points[first : min(first + size, len(points) - 1)]
-        found += sorted({min(some, key=lambda point: point[1]), max(some, key=lambda point: point[1])})
-    return [*found, points[-1]]
+        kept += sorted({min(some, key=lambda point: point[1]), max(some, key=lambda point: point[1])})
+    return [*kept, points[-1]]
 
 
 def _range(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
@@ -174,12 +174,12 @@ def _grid(
     parts = []
     for value in ticks(*y_range):
         _, y = place(x_range[0], value)
-        said = f"{100 * value:.3g}%" if percent else _tick(value)
+        label = f"{100 * value:.3g}%" if percent else _tick(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{said}</text>')
-    for value, said in x_ticks:
-        x = _within(place(value, y_range[0])[0], said, width)
-        parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(said)}</text>')
+        parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{label}</text>')
+    for value, label in x_ticks:
+        x = _within(place(value, y_range[0])[0], label, width)
+        parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(label)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
     parts.append(f'<text class="mid" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_name)}</text>')
     return parts
@@ -201,24 +201,24 @@ def _line(line: Line, place: _Place) -> list[str]:
     if (line.dots and len(points) <= MOST_DOTS) or len(points) == 1:
         for x, y in points:
             at_x, at_y = place(x, y)
-            said = f"{line.name}: {number(y)} at {number(x)}"
-            parts.append(f'<circle class="dot {line.kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6"><title>{escape(said)}</title></circle>')
+            title = f"{line.name}: {number(y)} at {number(x)}"
+            parts.append(f'<circle class="dot {line.kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6"><title>{escape(title)}</title></circle>')
     return parts
 
 
 def _labels(marks: Sequence[Mark], across: Callable[[float], float], width: int) -> list[tuple[float, int]]:
     """Where the middle of each mark's text stands above the plot, and in which row: as near to the mark as the others leave room."""
-    found: list[tuple[float, int]] = []
-    taken: list[tuple[float, float, int]] = []  # from, to, row
+    places: list[tuple[float, int]] = []
+    occupied: list[tuple[float, float, int]] = []  # from, to, row
     for mark in marks:
         half = LETTER * len(mark.text) / 2
         x = _within(across(mark.x), mark.text, width)
         row = 0
-        while any(row == other and x - half < high + LETTER and x + half > low - LETTER for low, high, other in taken):
+        while any(row == other and x - half < high + LETTER and x + half > low - LETTER for low, high, other in occupied):
             row += 1
-        taken.append((x - half, x + half, row))
-        found.append((x, row))
-    return found
+        occupied.append((x - half, x + half, row))
+        places.append((x, row))
+    return places
 
 
 def _within(x: float, text: str, width: int) -> float:
@@ -228,7 +228,7 @@ def _within(x: float, text: str, width: int) -> float:
 
 
 def _mark(mark: Mark, at: tuple[float, float], text_x: float, text_y: float) -> list[str]:
-    """A ring around the point, and a thin line up to what is said of it."""
+    """A ring around the point, and a thin line up to its caption."""
     x, y = at
     return [
         f'<line class="up {mark.kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{text_y + 4:.1f}" y2="{y - 5.5:.1f}"/>',

@@ -93,7 +93,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time as a person says it."""
+    """A span of time in words."""
     if seconds < 60:
         return seconds_text(seconds)
     minutes, rest = divmod(round(seconds), 60)
@@ -200,7 +200,7 @@ def running_seconds(record: RunRecord) -> float | None:
 def restarts(record: RunRecord) -> list[Restart]:
     """Every start after the first, and every return to a snapshot, in order."""
     each = step_seconds(record)
-    found: list[Restart] = []
+    rows: list[Restart] = []
     before: Mapping[str, Any] | None = None
     for row in record.history:
         event = row.get("event")
@@ -208,7 +208,7 @@ def restarts(record: RunRecord) -> list[Restart]:
             step, reached, seen = (row.get(name) for name in ("step", "reached", "last_seen"))
             repeated = max(0, int(reached) - int(step)) if is_number(reached) and is_number(step) else None
             away = row["time"] - seen if event == "start" and is_number(seen) and is_number(row.get("time")) else None
-            found.append(
+            rows.append(
                 Restart(
                     moment(row.get("time")),
                     _what(row, before or {}),
@@ -220,7 +220,7 @@ def restarts(record: RunRecord) -> list[Restart]:
                 )
             )
         before = row
-    return found
+    return rows
 
 
 def _what(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
@@ -228,63 +228,63 @@ def _what(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         return "went back to its last snapshot after a non-finite step"
     by = "restarted by its launcher" if row.get("attempt") else "resumed by hand"
     ending = before.get("ending") if before.get("event") == "end" else None
-    known = {"done": "after it was complete", "early": "after it had stopped early", "callback": "after a callback had stopped it"}
-    after = known.get(str(ending), f"after it was {ending}")
+    endings = {"done": "after it was complete", "early": "after it had stopped early", "callback": "after a callback had stopped it"}
+    after = endings.get(str(ending), f"after it was {ending}")
     return f"{by} {after if ending else 'after it was killed or failed'}"
 
 
 def workers(record: RunRecord) -> list[WorkerTime]:
     """The workers of the step that was timed task by task; empty if none was."""
-    found = []
+    times = []
     for each in record.timeline.get("workers") or ():
         if not isinstance(each, dict) or not all(is_number(each.get(name)) for name in ("rank", "seconds", *PARTS)):
             continue
         where = f"replica {each.get('replica')}, stage {each.get('stage')}"
-        found.append(
+        times.append(
             WorkerTime(int(each["rank"]), where, str(each.get("host") or ""), each["seconds"], *(float(each[part]) for part in PARTS))
         )
-    return sorted(found, key=lambda worker: worker.rank)
+    return sorted(times, key=lambda worker: worker.rank)
 
 
 def tiles(record: RunRecord) -> list[Tile]:
     """The figures that sum up a run."""
-    found = []
+    summary = []
     best, last = record.best, (record.rows("train") or [{}])[-1]
     if best is not None:
         at = f"at step {best['step']:,}, epoch {best.get('epoch', '?')}"
         by_loss = record.best_metric == "loss"
         name = "best validation loss" if by_loss else "validation loss"
-        found.append(Tile(name, number(best["loss"]), at if by_loss else f"{at}, which has the best {metric_name(record.best_metric)}"))
+        summary.append(Tile(name, number(best["loss"]), at if by_loss else f"{at}, which has the best {metric_name(record.best_metric)}"))
         for name in record.metric_names[:2]:
             if name in best:
                 simple = {what: best.get(f"{kind}_{name}") for kind, what in (("naive", "naive forecast"), ("ridge", "ridge"))}
-                told = ", ".join(f"{what} {metric_text(name, value)}" for what, value in simple.items() if is_number(value))
-                said = "" if unit(record, name) == "" else unit(record, name).strip(" ()") + "; "
-                note = f"{said}{told}" if told else "validation, at the best step"
-                found.append(Tile(metric_name(name), metric_text(name, best[name]), note))
+                others = ", ".join(f"{what} {metric_text(name, value)}" for what, value in simple.items() if is_number(value))
+                units = "" if unit(record, name) == "" else unit(record, name).strip(" ()") + "; "
+                note = f"{units}{others}" if others else "validation, at the best step"
+                summary.append(Tile(metric_name(name), metric_text(name, best[name]), note))
         in_units = [name for name in record.metric_names if name.startswith("mae[") and is_number(best.get(name))]
         if len(in_units) == 1:  # there is no room for many
-            found.append(Tile(metric_name(in_units[0]), metric_text(in_units[0], best[in_units[0]]), "in the units of the file"))
+            summary.append(Tile(metric_name(in_units[0]), metric_text(in_units[0], best[in_units[0]]), "in the units of the file"))
     elif is_number(last.get("loss")):
-        found.append(Tile("train loss", number(last["loss"]), f"at step {last.get('step'):,}; no validation so far"))
+        summary.append(Tile("train loss", number(last["loss"]), f"at step {last.get('step'):,}; no validation so far"))
     for row in record.rows("test")[-1:]:
         shown = (record.metric_names or ["loss"])[0]
         if is_number(row.get(shown)):
-            found.append(Tile(f"test {metric_name(shown)}", metric_text(shown, row[shown]), "with the best weights"))
+            summary.append(Tile(f"test {metric_name(shown)}", metric_text(shown, row[shown]), "with the best weights"))
     if (rate := speed(record)) is not None:
         each = step_seconds(record)
         note = "" if each is None else f"{seconds_text(each)} per optimizer step"
-        found.append(Tile(f"{speed_unit(record)} per second", number(rate), note))
+        summary.append(Tile(f"{speed_unit(record)} per second", number(rate), note))
     if (padding := waste(record)) is not None:
-        found.append(Tile("padding", f"{100 * padding:.1f}%", "of what was computed in training"))
+        summary.append(Tile("padding", f"{100 * padding:.1f}%", "of what was computed in training"))
     if (took := running_seconds(record)) is not None:
         spent = evaluating_seconds(record)
-        found.append(Tile("time", duration(took), f"{duration(spent)} of it in evaluations" if spent else ""))
+        summary.append(Tile("time", duration(took), f"{duration(spent)} of it in evaluations" if spent else ""))
     if record.history:
         again = restarts(record)
         lost = sum(each.repeated or 0 for each in again)
-        found.append(Tile("restarts", str(len(again)), f"{counted(lost, 'step')} computed again" if again else "it was started once"))
-    return found
+        summary.append(Tile("restarts", str(len(again)), f"{counted(lost, 'step')} computed again" if again else "it was started once"))
+    return summary
 
 
 def state(record: RunRecord) -> str:
@@ -342,15 +342,15 @@ def plan_sentence(plan: Mapping[str, Any]) -> str:
     micro = int(plan.get("micro_batches") or 1)
     parts = [chunks, *([counted(micro, "micro-batch")] if micro > 1 else [])]
     parts += ["recomputation" if plan["recompute"] is True else "recomputation at two levels"] if plan.get("recompute") else []
-    parts += [said for name, said in (("share_head", "head shared"), ("split_vocabulary", "vocabulary split")) if plan.get(name)]
+    parts += [words for name, words in (("share_head", "head shared"), ("split_vocabulary", "vocabulary split")) if plan.get(name)]
     if replicas * stages == 1:
         return ", ".join(["one device", *parts])
     return ", ".join([f"{counted(replicas, 'replica')} × {counted(stages, 'stage')}", *parts])
 
 
 def _section(record: RunRecord, name: str) -> Mapping[str, Any]:
-    found = record.spec.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = record.spec.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _data(facts: Mapping[str, Any]) -> str:

@@ -36,8 +36,8 @@ class LiveReport:
         """A text that changes when a run's files do."""
         with self._lock:
             sampled = [self._samples.get(folder, ("",))[0] for folder, _ in self.runs]
-        found = [(str(folder), stamp(folder), read_run(folder).trained_now, sampled) for folder, _ in self.runs]
-        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+        state = [(str(folder), stamp(folder), read_run(folder).trained_now, sampled) for folder, _ in self.runs]
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def page(self, nonce: str) -> str:
         """The page as the files are now."""
@@ -49,19 +49,19 @@ class LiveReport:
             return None
         weights = [each for each in stamp(folder) if each[0] == WEIGHTS]
         with self._lock:
-            known = self._samples.get(folder)
-            if (known is None or known[0] != weights) and folder not in self._busy:
+            computed = self._samples.get(folder)
+            if (computed is None or computed[0] != weights) and folder not in self._busy:
                 self._busy.add(folder)
                 threading.Thread(target=self._compute, args=(self.sampler, folder, weights), daemon=True).start()
-        return Samples("Samples are being computed.") if known is None else known[1]
+        return Samples("Samples are being computed.") if computed is None else computed[1]
 
     def _compute(self, sampler: Sampler, folder: Path, weights: object) -> None:
         try:
-            found = sampler(folder)
+            samples = sampler(folder)
         except Exception as error:  # shown where a person looks; the rest of the page is still true
-            found = Samples(f"No samples: {type(error).__name__}: {error}")
+            samples = Samples(f"No samples: {type(error).__name__}: {error}")
         with self._lock:
-            self._samples[folder] = weights, found
+            self._samples[folder] = weights, samples
             self._busy.discard(folder)
 
 
@@ -77,8 +77,8 @@ def server_of(report: LiveReport, port: int = 0) -> ThreadingHTTPServer:
                     self._answer(404, "text/plain", str(error))
 
         def _serve(self) -> None:
-            own = server.server_port
-            if self.headers.get("Host") not in (f"{ADDRESS}:{own}", f"localhost:{own}"):
+            port_here = server.server_port
+            if self.headers.get("Host") not in (f"{ADDRESS}:{port_here}", f"localhost:{port_here}"):
                 self._answer(403, "text/plain", "this report is served to this machine only")
             elif self.path == "/":
                 self._answer(200, "text/html", report.page(secrets.token_urlsafe(12)))

@@ -65,11 +65,11 @@ def render(records: Sequence[RunRecord], samples: Sequence[Samples | None], *, l
 @cache
 def environment() -> Environment:
     """Where templates come from."""
-    found = Environment(
+    templates = Environment(
         loader=PackageLoader("carrywave.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.filters |= {"percent": lambda share: f"{100 * share:.1f}%", "seconds": figures.duration}
-    return found
+    templates.filters |= {"percent": lambda share: f"{100 * share:.1f}%", "seconds": figures.duration}
+    return templates
 
 
 def _view(number: int, record: RunRecord, samples: Samples | None, most: int) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
             if simple and all(simple != line.points for line in lines[1:]):  # the last value is the naive forecast without a season
                 lines.append(Line(what, simple, f"c{2 + other}" if other else "base", dashed=True))
         value = best.get(name) if best else None
-        said = [Mark(best["step"], value, _marked(record, best, name))] if best and is_number(value) else []
+        metric_marks = [Mark(best["step"], value, _marked(record, best, name))] if best and is_number(value) else []
         noted = _not_finite(record, name, ("valid",))
         title = figures.metric_name(name) + figures.unit(record, name)
-        yield from _figure(title, lines, noted, marks=said, percent=name.startswith(figures.SHARES))
+        yield from _figure(title, lines, noted, marks=metric_marks, percent=name.startswith(figures.SHARES))
     if covered:
         lines, wanted = [], []
         for place, name in enumerate(covered):
@@ -136,7 +136,7 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
 
 
 def _marked(record: RunRecord, best: Mapping[str, Any], name: str) -> str:
-    """What is said of the step whose weights were kept: it is the best by one metric, and not by the others."""
+    """The caption of the step whose weights were kept: it is the best by one metric, and not by the others."""
     value = chart.number(best[name]) if name == "loss" else figures.metric_text(name, best[name])
     at = f"{value} at step {best['step']:,}"
     if name == record.best_metric:
@@ -191,19 +191,19 @@ def _why_no_times(record: RunRecord) -> str:
 def _step_sentence(record: RunRecord, bubble: float | None) -> str:
     early, predicted = record.timeline.get("step_seconds"), record.timeline.get("predicted")
     whole = figures.step_seconds(record)
-    found = early if whole is None else whole
+    measured = early if whole is None else whole
     parts = []
-    if is_number(found):
+    if is_number(measured):
         over = "" if whole is None else " over the whole run"
-        parts.append(f"A step took {figures.duration(found)} on average{over}.")
+        parts.append(f"A step took {figures.duration(measured)} on average{over}.")
     if is_number(early) and whole is not None and record.timeline.get("steps"):
         slower = "; early steps are slower while a machine warms up or is busy" if early > SLOWER * whole else ""
         parts.append(f"The {record.timeline['steps']} steps before the one drawn here took {figures.duration(early)} on average{slower}.")
     if isinstance(predicted, Mapping) and is_number(predicted.get("step_seconds")):
         expected = predicted["step_seconds"]
-        off = f" ({found / expected - 1:+.0%})" if is_number(found) and expected else ""
+        off = f" ({measured / expected - 1:+.0%})" if is_number(measured) and expected else ""
         parts.append(f"The planner had predicted {figures.duration(expected)}{off}.")
-    elif found:
+    elif measured:
         parts.append("There is no prediction: this machine had not been measured for such a model when the run started.")
     if bubble is not None:
         parts.append(f"In the step drawn here, {bubble:.1%} of the workers' time was not spent computing. Timing adds a little to it.")
@@ -217,8 +217,8 @@ def _schedule(record: RunRecord) -> str:
     if not isinstance(steps, int) or not isinstance(plan.get("stages"), int):
         return ""
     chunk_steps, micro_batches, stages = plan.get("chunk_steps"), plan.get("micro_batches") or 1, plan["stages"]
-    known = Plan(1, stages, tuple(plan.get("cuts") or ()), chunk_steps if isinstance(chunk_steps, int) else None)
-    chunks = known.chunks(steps)
+    shape = Plan(1, stages, tuple(plan.get("cuts") or ()), chunk_steps if isinstance(chunk_steps, int) else None)
+    chunks = shape.chunks(steps)
     if chunks * micro_batches * stages == 1 or chunks * micro_batches > MOST_PICTURED or stages > MOST_PICTURED:
         return ""
     return show(wavefront(stages, chunks, micro_batches, share_head=bool(plan.get("share_head")), defer_weights=not plan.get("recompute")))
@@ -265,10 +265,10 @@ def _distributed(sample: Distributed) -> Figure:
     for place, (name, values) in enumerate(sample.by_step):
         points = [(float(step), value) for step, value in enumerate(values, start=1) if math.isfinite(value)]
         lines.append(Line(name, points, f"c{place}" if place else "c0", dashed=place > 0, dots=len(points) == 1))
-    told = ", ".join(f"{name} {chart.number(value)}" for name, value in sample.worst)
+    listed = ", ".join(f"{name} {chart.number(value)}" for name, value in sample.worst)
     many = f"The {len(sample.worst)} worst of {sample.series:,}" if len(sample.worst) < sample.series else "From worst to best"
     svg = chart.draw(sample.title, lines, x_name="steps ahead", width=chart.WIDE, zero=True)
-    return Figure(sample.title, Markup(svg), Markup(chart.legend(lines)), f"{many}: {told}." if told else "")
+    return Figure(sample.title, Markup(svg), Markup(chart.legend(lines)), f"{many}: {listed}." if listed else "")
 
 
 def _paired(sample: Paired) -> Figure:
@@ -360,10 +360,10 @@ def _common(records: Sequence[RunRecord]) -> Iterator[tuple[str, str, str]]:
 
 
 def _flat(spec: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for section, value in spec.items():
         if section == "plan" and isinstance(value, Mapping):
-            value = ", ".join(f"{key}={json.dumps(given)}" for key, given in value.items() if given not in (None, False))
+            value = ", ".join(f"{key}={json.dumps(setting)}" for key, setting in value.items() if setting not in (None, False))
         pairs = value.items() if isinstance(value, Mapping) else [("", value)]
-        found |= {f"{section}.{key}".rstrip("."): given if isinstance(given, str) else json.dumps(given) for key, given in pairs}
-    return found
+        settings |= {f"{section}.{key}".rstrip("."): setting if isinstance(setting, str) else json.dumps(setting) for key, setting in pairs}
+    return settings

@@ -83,10 +83,10 @@ def _measured(record: RunRecord, most: int = MOST_SPANS) -> Panel | None:
             continue
         begun = float(each["begun"])
         # Waiting is what is left blank: the bubble.
-        own = [span._replace(start=span.start + begun, end=span.end + begun) for span in spans if span.label != "wait"]
-        if (first := begun + spans[0].start) > begun:  # nobody is waited for yet: the table counts this as the rest, too
-            own.insert(0, TaskSpan("rest", begun, first))
-        rows.append((*own, TaskSpan("rest", own[-1].end, max(own[-1].end, begun + float(each["seconds"])))))
+        shifted = [span._replace(start=span.start + begun, end=span.end + begun) for span in spans if span.label != "wait"]
+        if (first := begun + spans[0].start) > begun:  # it waits for nobody yet: the table counts this as the rest, too
+            shifted.insert(0, TaskSpan("rest", begun, first))
+        rows.append((*shifted, TaskSpan("rest", shifted[-1].end, max(shifted[-1].end, begun + float(each["seconds"])))))
         names.append(f"replica {each.get('replica')}, stage {each.get('stage')}")
     rows = _that_fit(rows, most)
     if not rows:
@@ -106,27 +106,27 @@ def bubble(record: RunRecord) -> float | None:
 
 
 def _that_fit(rows: list[tuple[TaskSpan, ...]], most: int) -> list[tuple[TaskSpan, ...]]:
-    """The first rows, with at most so many spans together."""
+    """The first rows, with at most `most` spans together."""
     sizes = accumulate(map(len, rows))
     return [row for row, size in zip(rows, sizes, strict=True) if size <= most]
 
 
-def _rows(given: object) -> list[tuple[TaskSpan, ...]]:
-    return [spans for row in given if (spans := tuple(_spans(row)))] if isinstance(given, list) else []
+def _rows(content: object) -> list[tuple[TaskSpan, ...]]:
+    return [spans for row in content if (spans := tuple(_spans(row)))] if isinstance(content, list) else []
 
 
-def _spans(given: object) -> list[TaskSpan]:
+def _spans(content: object) -> list[TaskSpan]:
     """Spans as timeline.json has them: label, start, end, chunk, micro-batch."""
-    found = []
-    for each in given if isinstance(given, list) else ():
+    spans = []
+    for each in content if isinstance(content, list) else ():
         if not isinstance(each, list) or len(each) != 5 or not is_number(each[1]) or not is_number(each[2]):
             continue
         label, start, end, chunk, micro_batch = each
         phase = label if label in TASKS else "F"
         task = StageTask(cast(Phase, phase), 0, chunk, micro_batch) if isinstance(chunk, int) and isinstance(micro_batch, int) else None
         if label in (*TASKS, "reduce", "update", "send", "wait"):
-            found.append(TaskSpan(label, start, end, task if label in TASKS else None))
-    return found
+            spans.append(TaskSpan(label, start, end, task if label in TASKS else None))
+    return spans
 
 
 def _stage_units(record: RunRecord, stages: int) -> list[str]:
@@ -146,9 +146,9 @@ def _chunks(record: RunRecord, width: int) -> tuple[list[str], int]:
     if not isinstance(steps, int) or not isinstance(chunk_steps, int) or steps < 1 or chunk_steps < 1:
         return [], MARGIN
     many = -(-steps // chunk_steps)
-    said = f"a window of {steps:,} steps in {many:,} chunk{'s' * (many != 1)} of {min(chunk_steps, steps):,}"
-    said += ", which travel through the stages one after the other" if many > 1 else ""
-    parts = [f'<text x="{MARGIN}" y="{MARGIN + 12}">{said}</text>']
+    caption = f"a window of {steps:,} steps in {many:,} chunk{'s' * (many != 1)} of {min(chunk_steps, steps):,}"
+    caption += ", which travel through the stages one after the other" if many > 1 else ""
+    parts = [f'<text x="{MARGIN}" y="{MARGIN + 12}">{caption}</text>']
     shown = min(many, 64)
     each = (min(width, 760) - 2 * MARGIN) / shown
     for chunk in range(shown):

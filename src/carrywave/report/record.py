@@ -67,8 +67,8 @@ class RunRecord:
     @property
     def metric_names(self) -> list[str]:
         """The task's metrics, the best known first; those of simple forecasts (`naive_…`) are shown beside them."""
-        found = dict.fromkeys(name for row in self.metrics if row.get("split") != "train" for name in row)
-        names = [name for name in found if name not in NOT_METRICS and not name.startswith(PREFIXES)]
+        columns = dict.fromkeys(name for row in self.metrics if row.get("split") != "train" for name in row)
+        names = [name for name in columns if name not in NOT_METRICS and not name.startswith(PREFIXES)]
         return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     @property
@@ -101,14 +101,14 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """The size and time of the files that a report is made from: it changes when they do."""
-    found = []
+    marks = []
     for name in (SPEC, PLAN, FACTS, *LOGS, WEIGHTS):
         try:
-            known = (folder / name).stat()
+            status = (folder / name).stat()
         except OSError:
             continue
-        found.append((name, known.st_size, known.st_mtime_ns))
-    return tuple(found)
+        marks.append((name, status.st_size, status.st_mtime_ns))
+    return tuple(marks)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -125,18 +125,18 @@ def _text(path: Path) -> str:
 
 def _spec_of(text: str) -> Mapping[str, Any]:
     try:
-        found = parse_yaml(text, SPEC)
+        spec = parse_yaml(text, SPEC)
     except UserError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return spec if isinstance(spec, dict) else {}
 
 
 def _is_trained(folder: Path) -> bool:
-    """True if the process that is named as the owner is there; on another host, if its heartbeat is recent."""
-    there = owner.read(folder)
-    if there is None:
+    """True if the recorded owner is still running; on another host, if its heartbeat is recent."""
+    recorded = owner.read(folder)
+    if recorded is None:
         return False
-    gone = owner.is_gone(there, owner.this_process())
+    gone = owner.is_gone(recorded, owner.this_process())
     try:
         beat = (folder / owner.FILE).stat().st_mtime
     except OSError:
@@ -146,20 +146,20 @@ def _is_trained(folder: Path) -> bool:
 
 def _object(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _rows(path: Path) -> list[Row]:
     """The lines that are whole objects: the last one of a running or killed run may be cut off."""
-    found = []
+    rows = []
     for line in _text(path).splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows

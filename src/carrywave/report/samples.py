@@ -60,9 +60,9 @@ def samples_of(folder: Path, device: str = "auto") -> Samples:
             return Samples("No samples: the run has neither validation nor test data.")
         if not saved.model.has_output:
             return Samples("No samples: the model's head has no forward method.")
-        told = changed_since(saved, prepared, name)
-        found = _computed(replace(saved, task=saved.task.with_line(prepared.train)), name, data)
-        return replace(found, note=" ".join([found.note, *(f"{line}." for line in told)]))
+        changed = changed_since(saved, prepared, name)
+        samples = _computed(replace(saved, task=saved.task.with_line(prepared.train)), name, data)
+        return replace(samples, note=" ".join([samples.note, *(f"{line}." for line in changed)]))
     except UserError as error:
         return Samples(f"No samples: {error}.")
 
@@ -199,11 +199,11 @@ def _transcribed(saved: Saved, name: str, data: Sequences) -> Transcribed:
             continue
         for lane, number in enumerate(sequence.tolist()):
             labels = [label for label in target[lane].tolist() if label >= 0]
-            found = greedy(out[:, lane].numpy(), len(codec.labels))
+            transcript = greedy(out[:, lane].numpy(), len(codec.labels))
             start, length = int(few.starts[number]), int(few.lengths[number])
-            given = "" if codec.kind in (None, "int") else codec.decode(np.asarray(few.inputs[start : start + length]))
+            text = "" if codec.kind in (None, "int") else codec.decode(np.asarray(few.inputs[start : start + length]))
             if number >= 0:
-                rows[number] = (given, _written(codec, labels), _written(codec, found))
+                rows[number] = (text, _written(codec, labels), _written(codec, transcript))
     return Transcribed([rows[number] for number in sorted(rows)])
 
 
@@ -245,16 +245,16 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> list[Sample]:
     few = _few(data, spec.horizon, values.many)
     part = saved.task.part(name, few)
     lasts = {number: int(length) - 1 for number, length in enumerate(part.view.lengths)}
-    found: dict[int, NDArray[np.float64]] = {}
+    by_number: dict[int, NDArray[np.float64]] = {}
     for out, _, sequence, offset, lengths in _seen(saved, part):
         for lane, (number, first, length) in enumerate(zip(sequence.tolist(), offset.tolist(), lengths.tolist(), strict=True)):
             if number >= 0 and first <= lasts[number] < first + length:
-                found[number] = out[lasts[number] - first, lane].double().numpy()
+                by_number[number] = out[lasts[number] - first, lane].double().numpy()
     shown: list[Sample] = []
-    for number in range(0, len(found), values.many):
-        own = np.flatnonzero(everything.starts <= few.starts[number])[-1]  # among all sequences of the file
-        series, row = int(own) // values.many, int(few.starts[number] - everything.starts[own]) + lasts[number]
-        outs = [found[number + place][None] for place in range(values.many)]
+    for number in range(0, len(by_number), values.many):
+        place_among_all = np.flatnonzero(everything.starts <= few.starts[number])[-1]  # among all sequences of the file
+        series, row = int(place_among_all) // values.many, int(few.starts[number] - everything.starts[place_among_all]) + lasts[number]
+        outs = [by_number[number + place][None] for place in range(values.many)]
         made_HCQ = values(series, np.array([row + 1]), outs)[0]
         for place, column in enumerate(codec.forecast_columns):
             if len(shown) == MOST_PANELS:
@@ -274,7 +274,7 @@ class _TimeIsUp(Exception):
 
 def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
     """How errors are distributed over the horizon and over series; nothing if that takes too long."""
-    part, found = saved.task.part(name, data), list[Errors]()
+    part, errors = saved.task.part(name, data), list[Errors]()
     ends = time.monotonic() + SECONDS
 
     def tick(done: int, total: int) -> None:
@@ -282,18 +282,18 @@ def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
             raise _TimeIsUp
 
     def look(metric: Metric) -> None:
-        found.extend([metric] if isinstance(metric, Errors) else [])
+        errors.extend([metric] if isinstance(metric, Errors) else [])
 
     with suppress(_TimeIsUp):
         by = Details(("series",))
         evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, tick=tick, details=by, look=look)
-    if not found or not (ours := found[0].by_step()):
+    if not errors or not (ours := errors[0].by_step()):
         return []
     several = saved.spec.data.season > 1  # otherwise the naive forecast is the last value
     simple = [
         (BASELINES[kind], each.absolute_HC.mean(axis=1).tolist()) for kind, each in part.baselines.items() if several or kind != "naive"
     ]
-    series = found[0].by_series()
+    series = errors[0].by_series()
     worst = sorted(series.items(), key=lambda pair: -pair[1])[:MOST_WORST] if len(series) > 1 else []
     return [Distributed("MAE by step ahead (standardized)", [("forecast", ours), *simple], worst, len(series))]
 

@@ -35,7 +35,7 @@ def step_samples(saved: Saved, name: str, data: Sequences, seconds: float) -> li
 
 def _followed(saved: Saved, name: str, data: Sequences) -> Iterator[Sample]:
     codec, few = saved.task.codec, _few(data)
-    found: list[list[tuple[NDArray[np.float64], NDArray[np.float64]]]] = [[] for _ in range(len(few))]
+    pairs: list[list[tuple[NDArray[np.float64], NDArray[np.float64]]]] = [[] for _ in range(len(few))]
     seen: list[tuple[Tensor, Tensor | None]] = []
     part = saved.task.part(name, few)
     walk = passes(saved.model, saved.spec, part, mesh=saved.mesh, stage=saved.stage, observe=lambda *each: seen.append(each))
@@ -44,15 +44,15 @@ def _followed(saved: Saved, name: str, data: Sequences) -> Iterator[Sample]:
         for out, target in seen:
             for lane, (owner, length) in enumerate(zip(batch.sequence.tolist(), batch.lengths.tolist(), strict=True)):
                 if owner >= 0 and target is not None and length > first:
-                    own = target[: length - first, lane]
-                    own = own[..., 0] if own.ndim > 2 else own  # without the weights of the loss
+                    wanted = target[: length - first, lane]
+                    wanted = wanted[..., 0] if wanted.ndim > 2 else wanted  # without the weights of the loss
                     guess = out[: length - first, lane]
-                    found[owner].append((own.double().cpu().numpy(), guess.double().cpu().numpy()))
+                    pairs[owner].append((wanted.double().cpu().numpy(), guess.double().cpu().numpy()))
             first += len(out)
         seen.clear()
     panels = [(number, place) for number in range(len(few)) for place in range(len(codec.step_targets))][:MOST_PANELS]
     for number, place in panels:
-        measured, estimated = (codec.restore(np.concatenate(each))[:, place] for each in zip(*found[number], strict=True))
+        measured, estimated = (codec.restore(np.concatenate(each))[:, place] for each in zip(*pairs[number], strict=True))
         warm = 0 if few.warm is None else int(few.warm[number])
         steps = range(max(warm, len(measured) - MOST_STEPS), len(measured))
         named = codec.step_targets[place] + (f", series {few.names[number]}" if few.names is not None and len(few.names) > 1 else "")

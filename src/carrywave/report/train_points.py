@@ -11,34 +11,34 @@ from carrywave.report.record import Row, is_number
 
 def train_points(rows: Sequence[Row], name: str, weight: str) -> list[tuple[float, float]]:
     """The means of a value over neighbouring rows, weighted by `weight`, at the last step of each; what is not finite is left out."""
-    found = []
+    points = []
     for group in groups(rows):
         pairs = [(row[name], _weight(row, weight)) for row in group if is_number(row.get(name))]
         total = sum(many for _, many in pairs)
         if total > 0 and is_number(step := group[-1].get("step")):
-            found.append((float(step), sum(value * many for value, many in pairs) / total))
-    return found
+            points.append((float(step), sum(value * many for value, many in pairs) / total))
+    return points
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Neighbouring rows that are drawn as one point: as many as make up the usual number of steps."""
     usual = _usual(rows)
-    found: list[list[Row]] = []
+    rows_by_point: list[list[Row]] = []
     pending: list[Row] = []
     for row in rows:
         pending.append(row)
         if _steps(pending) >= usual:
-            found.append(pending)
+            rows_by_point.append(pending)
             pending = []
-    if pending and found and _steps(pending) < usual / 2:
-        found[-1] += pending
+    if pending and rows_by_point and _steps(pending) < usual / 2:
+        rows_by_point[-1] += pending
     elif pending:
-        found.append(pending)
-    return found
+        rows_by_point.append(pending)
+    return rows_by_point
 
 
 def _usual(rows: Sequence[Row]) -> float:
-    """The steps of a row, as they are for most steps: half of all steps are in rows of at least so many."""
+    """The steps of a row, as they are for most steps: half of all steps are in rows of at least this many."""
     sizes = sorted((_weight(row, "steps") for row in rows), reverse=True)
     half, seen = sum(sizes) / 2, 0.0
     for size in sizes:

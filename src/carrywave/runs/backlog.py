@@ -24,8 +24,8 @@ class Backlog:
 
     def __init__(self, folder: Path, before_opening: Callable[[], None]) -> None:
         self._folder, self._before_opening = folder, before_opening
-        self.say: Callable[[str], None] = lambda _: None  # who is told that something waits, once, and that all is written
-        self._told = False
+        self.say: Callable[[str], None] = lambda _: None  # called once when something waits, and once when all is written
+        self._announced = False
         self._elsewhere: set[str] = set()  # what others keep
         self._lock = threading.RLock()
         self._logs: dict[str, IO[bytes]] = {}
@@ -80,8 +80,8 @@ class Backlog:
     def _tell(self, name: str, why: OSError | None) -> None:
         """After a write: say once that something waits, and once that all is written. Raise if no more can be kept, or it has no place."""
         if why is None:
-            if self._told and not self.waiting:
-                self._told = False
+            if self._announced and not self.waiting:
+                self._announced = False
                 self.say(f"{self._folder}: all that was kept in memory is written")
             return
         self._before_opening()
@@ -90,8 +90,8 @@ class Backlog:
         if self.num_bytes() > MOST_BYTES:
             kept = f"{MOST_BYTES >> 20} MiB of rows wait in memory, and no more are kept"
             raise from_system(why, RunError)(f"{fact}; {kept}; {remedy}, then resume") from why
-        if not self._told:
-            self._told = True
+        if not self._announced:
+            self._announced = True
             self.say(f"{fact}; the run continues, and keeps it in memory; {remedy}")
 
     def _write_rows(self, name: str) -> OSError | None:

@@ -36,7 +36,7 @@ class Display(Watcher, Protocol):
 
 
 class LastingStream:
-    """A text stream that falls silent once it cannot be written; `gone` is then told why, once."""
+    """A text stream that falls silent once it cannot be written; `gone` is then called once, with the reason."""
 
     def __init__(self, stream: IO[str], gone: Callable[[Exception], None]) -> None:
         self._stream = stream

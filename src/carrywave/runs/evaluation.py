@@ -96,9 +96,9 @@ def evaluate(
     if shards is not None:
         settle(device)
     by_series = details is not None and "series" in details.by
-    places, own = (1, range(1)) if shards is None else (SHARDS, shards)
+    places, local = (1, range(1)) if shards is None else (SHARDS, shards)
     understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
-    judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if understood else None) for shard in own}
+    judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if understood else None) for shard in local}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers: dict[int, Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
@@ -129,11 +129,11 @@ def is_ctc(model: Model | OpaqueModel) -> bool:
 
 def joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
     """The metric summed over all workers and shards; this worker's first meter holds the result."""
-    given = {shard: meter.tensors() for shard, meter in meters.items()}
+    by_shard = {shard: meter.tensors() for shard, meter in meters.items()}
     first = next(iter(meters))
-    for name, tensor in given[first].items():
+    for name, tensor in by_shard[first].items():
         parts = tensor.new_zeros((places, *tensor.shape))
-        for shard, tensors in given.items():
+        for shard, tensors in by_shard.items():
             parts[shard] = tensors[name]
         tensor.copy_(tree(mesh.sum_(parts).unbind(), torch.add))
     return meters[first]
@@ -187,19 +187,19 @@ def _walk(
     with mode(model, training=False):
         for batch in loader.batches(Cursor(0, 0)):
             splits.look([batch], [random.key(0)], training=False)
-            for shard, own in parts_of(mesh, batch, shards, pooled=model.pooled):
+            for shard, piece in parts_of(mesh, batch, shards, pooled=model.pooled):
                 state = states.get(shard)
                 if state is None or not spec.streams:
-                    state = stage.start(own.lanes.shape[0], mesh.device).detach()
+                    state = stage.start(piece.lanes.shape[0], mesh.device).detach()
                 observe = observers.get(shard)
                 # What a pooled head has accumulated is not among the tensors passed from one graph to the next.
                 if capture is None or (state.acc is not None and spec.streams):
-                    outcome = forward.run(own, state, observe)
+                    outcome = forward.run(piece, state, observe)
                 else:
-                    outcome = forward.recorded(capture, own, state, observe)
+                    outcome = forward.recorded(capture, piece, state, observe)
                 # The next shard may be computed in the same buffers.
                 states[shard] = outcome.state if shards is None else outcome.state.map(torch.clone)
-                yield shard, own, outcome
+                yield shard, piece, outcome
             if tick is not None:
                 tick(batch.step + 1, total)
 
@@ -218,12 +218,14 @@ class _Forward:
         """The same by graph replay. Observers run afterwards: their code is not ours to capture."""
 
         def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: FlatCarry) -> tuple[_Seen, FlatCarry]:
-            [own] = batches
+            [static_batch] = batches
             entered = (
-                self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else State(self.stage.carries(carries))
+                self.stage.start(static_batch.lanes.shape[0], self.mesh.device).detach()
+                if carries is None
+                else State(self.stage.carries(carries))
             )
             shown: list[tuple[Tensor, Tensor | None, Tensor, Tensor]] = []
-            outcome = self.run(own, entered, None if observe is None else lambda *seen: shown.append(seen))
+            outcome = self.run(static_batch, entered, None if observe is None else lambda *seen: shown.append(seen))
             return (outcome, shown), None if carries is None else flatten(outcome.state)
 
         carries = flatten(state) if self.spec.streams else None

@@ -28,12 +28,12 @@ def check(path: Path | None, *, wanted: bool = False) -> None:
         if wanted and sys.stdout is None:
             raise UserError("standard output is closed, so the result would be lost; open it, or pass a file with -o")
         return
-    known = _known(path)
-    if known is not None and stat.S_ISDIR(known.st_mode):
+    status = _status(path)
+    if status is not None and stat.S_ISDIR(status.st_mode):
         raise UserError(f"{path} is a folder; pass a file name")
     if _open_file(path) is not None:
         return
-    if known is not None and not stat.S_ISREG(known.st_mode):
+    if status is not None and not stat.S_ISREG(status.st_mode):
         if not os.access(path, os.W_OK):
             raise UserError(f"{path} cannot be written: it is read-only; use another path")
         return
@@ -69,14 +69,14 @@ class OutputFile:
     def __enter__(self) -> Self:
         check(self.path)
         try:
-            known = _known(self.path)
+            status = _status(self.path)
             handle = _open_file(self.path)
             if handle is not None:
                 self._handle = os.dup(handle)
-            elif known is not None and not stat.S_ISREG(known.st_mode):
+            elif status is not None and not stat.S_ISREG(status.st_mode):
                 self._handle = os.open(self.path, os.O_WRONLY)
             else:
-                self._new = _NewFile(_target(self.path), None if known is None else stat.S_IMODE(known.st_mode))
+                self._new = _NewFile(_target(self.path), None if status is None else stat.S_IMODE(status.st_mode))
                 self._handle = self._new.handle
         except OSError as error:
             raise self._failed(error) from error
@@ -117,7 +117,7 @@ class OutputFile:
         return from_system(error)(f"{self.path} could not be written: {error.strerror or error}; {remedy}, or use another path")
 
 
-def _known(path: Path) -> os.stat_result | None:
+def _status(path: Path) -> os.stat_result | None:
     """The status of what is at a path, following links; None: nothing."""
     try:
         return path.stat()
@@ -135,10 +135,10 @@ def _target(path: Path) -> Path:
 def _open_file(path: Path) -> int | None:
     """The descriptor of this process that a path refers to: opened by name, its file would be written from the beginning."""
     for _ in range(MOST_LINKS):
-        found = OPEN_FILE.fullmatch(os.path.join(os.path.realpath(path.parent), path.name))
-        if found is not None:
-            own = os.path.realpath(path.parent) == os.path.realpath("/proc/self/fd")
-            return int(found[1]) if own else None
+        match = OPEN_FILE.fullmatch(os.path.join(os.path.realpath(path.parent), path.name))
+        if match is not None:
+            is_ours = os.path.realpath(path.parent) == os.path.realpath("/proc/self/fd")
+            return int(match[1]) if is_ours else None
         if not path.is_symlink():
             return None
         path = path.parent / os.readlink(path)

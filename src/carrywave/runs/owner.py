@@ -77,18 +77,18 @@ def read(folder: Path) -> Owner | None:
 
 def this_process() -> Owner:
     """This process, as the owner that it would be."""
-    known = identity(os.getpid())
+    process = identity(os.getpid())
     try:
         machine = Path("/etc/machine-id").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         machine = ""
     return Owner(
-        str(known["host"]),
+        str(process["host"]),
         machine,
-        str(known["boot"]),
-        str(known["space"]),
+        str(process["boot"]),
+        str(process["space"]),
         os.getpid(),
-        str(known["born"]),
+        str(process["born"]),
         secrets.token_hex(8),
         tuple(launch_record.names()),
         launch_record.call(),
@@ -99,8 +99,8 @@ def this_process() -> Owner:
 class Claim:
     """This process's ownership of a run, from `take` to `release`."""
 
-    def __init__(self, folder: Path, own: Owner) -> None:
-        self.folder, self._own = folder, own
+    def __init__(self, folder: Path, owner: Owner) -> None:
+        self.folder, self._owner = folder, owner
         self._lost: str | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="carrywave-owner", daemon=True)
@@ -128,15 +128,15 @@ class Claim:
             return
         self._over.set()
         self._thread.join(BEAT_SECONDS)
-        there = read(self.folder)
-        if there is not None and there.token == self._own.token:
+        recorded = read(self.folder)
+        if recorded is not None and recorded.token == self._owner.token:
             with suppress(OSError):
                 (self.folder / FILE).unlink()
 
     def _see(self) -> None:
-        there = read(self.folder)
-        if there is not None and there.token != self._own.token:
-            self._lost = f"{self.folder} was taken over by {there} because this process sent no heartbeat; this process stops"
+        recorded = read(self.folder)
+        if recorded is not None and recorded.token != self._owner.token:
+            self._lost = f"{self.folder} was taken over by {recorded} because this process sent no heartbeat; this process stops"
         elif not self.folder.is_dir() or not (self.folder / FILE).exists():
             gone = "folder" if not self.folder.is_dir() else f"file {FILE}"
             self._lost = f"the {gone} of run {self.folder} was removed during training; restart the run, and leave it in place"
@@ -147,34 +147,34 @@ class Claim:
                 self._see()
                 if self._lost is not None:
                     return
-                self._own = replace(self._own, beats=self._own.beats + 1)
+                self._owner = replace(self._owner, beats=self._owner.beats + 1)
                 # Opened and closed each time: on a network file system, closing makes a write visible to other hosts.
                 with (self.folder / FILE).open("r+b", buffering=0) as file:
-                    file.write(self._own.encode())
+                    file.write(self._owner.encode())
 
 
 def take(folder: Path, say: Callable[[str], None] = lambda _: None) -> Claim:
     """Become the owner of a run whose folder exists; raises if another process owns it."""
-    own = this_process()
+    ours = this_process()
     while True:
         recorded = _settled(folder)
         if recorded is not None:
-            _judge(folder, recorded, own, say)
-        if _write(folder, recorded, own):
-            return Claim(folder, own)
+            _judge(folder, recorded, ours, say)
+        if _write(folder, recorded, ours):
+            return Claim(folder, ours)
 
 
 def _settled(folder: Path) -> Owner | None:
     """The recorded owner. A record being written gets a moment to become complete; one that stays incomplete is nobody's, and removed."""
     deadline = time.monotonic() + WRITTEN_SECONDS
-    while (found := read(folder)) is None and (folder / FILE).exists():
+    while (recorded := read(folder)) is None and (folder / FILE).exists():
         if time.monotonic() > deadline:
             (folder / FILE).unlink(missing_ok=True)
         time.sleep(0.01)
-    return found
+    return recorded
 
 
-def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
+def _write(folder: Path, judged: Owner | None, ours: Owner) -> bool:
     """Record this process in the file; False if the file is no longer what was judged."""
     with _guarded(folder) as guarded:
         now = read(folder)
@@ -188,33 +188,33 @@ def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
             return False
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
-                file.write(own.encode())
+                file.write(ours.encode())
         except OSError:
             if now is None:
                 (folder / FILE).unlink(missing_ok=True)  # an incomplete record
             raise
     if now is not None and not guarded:
         time.sleep(SETTLE_SECONDS)
-    there = read(folder)
-    return there is not None and there.token == own.token
+    written = read(folder)
+    return written is not None and written.token == ours.token
 
 
-def _judge(folder: Path, recorded: Owner, own: Owner, say: Callable[[str], None]) -> None:
+def _judge(folder: Path, recorded: Owner, ours: Owner, say: Callable[[str], None]) -> None:
     """Return if the recorded owner no longer trains the run; raise if it does."""
-    if recorded.call == own.call and set(recorded.launch) & set(own.launch) and recorded.attempt < own.attempt:
+    if recorded.call == ours.call and set(recorded.launch) & set(ours.launch) and recorded.attempt < ours.attempt:
         return
-    gone = is_gone(recorded, own)
+    gone = is_gone(recorded, ours)
     if gone is None:
         gone = not _moves(folder, recorded, say)
     if not gone:
         raise RunError(f"{folder} is being trained by {recorded}; wait until it ends, stop it, or use another {option('run')}")
 
 
-def is_gone(recorded: Owner, own: Owner) -> bool | None:
+def is_gone(recorded: Owner, ours: Owner) -> bool | None:
     """True if the process of an owner has ended; None if that cannot be seen from here."""
-    if recorded.machine and (recorded.host, recorded.machine) == (own.host, own.machine) and recorded.boot != own.boot:
+    if recorded.machine and (recorded.host, recorded.machine) == (ours.host, ours.machine) and recorded.boot != ours.boot:
         return True  # the host has rebooted since
-    if (recorded.host, recorded.boot, recorded.space) != (own.host, own.boot, own.space):
+    if (recorded.host, recorded.boot, recorded.space) != (ours.host, ours.boot, ours.space):
         return None
     return has_ended(recorded.pid, recorded.born)
 

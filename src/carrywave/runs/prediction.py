@@ -45,7 +45,7 @@ Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more a
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """What to predict for, and how."""
 
     paths: Sequence[Path | str]
@@ -59,7 +59,7 @@ class _Asked:
     note: Callable[[str], None]
     samples: int | None = None
     steps: int | None = None
-    tell: Callable[[str], None] | None = None  # of what is no oddity; None: nobody asked
+    tell: Callable[[str], None] | None = None  # for lines on what is not odd; None: not wanted
 
 
 def predict(
@@ -108,9 +108,9 @@ def predict(
         return True
 
     how = Sampling(temperature, top_k, top_p, seed)
-    asked = _Asked(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, beam, note or warn)
-    asked = replace(asked, samples=samples, steps=steps, tell=note)
-    _predict(asked, device, model, lambda world: nullcontext(keep_all))
+    request = _Request(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, beam, note or warn)
+    request = replace(request, samples=samples, steps=steps, tell=note)
+    _predict(request, device, model, lambda world: nullcontext(keep_all))
     return rows
 
 
@@ -162,44 +162,44 @@ def predict_run(
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
     how = Sampling(temperature, top_k, top_p, seed)
-    asked = _Asked(paths_of(path), input, prompt, tokens, how, keep, format, beam, note, samples, steps, note)
+    request = _Request(paths_of(path), input, prompt, tokens, how, keep, format, beam, note, samples, steps, note)
     row_writer.check(output)
-    _predict(asked, device, None, to_output)
+    _predict(request, device, None, to_output)
     return written
 
 
-def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Callable[[World], Any]) -> None:
+def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: Callable[[World], Any]) -> None:
     world = join(device)
     with raise_on_all(world):
-        if len(asked.paths) > 1 and model is not None:
+        if len(request.paths) > 1 and model is not None:
             raise UserError("several runs predict together only if their models are in their folders; pass one run with model=...")
-        if len(asked.paths) > 1:
-            members = open_members(asked.paths, device, world)
+        if len(request.paths) > 1:
+            members = open_members(request.paths, device, world)
         else:
-            whole = asked.samples is not None  # draws may be fed back
-            members = [open_run(asked.paths[0], device, model, world=world, whole_for="language", whole=whole, loss=_no_loss)]
+            whole = request.samples is not None  # draws may be fed back
+            members = [open_run(request.paths[0], device, model, world=world, whole_for="language", whole=whole, loss=_no_loss)]
         saved = members[0]
-        _check(saved, asked)
+        _check(saved, request)
         carried = KeptColumns.of(
-            asked.keep, "forecasting" if saved.spec.reads_series else saved.spec.task, multi_label=saved.spec.data.multi_label
+            request.keep, "forecasting" if saved.spec.reads_series else saved.spec.task, multi_label=saved.spec.data.multi_label
         )
-    spec = _in_format(saved.spec, asked.format)
+    spec = _in_format(saved.spec, request.format)
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):
             sink = stack.enter_context(sink_for(world))
         if spec.task == "language":
-            prompts = prompts_of(asked.data, asked.prompt, spec, carried)
-            for rows in continued(members, prompts, asked.tokens, asked.how):
+            prompts = prompts_of(request.data, request.prompt, spec, carried)
+            for rows in continued(members, prompts, request.tokens, request.how):
                 if not _written(world, sink, rows):
                     break
         elif spec.task == "forecasting":
-            _forecast(members, spec, asked, sink)
+            _forecast(members, spec, request, sink)
         elif spec.each_step:
-            _estimate(members, spec, asked, sink)
+            _estimate(members, spec, request, sink)
         else:
             outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
-            for block in shared(world, lambda: _blocks(stack, members, spec, asked.data, carried)):
-                if not _written(world, sink, rows_of(outputs, block, beam=asked.beam or 1)):
+            for block in shared(world, lambda: _blocks(stack, members, spec, request.data, carried)):
+                if not _written(world, sink, rows_of(outputs, block, beam=request.beam or 1)):
                     break
         leave(world)
 
@@ -224,21 +224,21 @@ def _open(stack: ExitStack, spec: Spec, data: Any, carried: KeptColumns) -> Rows
     return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, as_text=carried.names)
 
 
-def _forecast(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -> None:
+def _forecast(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sink) -> None:
     world, codec = members[0].mesh.world, members[0].task.codec
     with ExitStack() as stack:
-        data = asked.data
+        data = request.data
         if is_standard(data):
             data = kept_on_all(world, stack, lambda: spec)
-        made = [_forecasts_of(member, data, asked, tell=member is members[0]) for member in members]
+        made = [_forecasts_of(member, data, request, tell=member is members[0]) for member in members]
         places = (BY_PLACE, "step", *(name for name in (codec.series, codec.time) if name is not None))
         _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places))
 
 
-def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iterator[Row]:
-    """The forecasts of one run, computed when this is called; `tell` what is odd about the data."""
+def _forecasts_of(saved: Saved, data: Any, request: _Request, *, tell: bool) -> Iterator[Row]:
+    """The forecasts of one run, computed when this is called; with `tell`, note what is odd about the data."""
     world, codec = saved.mesh.world, saved.task.codec
-    spec = _in_format(saved.spec, asked.format)
+    spec = _in_format(saved.spec, request.format)
     with raise_on_all(world, no_timeout=True):
         table = series_of(data, codec, spec)
         table.check_ahead(spec.data.horizon)
@@ -246,23 +246,23 @@ def _forecasts_of(saved: Saved, data: Any, asked: _Asked, *, tell: bool) -> Iter
     if world.rank == 0 and tell:
         short = short_of_season(spec.data, sequences.lengths)
         for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
-            asked.note(line)
-    if asked.samples is None:
+            request.note(line)
+    if request.samples is None:
         return forecasts(Outputs(saved), sequences, table)
-    steps = sample_paths.check(saved, asked.samples, asked.steps)
-    if world.rank == 0 and asked.tell is not None:
+    steps = sample_paths.check(saved, request.samples, request.steps)
+    if world.rank == 0 and request.tell is not None:
         fed = spec.data.horizon == 1 and steps > 1
         ancestral = "sample paths are ancestral: each value is drawn given those drawn before it"
-        asked.tell(ancestral if fed else "sample paths are direct: each step is drawn by itself, given the past alone")
-    return sample_paths.sample_paths(saved, sequences, table, asked.samples, steps, asked.how.seed)
+        request.tell(ancestral if fed else "sample paths are direct: each step is drawn by itself, given the past alone")
+    return sample_paths.sample_paths(saved, sequences, table, request.samples, steps, request.how.seed)
 
 
-def _estimate(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -> None:
+def _estimate(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sink) -> None:
     """The numbers of every step, a block of series at a time."""
     world, codec = members[0].mesh.world, members[0].task.codec
     places = ("step", *(name for name in (codec.series, codec.time) if name is not None))
     with ExitStack() as stack:
-        data = kept_on_all(world, stack, lambda: spec) if is_standard(asked.data) else asked.data
+        data = kept_on_all(world, stack, lambda: spec) if is_standard(request.data) else request.data
         outputs = [Outputs(member) for member in members]
         source = step_series_of(data, spec)
         walks = [tables_of(source, member.task.codec, spec, MemoryAppender) for member in members]
@@ -271,11 +271,11 @@ def _estimate(members: Sequence[Saved], spec: Spec, asked: _Asked, sink: Sink) -
                 blocks = [next(walk, None) for walk in walks]
             if None in blocks:
                 break
-            given = [block for block in blocks if block is not None]
+            tables = [block for block in blocks if block is not None]
             if world.rank == 0:
-                for line in given[0][0].notes[1:]:
-                    asked.note(line)
-            made = [estimates(out, sequences, table) for out, (table, sequences) in zip(outputs, given, strict=True)]
+                for line in tables[0][0].notes[1:]:
+                    request.note(line)
+            made = [estimates(out, sequences, table) for out, (table, sequences) in zip(outputs, tables, strict=True)]
             if not _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places)):
                 break
 
@@ -285,15 +285,17 @@ def _in_format(spec: Spec, format: str) -> Spec:
     return spec if format == "auto" else spec.model_copy(update={"data": spec.data.model_copy(update={"format": format})})
 
 
-def _check(saved: Saved, asked: _Asked) -> None:
-    task, prompt, data = saved.spec.task, asked.prompt, asked.data
-    if (asked.samples is not None or asked.steps is not None) and task != "forecasting":
-        raise UserError(f"{option('samples')} and {option('steps')} are for forecasts, but {asked.paths[0]} is a {task} model; remove them")
-    if asked.steps is not None and asked.samples is None:
+def _check(saved: Saved, request: _Request) -> None:
+    task, prompt, data = saved.spec.task, request.prompt, request.data
+    if (request.samples is not None or request.steps is not None) and task != "forecasting":
+        raise UserError(
+            f"{option('samples')} and {option('steps')} are for forecasts, but {request.paths[0]} is a {task} model; remove them"
+        )
+    if request.steps is not None and request.samples is None:
         raise UserError(f"{option('steps')} is how far sample paths go; pass {option('samples')} too, or remove it")
-    if asked.samples is not None:
-        sample_paths.check(saved, asked.samples, asked.steps)
-        if len(asked.paths) > 1:
+    if request.samples is not None:
+        sample_paths.check(saved, request.samples, request.steps)
+        if len(request.paths) > 1:
             raise UserError(f"{option('samples')} draws from one distribution, and the average of several runs is none; pass one run")
     if saved.mesh.plan.splits_vocabulary and task == "language":
         raise PlanError(
@@ -306,11 +308,11 @@ def _check(saved: Saved, asked: _Asked) -> None:
         raise RunError(
             f"head {type(saved.model.head).__name__} is your own, and which labels its outputs stand for is not known; call it yourself"
         )
-    if asked.beam is not None and (task != "transcription" or isinstance(asked.beam, bool) or asked.beam < 1):
+    if request.beam is not None and (task != "transcription" or isinstance(request.beam, bool) or request.beam < 1):
         is_for = "is at least 1; change it" if task == "transcription" else f"is for transcription, not for {task}; remove it"
         raise UserError(f"{option('beam')} {is_for}")
     if prompt is not None and task != "language":
-        raise UserError(f"{option('prompt')} needs a language model, but {asked.paths[0]} is a {task} model; pass an INPUT file instead")
+        raise UserError(f"{option('prompt')} needs a language model, but {request.paths[0]} is a {task} model; pass an INPUT file instead")
     if prompt is not None and not isinstance(prompt, str):
         raise UserError(f"{option('prompt')} is of type {type(prompt).__name__}, not one text; pass a list of prompts as data")
     if prompt is not None and data is not None:

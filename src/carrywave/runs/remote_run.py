@@ -37,7 +37,7 @@ NEEDED = ("spec.yaml", "plan.json", "codec.json", "facts.json", "weights.safeten
 class RemoteRun:
     """A run at an address, and its folder on this host."""
 
-    def __init__(self, address: str, asked_cache: str | None = None) -> None:
+    def __init__(self, address: str, cache_setting: str | None = None) -> None:
         if remote.kind_of(address) not in WHOLE:
             raise RunError(
                 f"{address} is not in an object store, so half-written files could be seen there; "
@@ -45,10 +45,10 @@ class RemoteRun:
             )
         self.store = Store(address, RunError)
         self.address = self.store.address
-        self.folder = cache.folder(asked_cache).absolute() / "runs" / _slug(self.address)
+        self.folder = cache.folder(cache_setting).absolute() / "runs" / _slug(self.address)
         self._token = ""
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of files when they were last uploaded
-        self._there: set[str] = set()  # names in the store
+        self._stored_names: set[str] = set()  # names in the store
 
     @property
     def _note(self) -> Path:
@@ -60,10 +60,10 @@ class RemoteRun:
     def prepare(self, *, resume: bool, restarted: bool, hold: Callable[[str], None] | None) -> None:
         """Make the folder on this host what the store has, or check that there is nothing yet. The store is not changed.
 
-        `hold` is told what this waits for; with None, the run is only inspected.
+        `hold` is called with what this waits for; with None, the run is only inspected.
         """
-        self._there = self.store.names()
-        run = self._there - {TOKEN}
+        self._stored_names = self.store.names()
+        run = self._stored_names - {TOKEN}
         if not resume and not restarted and run:
             self._refuse()
         if resume and "spec.yaml" not in run:
@@ -84,11 +84,11 @@ class RemoteRun:
             self.folder.rmdir()  # a new run creates it itself
 
     def _refuse(self) -> None:
-        if f"{SNAPSHOTS}/{POINTER}" in self._there:
+        if f"{SNAPSHOTS}/{POINTER}" in self._stored_names:
             raise RunError(
                 f"{self.address} already exists and is not empty; use {option('resume')} to continue it, or use another {option('run')}"
             )
-        remedy = f"use {option('resume')} to start it over" if f"{SNAPSHOTS}/{NONE_YET}" in self._there else "remove what is there"
+        remedy = f"use {option('resume')} to start it over" if f"{SNAPSHOTS}/{NONE_YET}" in self._stored_names else "remove what is there"
         raise RunError(f"{self.address} has objects, but no snapshot to continue from; {remedy}, or use another {option('run')}")
 
     def _is_ahead(self) -> bool:
@@ -103,11 +103,11 @@ class RemoteRun:
     def _claim(self) -> None:
         """Become the one who uploads, before anything else is uploaded."""
         self._token = secrets.token_hex(8)
-        said = json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}).encode()
-        self.store.write(said, TOKEN)
+        note = json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}).encode()
+        self.store.write(note, TOKEN)
         with atomic_files.writing(str(self._note)):
             self._note.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_bytes(self._note, said)
+            atomic_files.write_bytes(self._note, note)
 
     def _pull(self, run: set[str]) -> None:
         """Fetch the run as far as it is needed to go on: everything but old snapshots."""
@@ -148,12 +148,12 @@ class RemoteRun:
             if path.is_file():
                 self._push(path, f"{SNAPSHOTS}/{name}")
         kept = {folder.name for folder in folders} | {POINTER, BEST}
-        old = {name for name in self._there if name.startswith(f"{SNAPSHOTS}/") and name.split("/")[1] not in kept}
+        old = {name for name in self._stored_names if name.startswith(f"{SNAPSHOTS}/") and name.split("/")[1] not in kept}
         if not folders:
             old -= {f"{SNAPSHOTS}/{NONE_YET}"}
         # Manifests first: what is left of a snapshot without one is not taken for a snapshot.
         self.store.remove(sorted(old, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
-        self._there -= old
+        self._stored_names -= old
 
     def withdraw(self) -> None:
         """Remove everything, because the run failed before it had anything to resume from."""
@@ -165,22 +165,22 @@ class RemoteRun:
 
     def _check(self) -> None:
         """Raise if another process has claimed the run since."""
-        found = json.loads(self.store.read(TOKEN) or b"{}")
-        if found.get("token") != self._token:
-            who = f"process {found['pid']} on {found['host']}" if "pid" in found and "host" in found else "another process"
+        claim = json.loads(self.store.read(TOKEN) or b"{}")
+        if claim.get("token") != self._token:
+            who = f"process {claim['pid']} on {claim['host']}" if "pid" in claim and "host" in claim else "another process"
             raise RunError(f"{self.address} is being trained by {who} since then, so nothing more is uploaded; use another {option('run')}")
 
     def _snapshots(self) -> list[Path]:
         where = self.folder / SNAPSHOTS
-        found = sorted(where.iterdir()) if where.is_dir() else []
-        return [entry for entry in found if not entry.name.startswith(".") and (entry / MANIFEST).is_file()]
+        entries = sorted(where.iterdir()) if where.is_dir() else []
+        return [entry for entry in entries if not entry.name.startswith(".") and (entry / MANIFEST).is_file()]
 
     def _push_snapshot(self, folder: Path) -> None:
         prefix = f"{SNAPSHOTS}/{folder.name}/"
         manifest = (folder / MANIFEST).read_bytes()
         if self._sent.get(f"{prefix}{MANIFEST}") == _sign(folder / MANIFEST):
             return
-        if f"{prefix}{MANIFEST}" in self._there:
+        if f"{prefix}{MANIFEST}" in self._stored_names:
             if self.store.read(f"{prefix}{MANIFEST}") == manifest:
                 return
             self.store.remove([f"{prefix}{MANIFEST}"])
@@ -194,21 +194,21 @@ class RemoteRun:
         if self._sent.get(name) != sign:
             self.store.put(path, name)
             self._sent[name] = sign
-            self._there.add(name)
+            self._stored_names.add(name)
 
 
-def copy_of(address: str, asked_cache: str | None = None, also: Sequence[str] = ()) -> Path:
+def copy_of(address: str, cache_setting: str | None = None, also: Sequence[str] = ()) -> Path:
     """A folder on this host with what evaluation and prediction need of a run in a store, and `also` these files."""
     store = Store(address, RunError)
     names = store.names()
-    there = [name for name in (*NEEDED, *also) if name in names]
-    if "spec.yaml" not in there:
+    wanted = [name for name in (*NEEDED, *also) if name in names]
+    if "spec.yaml" not in wanted:
         raise RunError(f"{address} is not a run: it has no spec.yaml; pass the address of a run, such as s3://bucket/runs/words")
-    marks = {name: store.marks(name) for name in there}
+    marks = {name: store.marks(name) for name in wanted}
     key = hashlib.sha256(json.dumps([store.address, marks], sort_keys=True).encode()).hexdigest()[:16]
-    place = cache.folder(asked_cache).absolute() / "runs" / f"{_slug(store.address)}-{key}"
+    place = cache.folder(cache_setting).absolute() / "runs" / f"{_slug(store.address)}-{key}"
     with atomic_files.writing(str(place)):
-        for name in there:
+        for name in wanted:
             if not (place / name).is_file():
                 place.mkdir(parents=True, exist_ok=True)
                 draft = place / f".{name}.{secrets.token_hex(4)}"
@@ -220,9 +220,9 @@ def copy_of(address: str, asked_cache: str | None = None, also: Sequence[str] = 
     return place
 
 
-def folder_of(run: Path | str, asked_cache: str | None = None, also: Sequence[str] = ()) -> Path:
+def folder_of(run: Path | str, cache_setting: str | None = None, also: Sequence[str] = ()) -> Path:
     """The folder of a run that is only read: the folder itself, or a copy of one in a store."""
-    return copy_of(run, asked_cache, also) if isinstance(run, str) and remote.is_address(run) else Path(run)
+    return copy_of(run, cache_setting, also) if isinstance(run, str) and remote.is_address(run) else Path(run)
 
 
 def _others(folder: Path) -> Iterator[Path]:
@@ -246,8 +246,8 @@ def _entries(folder: Path) -> Iterable[Path]:
 
 
 def _sign(path: Path) -> tuple[int, int]:
-    known = path.stat()
-    return known.st_size, known.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _slug(address: str) -> str:

@@ -101,8 +101,8 @@ class Run:
         if (self.snapshots / POINTER).exists():
             return None
         try:
-            told = json.loads((self.snapshots / NONE_YET).read_bytes())
-            return {"init": told["init"]}
+            recorded = json.loads((self.snapshots / NONE_YET).read_bytes())
+            return {"init": recorded["init"]}
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -132,7 +132,7 @@ class Run:
         return self.path / WEIGHTS
 
     def hold(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Become the owner of the run, to train it; raises if another process is. `say` is told if this has to wait."""
+        """Become the owner of the run, to train it; raises if another process is. `say` is called if this has to wait."""
         if self._claim is None:
             with atomic_files.writing(str(self.path)):
                 self._claim = owner.take(self.path, say)
@@ -194,10 +194,10 @@ class Run:
 
     def read_object(self, name: str) -> dict[str, Any]:
         """Read an object that must be a mapping."""
-        found = self.read_json(name)
-        if not isinstance(found, dict):
+        content = self.read_json(name)
+        if not isinstance(content, dict):
             raise RunError(f"{self.path / name} is damaged: it is not a JSON object; pass a complete run folder")
-        return found
+        return content
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
         """Append a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name. Its floats also go to TensorBoard."""

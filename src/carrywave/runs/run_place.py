@@ -57,15 +57,15 @@ def refuse_occupied(path: Path) -> None:
         raise RunError(f"{path} is a file, but a run must be a folder; use another {option('run')}")
     if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
         return
-    there, here = owner.read(path), owner.this_process()
-    gone = there is not None and owner.is_gone(there, here)
-    if there is not None and (gone or there.host != here.host) and never_began(path):
+    recorded, ours = owner.read(path), owner.this_process()
+    gone = recorded is not None and owner.is_gone(recorded, ours)
+    if recorded is not None and (gone or recorded.host != ours.host) and never_began(path):
         return  # whoever takes the folder still has to become its owner, which a living process on another host prevents
-    if there is not None and not gone:
-        raise RunError(f"{path} is being trained by {there}; use another {option('run')}")
+    if recorded is not None and not gone:
+        raise RunError(f"{path} is being trained by {recorded}; use another {option('run')}")
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
-        known = (path / "snapshots" / NONE_YET).is_file()
-        remedy = f"use {option('resume')} to start it over" if known else "remove the folder"
+        may_restart = (path / "snapshots" / NONE_YET).is_file()
+        remedy = f"use {option('resume')} to start it over" if may_restart else "remove the folder"
         raise RunError(f"{path} contains a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
     raise RunError(f"{path} already exists and is not empty; use {option('resume')} to continue it, or use another {option('run')}")
 

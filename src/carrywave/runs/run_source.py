@@ -41,7 +41,7 @@ def open_folder(
     """The folder of a new run, or of one to resume with its last snapshot. Restarted workers resume by themselves.
 
     A run that ended before its first snapshot is started over, if everything it began with is known. A run to resume is owned by this
-    process from here on, and `hold` is told what that waits for; with `hold` None it is only inspected.
+    process from here on, and `hold` is called with what that waits for; with `hold` None it is only inspected.
     """
     if not resume:
         ours = launch_record.find(run, spec.task) if restarted else None
@@ -71,9 +71,9 @@ def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
     if began is None:
         return False
     if began["init"] != init:
-        given = "without initial weights" if began["init"] is None else f"from the weights of {began['init']}"
+        how = "without initial weights" if began["init"] is None else f"from the weights of {began['init']}"
         raise RunError(
-            f"{folder.path} was started {given} and ended before its first snapshot; "
+            f"{folder.path} was started {how} and ended before its first snapshot; "
             f"remove the folder and start the run again in the same way, or use another {option('run')}"
         )
     check_same(spec, load_own(folder.path / "spec.yaml"))
@@ -118,9 +118,9 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
     described = atomic_files.read_metadata(path)
     if "codec" not in described:
         return {}
-    known = parse_yaml(described.get("spec", ""), str(path))
+    spec_text = parse_yaml(described.get("spec", ""), str(path))
     try:
-        theirs = parse(known if isinstance(known, dict) else {}, own=True).data.model_dump(mode="json", include=set(LEARNED_BY))
+        theirs = parse(spec_text if isinstance(spec_text, dict) else {}, own=True).data.model_dump(mode="json", include=set(LEARNED_BY))
     except SpecError:
         return {}  # from another version; the codec is enough
     mine = spec.data.model_dump(mode="json", include=set(LEARNED_BY))

@@ -99,13 +99,13 @@ def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, d
     lstm, window = model.lstm, order.window(Cursor(0, 0))
     steps = -(-window.steps // model.stride) if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
     lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.micro_batches))
-    asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
+    kernel = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
     noise = CellNoise(lstm.recurrent_dropout, lstm.zoneout, ("",) * lstm.directions)
     marks = StepMarks(noise=noise) if lstm.noisy else None
     return tuple(
-        lstm.backends.in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer), marks) for layer, width in enumerate(widths)
+        lstm.backends.in_use(kernel, one.expand(steps, lanes, width), lstm.weights(layer), marks) for layer, width in enumerate(widths)
     )
 
 
@@ -185,8 +185,8 @@ def _shares(spec: Spec, plan: Plan) -> list[str]:
     """How a batch is divided over replicas, and how many make a step; nothing where it is not."""
     fewest, most = spec.lanes // plan.replicas, -(-spec.lanes // plan.replicas)
     lanes = f"{_count(most, 'lane')}" if fewest == most else f"{fewest} or {_count(most, 'lane')}"
-    said = [f"{lanes} on each replica" if spec.streams else f"divided over {plan.replicas} replicas"] if plan.replicas > 1 else []
-    return said + ([f"{spec.train.accumulate} batches for each optimizer step"] if spec.train.accumulate > 1 else [])
+    parts = [f"{lanes} on each replica" if spec.streams else f"divided over {plan.replicas} replicas"] if plan.replicas > 1 else []
+    return parts + ([f"{spec.train.accumulate} batches for each optimizer step"] if spec.train.accumulate > 1 else [])
 
 
 def _sync(train: TrainSpec, plan: Plan) -> str:

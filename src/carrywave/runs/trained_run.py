@@ -85,17 +85,17 @@ def open_run(
             f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
-    task, asked = Task(spec, codec, facts, scale, own_model=own_model), _asked_of(run, spec)
+    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model), _plan_spec_of(run, spec)
     if whole or spec.task == whole_for:
-        asked = asked.model_copy(update={"stages": 1, "cuts": None})
+        plan_spec = plan_spec.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
-        plan = _plan_for(asked, spec.model.layers, world.size)
+        plan = _plan_for(plan_spec, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
     else:
         model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.pooled)
-        plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
+        plan = _plan_for(plan_spec, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
     mesh = Mesh(world, plan)
@@ -114,27 +114,27 @@ def open_run(
         return Saved(run, spec, task, model, mesh, model.to(mesh.device), given_codec)
     if plan.splits_vocabulary:
         split_vocabulary(model, mesh.row_exchange())
-    own = holding_of(mesh, model.units)
-    hold(model, own, dtype)
-    return Saved(run, spec, task, model, mesh, Stage(model, own.first, own.last), given_codec)
+    holding = holding_of(mesh, model.units)
+    hold(model, holding, dtype)
+    return Saved(run, spec, task, model, mesh, Stage(model, holding.first, holding.last), given_codec)
 
 
-def _asked_of(run: Run, spec: Spec) -> PlanSpec:
+def _plan_spec_of(run: Run, spec: Spec) -> PlanSpec:
     """The plan that the spec asks for; if it left that open, whether the plan that was chosen had to split the vocabulary."""
-    asked = spec.plan_spec
+    plan_spec = spec.plan_spec
     if not spec.plans_itself:
-        return asked
+        return plan_spec
     with suppress(RunError):
-        return asked.model_copy(update={"split_vocabulary": run.read_object("plan.json").get("split_vocabulary") is True})
-    return asked
+        return plan_spec.model_copy(update={"split_vocabulary": run.read_object("plan.json").get("split_vocabulary") is True})
+    return plan_spec
 
 
-def _plan_for(asked: PlanSpec, layers: int, workers: int) -> Plan:
+def _plan_for(plan_spec: PlanSpec, layers: int, workers: int) -> Plan:
     """The run's own stages if this many workers can hold them. There is no backward pass, so slicing the lanes would gain nothing."""
-    if workers % asked.stages or not layers:
-        asked = asked.model_copy(update={"stages": 1, "cuts": None})
+    if workers % plan_spec.stages or not layers:
+        plan_spec = plan_spec.model_copy(update={"stages": 1, "cuts": None})
     plan = resolve(
-        asked.model_copy(update={"replicas": None, "micro_batches": 1, "share_head": False}), layers=layers, workers=workers, lanes=None
+        plan_spec.model_copy(update={"replicas": None, "micro_batches": 1, "share_head": False}), layers=layers, workers=workers, lanes=None
     )
     return plan if plan.stages > 1 else replace(plan, chunk_steps=None)
 
@@ -172,16 +172,16 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
     """
     path = run.path / "facts.json"
     try:
-        known = dict(run.read_object(path.name))
-        scale = Changes.from_json(known.pop("scale"), len(codec.targets))
-        own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
-        known.pop("files", None)  # see `files_of`
-        facts = DataFacts.of(known)
-        said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
-        said |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
-        said |= {"characters": codec.character_codes, "word_length": codec.word_length}
-        said["categories"] = tuple(len(values) + 1 for values in codec.categories)
-        for name, value in said.items():
+        recorded = dict(run.read_object(path.name))
+        scale = Changes.from_json(recorded.pop("scale"), len(codec.targets))
+        own_model, given_codec = (bool(recorded.pop(name, False)) for name in ("own_model", "given_codec"))
+        recorded.pop("files", None)  # see `files_of`
+        facts = DataFacts.of(recorded)
+        expected = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
+        expected |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
+        expected |= {"characters": codec.character_codes, "word_length": codec.word_length}
+        expected["categories"] = tuple(len(values) + 1 for values in codec.categories)
+        for name, value in expected.items():
             if getattr(facts, name) != value:
                 raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, but {value!r:.40} in codec.json")
     except (KeyError, TypeError, ValueError) as error:
@@ -259,12 +259,12 @@ def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
     task = "regression at every step" if saved.spec.each_step else saved.spec.task
     labels = saved.task.codec.labels
     spans = not saved.spec.data.multi_label and tags_of(labels) is not None
-    known = [name for name in BY[task] if name != "type" or spans]
+    groups = [name for name in BY[task] if name != "type" or spans]
     if "type" in by and task == "tagging" and not spans:
         raise UserError(f"metrics by type are of spans, but labels such as {labels[0]!r} write none, as B-X, I-X and O do; use label")
     for name in by:
-        if name not in known:
-            remedy = f"use {', '.join(known)}" if known else "remove it"
+        if name not in groups:
+            remedy = f"use {', '.join(groups)}" if groups else "remove it"
             raise UserError(f"there are no metrics of {task} by {name}; {remedy}")
     return tuple(dict.fromkeys(by))
 
@@ -294,17 +294,17 @@ def warn(line: str) -> None:
 
 def _part(saved: Saved, data: Any) -> Part:
     if data is not None:
-        given = read_python(data, saved.task.codec, saved.spec)
-        part = saved.task.part(file_of(data, saved.spec) or "data", given)
-        return replace(part, notes=(*given.notes, *part.notes))
+        sequences = read_python(data, saved.task.codec, saved.spec)
+        part = saved.task.part(file_of(data, saved.spec) or "data", sequences)
+        return replace(part, notes=(*sequences.notes, *part.notes))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which is not stored in the run; pass data to evaluate on")
     prepared = own_data(saved)
-    for name, found in (("test", prepared.test), ("valid", prepared.valid)):
-        if found is not None:
-            told = changed_since(saved, prepared, name)
-            part = saved.task.with_line(prepared.train).part(name, found)
-            return replace(part, notes=(*told, *part.notes))
+    for name, part_data in (("test", prepared.test), ("valid", prepared.valid)):
+        if part_data is not None:
+            notes = changed_since(saved, prepared, name)
+            part = saved.task.with_line(prepared.train).part(name, part_data)
+            return replace(part, notes=(*notes, *part.notes))
     raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
 
 
@@ -322,24 +322,24 @@ def own_data(saved: Saved) -> Prepared:
 
 def files_of(run: Run) -> dict[str, str]:
     """The SHA-256 of each file that a run was trained with, by part; runs of older versions have them in their snapshots only."""
-    known = run.read_object("facts.json").get("files")
-    if known is None:
+    files = run.read_object("facts.json").get("files")
+    if files is None:
         with suppress(RunError):
-            known = open_stored(run.snapshots).meta.get("files")
-    return known if isinstance(known, dict) else {}
+            files = open_stored(run.snapshots).meta.get("files")
+    return files if isinstance(files, dict) else {}
 
 
 def changed_since(saved: Saved, prepared: Prepared, part: str) -> tuple[str, ...]:
     """A line if the file of a part is no longer that of training. Refuse a part of the training file then: it may hold rows that were
     trained on.
     """
-    own = getattr(saved.spec.data, part)
-    before, of = files_of(saved.run), "train" if own is None else part
+    setting = getattr(saved.spec.data, part)
+    before, of = files_of(saved.run), "train" if setting is None else part
     if before.get(of, prepared.files.get(of)) == prepared.files.get(of):
         return ()
-    name = own or saved.spec.data.train
+    name = setting or saved.spec.data.train
     fact = f"{name} has changed since {saved.run.path} was trained"
-    if own is not None:
+    if setting is not None:
         return (f"{fact}; these are the figures of what it holds now",)
     cut = f"and {part} is cut from it, so rows that were trained on may be in {part} now"
     raise DataError(f"{fact}, {cut}; restore the file, or pass the rows to evaluate on with {option('data')}")

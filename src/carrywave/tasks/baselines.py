@@ -42,16 +42,17 @@ class Errors:
 
     def metrics(self, name: str, *, point: bool) -> dict[str, float]:
         """Return the metrics under the model's names after the baseline's; `point`: the model has a point forecast."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if point:
-            there = self.targets_H > 0
-            absolute, squares = self.absolute_HC[there], self.square_HC[there]
+            counted = self.targets_H > 0
+            absolute, squares = self.absolute_HC[counted], self.square_HC[counted]
             mean, square = (
-                float(np.average(each.mean(1), weights=self.targets_H[there])) if there.any() else math.nan for each in (absolute, squares)
+                float(np.average(each.mean(1), weights=self.targets_H[counted])) if counted.any() else math.nan
+                for each in (absolute, squares)
             )
-            found = {f"{name}_mae": mean, f"{name}_rmse": float(np.sqrt(square))}
-            found |= {} if self.scaled is None else {f"{name}_mase": self.scaled}
-        return found if self.pinball is None else found | {f"{name}_pinball": self.pinball}
+            values = {f"{name}_mae": mean, f"{name}_rmse": float(np.sqrt(square))}
+            values |= {} if self.scaled is None else {f"{name}_mase": self.scaled}
+        return values if self.pinball is None else values | {f"{name}_pinball": self.pinball}
 
 
 def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> Errors:
@@ -69,9 +70,9 @@ def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints
         gap_RHC = gap_RHC if data.step_weights is None else np.where(real_RH[..., None], gap_RHC, 0.0)
         absolute_HC += (sums_HC := np.abs(gap_RHC).sum(axis=0))
         square_HC += (gap_RHC**2).sum(axis=0)
-        known = change_SC[number] > 0
-        scaled += float((sums_HC[:, known] / change_SC[number][known]).sum())
-        scaled_count += int(real_RH.sum()) * int(known.sum())
+        changing = change_SC[number] > 0
+        scaled += float((sums_HC[:, changing] / change_SC[number][changing]).sum())
+        scaled_count += int(real_RH.sum()) * int(changing.sum())
         for share in share_Q:
             pinball += float(np.maximum(share * gap_RHC, (share - 1.0) * gap_RHC).sum()) / len(share_Q)
         targets_H += real_RH.sum(0)
@@ -114,21 +115,21 @@ def baselines(
 ) -> tuple[Mapping[str, Errors], str | None]:
     """Return the errors of each baseline, by name, and why there is no line, if that would take too long."""
     kinds = {"naive": "season", "last": "last"}
-    found = {
+    errors = {
         name: errors_of(Naive(data, columns, spec.horizon, spec.season, kind), data, spec, columns, change_SC)
         for name, kind in kinds.items()
         if name == "naive" or spec.season > 1
     }
-    found.setdefault("last", found["naive"])
+    errors.setdefault("last", errors["naive"])
     if line is None:
-        return found, None
+        return errors, None
     lags = line.weights_CNK.shape[1]
     products = float(np.maximum(data.lengths - spec.horizon, 0).sum()) * len(columns) * lags * spec.horizon
     if products > MOST_PRODUCTS:
-        return found, f"no ridge forecasts to compare with: they would take {products:.0e} multiplications"
+        return errors, f"no ridge forecasts to compare with: they would take {products:.0e} multiplications"
     block = max(1, BLOCK_VALUES // (len(columns) * max(lags, spec.horizon)))
-    found["ridge"] = errors_of(LineForecast(line, data, columns), data, spec, columns, change_SC, block=block)
-    return found, None
+    errors["ridge"] = errors_of(LineForecast(line, data, columns), data, spec, columns, change_SC, block=block)
+    return errors, None
 
 
 class LineForecast:
@@ -163,7 +164,7 @@ def verdicts(values: Mapping[str, object]) -> list[str]:
     """Return a line for each baseline that a forecast is worse than, with the metrics that say so."""
     lags = values.get(LAGS)
     read = f" (ridge on the last {lags:.0f} values)" if isinstance(lags, float) else ""
-    found = []
+    lines = []
     # The line has the smallest squares, so a model that is trained on anything else need not have smaller ones.
     for name, what, metrics, beyond in (
         ("naive", "the naive forecast", ("mae", "rmse", "mase", "pinball"), ""),
@@ -176,5 +177,5 @@ def verdicts(values: Mapping[str, object]) -> list[str]:
             if isinstance(ours, float) and isinstance(theirs, float) and ours > theirs * (1.0 + ROUNDING)
         ]
         if worse:
-            found.append(f"worse than {what}: {', '.join(worse)}{beyond}")
-    return found
+            lines.append(f"worse than {what}: {', '.join(worse)}{beyond}")
+    return lines

@@ -30,20 +30,20 @@ class Changes:
         """Compute the changes over the rows that are trained on."""
         columns, channels = np.array(codec.targets), codec.channels
         names = train.names or ()
-        found = {}
+        by_series = {}
         for place, (start, length) in enumerate(zip(train.starts, train.lengths, strict=True)):
             name = names[place] if names else str(place)
-            own = codec.scale_of.get(name) or codec.scale_of.get(channels[place % len(channels)] if channels else name)
-            mean, std = own or (codec.mean, codec.std)
+            scale = codec.scale_of.get(name) or codec.scale_of.get(channels[place % len(channels)] if channels else name)
+            mean, std = scale or (codec.mean, codec.std)
             rows, weights = slice(start, start + length), train.step_weights
             counted = None if weights is None else np.asarray(weights[rows]) > 0
             values = change(train.inputs[rows], season, columns, np.array(mean), np.array(std), counted)
-            found[name] = tuple(float(value) for value in values)
-        if codec.series is None and len(found) == 1:
-            return Changes(every=next(iter(found.values())))
-        if codec.series is None and channels and len(found) == len(channels):
-            return Changes(named=dict(zip(channels, found.values(), strict=True)))
-        return Changes(named=found)
+            by_series[name] = tuple(float(value) for value in values)
+        if codec.series is None and len(by_series) == 1:
+            return Changes(every=next(iter(by_series.values())))
+        if codec.series is None and channels and len(by_series) == len(channels):
+            return Changes(named=dict(zip(channels, by_series.values(), strict=True)))
+        return Changes(named=by_series)
 
     def of_series(self, data: Sequences, channels: Sequence[str] = ()) -> NDArray[np.float64]:
         """Return the changes for each series of a part, [series, columns]; zeros for series that train does not contain.
@@ -54,9 +54,9 @@ class Changes:
             return np.tile(np.array(self.every, np.float64), (len(data), 1))
         none = (0.0,) * self.columns
         names = data.names or tuple(str(place) for place in range(len(data)))
-        own = channels or ("",)
-        found = [self.named.get(name) or self.named.get(own[place % len(own)], none) for place, name in enumerate(names)]
-        return np.array(found, np.float64).reshape(len(data), self.columns)
+        keys = channels or ("",)
+        rows = [self.named.get(name) or self.named.get(keys[place % len(keys)], none) for place, name in enumerate(names)]
+        return np.array(rows, np.float64).reshape(len(data), self.columns)
 
     def unknown(self, names: Sequence[str], channels: Sequence[str] = ()) -> list[str]:
         """Return the series that train does not contain; with independent `channels`, names are those of each series' first."""
@@ -73,16 +73,16 @@ class Changes:
         return {name: list(values) for name, values in self.named.items()} if self.named else list(self.every)
 
     @staticmethod
-    def from_json(known: Any, columns: int) -> Changes:
+    def from_json(content: Any, columns: int) -> Changes:
         """Parse the output of `to_json`; raise ValueError if it does not fit."""
-        if isinstance(known, dict) and known:
-            found = Changes(named={name: tuple(float(value) for value in values) for name, values in known.items()})
+        if isinstance(content, dict) and content:
+            changes = Changes(named={name: tuple(float(value) for value in values) for name, values in content.items()})
         else:
-            found = Changes(every=tuple(float(value) for value in known))
-        for values in found.named.values() or (found.every,):
+            changes = Changes(every=tuple(float(value) for value in content))
+        for values in changes.named.values() or (changes.every,):
             if len(values) != columns:
                 raise ValueError(f"scale has {len(values)} numbers, but codec.json has {columns} targets")
-        return found
+        return changes
 
 
 def change(
@@ -102,10 +102,10 @@ def change(
     if not both.any():
         return np.zeros(len(columns))
     part = np.asarray(rows[:, columns], dtype=np.float64)
-    found: NDArray[np.float64] = np.abs(part[season:] - part[:-season])[both].mean(axis=0)
+    means: NDArray[np.float64] = np.abs(part[season:] - part[:-season])[both].mean(axis=0)
     # A column that repeats every season still shows changes from float32 rounding, and a constant one from the rounding of its
     # original values; dividing by such noise would make the metric meaningless.
-    real = found > TRACE * np.abs(part[season:]).mean(axis=0)
+    real = means > TRACE * np.abs(part[season:]).mean(axis=0)
     if mean is not None and std is not None:
-        real &= found * std[columns] > 2.0 * NOISE * np.abs(mean[columns])
-    return np.where(real, found, 0.0)
+        real &= means * std[columns] > 2.0 * NOISE * np.abs(mean[columns])
+    return np.where(real, means, 0.0)

@@ -55,10 +55,10 @@ class DistributionErrors(Errors):
             unit_BC = self.unit_SC[at_B if len(self.unit_SC) > 1 else torch.zeros_like(at_B)]
         unit_TBHC = unit_BC[:, None].expand(target.shape)
         sizes_TBHC = None if self.sizes is None or first_B is None else self.sizes(at_B, first_B, len(target)).abs()
-        own = unit_TBHC if self.counts else torch.ones_like(unit_TBHC)  # what a target is divided by
-        quantiles = self._reported(out) / own[..., None]
-        super().update(quantiles, target.double() / own, sequence_B, first_B)
-        flat = [each.reshape(-1) for each in (target.double(), unit_TBHC, torch.zeros_like(own) if sizes_TBHC is None else sizes_TBHC)]
+        divisor = unit_TBHC if self.counts else torch.ones_like(unit_TBHC)  # what a target is divided by
+        quantiles = self._reported(out) / divisor[..., None]
+        super().update(quantiles, target.double() / divisor, sequence_B, first_B)
+        flat = [each.reshape(-1) for each in (target.double(), unit_TBHC, torch.zeros_like(divisor) if sizes_TBHC is None else sizes_TBHC)]
         parameters_EP = out.double().flatten(0, -2)
         for piece, *rest in zip(*(torch.split(each, AT_ONCE) for each in (parameters_EP, *flat)), strict=True):
             self._add_values(piece, *rest)
@@ -66,7 +66,7 @@ class DistributionErrors(Errors):
     def _add_values(self, parameters_EP: Tensor, target_E: Tensor, unit_E: Tensor, size_E: Tensor) -> None:
         real_E = ~target_E.isnan()
         target_E = torch.where(real_E, target_E, 0.0)
-        standard_E, own_E = (1.0 / unit_E, 1.0) if self.counts else (1.0, unit_E)  # to standardised units, to those of the data
+        standard_E, data_unit_E = (1.0 / unit_E, 1.0) if self.counts else (1.0, unit_E)  # to standardised units, to those of the data
         made_EL = self._levels(parameters_EP)
         gap_EL = target_E[:, None] - made_EL
         loss_EL = torch.maximum(self._levels.levels_Q * gap_EL, (self._levels.levels_Q - 1.0) * gap_EL)
@@ -77,7 +77,7 @@ class DistributionErrors(Errors):
         square_E = torch.where(real_E, (target_E - parameters_EP[:, 0]) * standard_E, 0.0).square()
         sums = ((crps_E * standard_E).sum(), inside_E.sum(), torch.where(real_E, size_E, 0.0).sum(), square_E.sum())
         self.sums += torch.stack([each.double() for each in sums])
-        in_units_EL = loss_EL[:, : len(DECILES)] * (own_E if isinstance(own_E, float) else own_E[:, None])
+        in_units_EL = loss_EL[:, : len(DECILES)] * (data_unit_E if isinstance(data_unit_E, float) else data_unit_E[:, None])
         self.loss_L += in_units_EL.sum(0)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class DistributionErrors(Errors):
         """Return those of quantiles, and CRPS, the weighted quantile loss, and the share within the 80% interval; of counts, whose mean is
         not their median, the RMSE of the mean.
         """
-        found = super().values()
+        values = super().values()
         count = self.count_HC.sum().item()
         total, inside, size, square = self.sums.tolist()
         more = {"crps": total / count if count else math.nan, "within_80": inside / count if count else math.nan}
@@ -96,7 +96,7 @@ class DistributionErrors(Errors):
             more["weighted_quantile_loss"] = 2.0 * self.loss_L.mean().item() / size
         if self.counts:
             more["rmse_of_mean"] = math.sqrt(square / count) if count else math.nan
-        return found | more
+        return values | more
 
 
 def crps(distribution: str, parameters_EP: Tensor, target_E: Tensor) -> Tensor | None:
@@ -114,5 +114,5 @@ def crps(distribution: str, parameters_EP: Tensor, target_E: Tensor) -> Tensor |
     at = torch.exp(target_E * mean.log() - mean - torch.lgamma(target_E + 1.0))
     # Of two draws, the mean distance is 2 · mean · e^(-2 mean) · (I0 + I1)(2 mean), here with scaled Bessel functions.
     apart = mean * (torch.special.i0e(2.0 * mean) + torch.special.i1e(2.0 * mean))
-    found: Tensor = (target_E - mean) * (2.0 * below - 1.0) + 2.0 * mean * at - apart
-    return found
+    poisson: Tensor = (target_E - mean) * (2.0 * below - 1.0) + 2.0 * mean * at - apart
+    return poisson

@@ -27,10 +27,10 @@ def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequ
     if codec.word_length:
         train = replace(train, inputs=train.tokens)
         valid = None if valid is None else replace(valid, inputs=valid.tokens)
-    found = [one_step(spec, order), too_few_epochs(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
-    found += [] if spec.model.dropout_rare else [unknown_tokens(codec, train, valid)]  # <unk> is learned from rare words
-    found += [untrained_tokens(codec, train, valid)]
-    return [line for line in found if line is not None]
+    lines = [one_step(spec, order), too_few_epochs(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
+    lines += [] if spec.model.dropout_rare else [unknown_tokens(codec, train, valid)]  # <unk> is learned from rare words
+    lines += [untrained_tokens(codec, train, valid)]
+    return [each for each in lines if each is not None]
 
 
 def one_step(spec: Spec, order: Order) -> str | None:
@@ -45,16 +45,16 @@ def one_step(spec: Spec, order: Order) -> str | None:
 
 
 def too_few_epochs(spec: Spec, order: Order) -> str | None:
-    """Warn if the last epoch ends before the number of steps that is asked for."""
-    epochs, asked = spec.train.epochs, spec.train.max_steps
-    if asked is None:
+    """Warn if the last epoch ends before train.max_steps."""
+    epochs, most = spec.train.epochs, spec.train.max_steps
+    if most is None:
         return None
     counted = epochs if spec.batch.vary else 1  # windows of varying length: epochs differ
     steps = sum(-(-order.num_steps(epoch) // spec.train.accumulate) for epoch in range(counted)) * epochs // counted
-    if steps >= asked:
+    if steps >= most:
         return None
     ends = f"train.epochs={epochs} ends the run after {steps:,} step{'s' * (steps != 1)}"
-    return f"{ends}, before train.max_steps={asked}; raise train.epochs to reach it"
+    return f"{ends}, before train.max_steps={most}; raise train.epochs to reach it"
 
 
 def one_label(codec: Codec) -> str | None:
@@ -84,12 +84,12 @@ def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> s
     if UNKNOWN not in codec.vocabulary or valid is None:
         return None
     number = codec.vocabulary.index(UNKNOWN)
-    there, learned = _share(valid, number), _share(train, number)
-    if there < (MANY_UNKNOWN if learned else MANY_UNTRAINED):
+    in_valid, in_train = _share(valid, number), _share(train, number)
+    if in_valid < (MANY_UNKNOWN if in_train else MANY_UNTRAINED):
         return None
-    why = f"against {learned:.1%} in train" if learned else "but train has none, so nothing is learned about it"
-    remedy = "set a larger data.vocabulary" if learned else "set model.dropout_rare=0.5 or data.min_count=2"
-    return f"{there:.1%} of the tokens in valid are {UNKNOWN}, {why}; {remedy}, or data.tokens=bpe"
+    why = f"against {in_train:.1%} in train" if in_train else "but train has none, so nothing is learned about it"
+    remedy = "set a larger data.vocabulary" if in_train else "set model.dropout_rare=0.5 or data.min_count=2"
+    return f"{in_valid:.1%} of the tokens in valid are {UNKNOWN}, {why}; {remedy}, or data.tokens=bpe"
 
 
 def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
@@ -103,8 +103,8 @@ def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) ->
         trained[train.inputs[start : start + length]] = True
     if UNKNOWN in codec.vocabulary:
         trained[codec.vocabulary.index(UNKNOWN)] = True  # reported by `unknown_tokens`
-    found = [(int((~trained[rows.astype(np.int64)]).sum()), len(rows)) for rows in _some(valid)]
-    share = sum(count for count, _ in found) / max(sum(total for _, total in found), 1)
+    counts = [(int((~trained[rows.astype(np.int64)]).sum()), len(rows)) for rows in _some(valid)]
+    share = sum(count for count, _ in counts) / max(sum(total for _, total in counts), 1)
     if share < MANY_UNTRAINED:
         return None
     remedy = "; set data.min_count=2 to learn <unk> instead" if codec.kind == "word" else "; use more data"
@@ -133,5 +133,5 @@ def _some(data: Sequences) -> Iterator[NDArray[np.float64]]:
 
 
 def _share(data: Sequences, token: int) -> float:
-    found = [(int((rows == token).sum()), len(rows)) for rows in _some(data)]
-    return sum(count for count, _ in found) / max(sum(total for _, total in found), 1)
+    counts = [(int((rows == token).sum()), len(rows)) for rows in _some(data)]
+    return sum(count for count, _ in counts) / max(sum(total for _, total in counts), 1)

@@ -97,12 +97,12 @@ def _log_odds(train: Sequences) -> NDArray[np.float64]:
 
 
 def class_counts(task: str, train: Sequences, classes: int) -> NDArray[np.float64]:
-    """How often each class or token is a training target; one with a weight counts as so many, in units of the mean weight above 0."""
+    """How often each class or token is a training target; one with a weight counts that many times, in units of the mean weight above 0."""
     counts, real = np.zeros(classes), 0
     for part, weights in _targets(train, train.inputs if task == "language" else train.tags):
-        there = part >= 0
-        counts += np.bincount(part[there].astype(np.int64), weights[there], minlength=classes)
-        real += int((weights[there] > 0).sum())
+        labelled = part >= 0
+        counts += np.bincount(part[labelled].astype(np.int64), weights[labelled], minlength=classes)
+        real += int((weights[labelled] > 0).sum())
     return np.asarray(counts * (real / max(counts.sum(), np.finfo(np.float64).tiny)), np.float64)
 
 

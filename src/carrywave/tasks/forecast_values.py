@@ -39,16 +39,16 @@ class ForecastValues:
 
     def unit(self, series: int) -> Reals:
         """Return the size of a standardised unit of each column [C] of a series, before the transform is undone."""
-        own = self._scales[series * self.many : (series + 1) * self.many]
-        return np.concatenate([np.array(std)[self._targets] for _, std in own])
+        scales = self._scales[series * self.many : (series + 1) * self.many]
+        return np.concatenate([np.array(std)[self._targets] for _, std in scales])
 
     def last(self, series: int, known_O: Ints) -> Reals:
-        """Return the values [O, C] of a series in the last of so many rows."""
-        found: Reals = self.table.values[self.table.starts[series] + known_O - 1][:, self.places]
-        return found
+        """Return the values [O, C] of a series in the last of its first `known_O` rows."""
+        values: Reals = self.table.values[self.table.starts[series] + known_O - 1][:, self.places]
+        return values
 
     def __call__(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
-        """Return the forecasts [O, H, C, Q] of a series made after so many of its rows; a single Q if there are no quantiles.
+        """Return the forecasts [O, H, C, Q] of a series made after `known_O` of its rows; a single Q if there are no quantiles.
 
         `outs` are the outputs for each sequence of the series, [O, H, …] each. Of a distribution, its quantiles are returned.
         """

@@ -81,14 +81,14 @@ def head_of(
 
 
 def _class_weights(spec: Spec, facts: DataFacts, train: Sequences | None) -> Tensor | None:
-    asked, labels = spec.train.class_weights, facts.labels
-    if asked is None:
+    setting, labels = spec.train.class_weights, facts.labels
+    if setting is None:
         return None
-    if isinstance(asked, dict):
-        unknown = sorted(set(asked) - set(labels))
+    if isinstance(setting, dict):
+        unknown = sorted(set(setting) - set(labels))
         if unknown:
             raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
-        return torch.tensor([asked.get(label, 1.0) for label in labels])
+        return torch.tensor([setting.get(label, 1.0) for label in labels])
     if train is None:
         return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
     if spec.data.multi_label:

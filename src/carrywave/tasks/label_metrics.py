@@ -63,34 +63,34 @@ class LabelDecisions:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        found = {"decisions": self.counts_4K, "whole": self.whole_2}
-        return found if self.plain_loss is None else found | {"plain_loss": self.plain_loss}
+        sums = {"decisions": self.counts_4K, "whole": self.whole_2}
+        return sums if self.plain_loss is None else sums | {"plain_loss": self.plain_loss}
 
     def values(self) -> dict[str, float]:
         """Return the loss without weights if there are any; F1 over all decisions (micro) and averaged over the labels that occur as a
         target or a prediction (macro); the share of steps or sequences with every label right; and, as `naive_loss`, the loss of anyone
         who knows nothing but how often each label occurs here.
         """
-        known_K, wanted_K, chosen_K, right_K = self.counts_4K.cpu().to(torch.float64)
+        targets_K, wanted_K, chosen_K, right_K = self.counts_4K.cpu().to(torch.float64)
         total, exact = self.whole_2.tolist()
         f1_K = (2.0 * right_K / (wanted_K + chosen_K))[wanted_K + chosen_K > 0]
-        share_K = wanted_K / known_K.clamp(min=1.0)
+        share_K = wanted_K / targets_K.clamp(min=1.0)
         entropy_K = -(torch.xlogy(share_K, share_K) + torch.xlogy(1.0 - share_K, 1.0 - share_K))
-        found = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss.item(), total)}
-        return found | {
+        plain = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss.item(), total)}
+        return plain | {
             "micro_f1": _ratio(2.0 * right_K.sum().item(), (wanted_K + chosen_K).sum().item()),
             "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan,
             "exact_match": _ratio(exact, total),
-            "naive_loss": _ratio((known_K * entropy_K).sum().item(), total),
+            "naive_loss": _ratio((targets_K * entropy_K).sum().item(), total),
         }
 
     def rows(self, by: str) -> list[Row]:
         """Return precision, recall and F1 by `label`."""
-        found: list[Row] = []
+        rows: list[Row] = []
         for label, (_, wanted, chosen, right) in zip(self.labels, self.counts_4K.T.tolist(), strict=True):
             scores = {"precision": _ratio(right, chosen), "recall": _ratio(right, wanted), "f1": _ratio(2 * right, wanted + chosen)}
-            found.append({"label": label, **scores, "targets": wanted, "predicted": chosen})
-        return found
+            rows.append({"label": label, **scores, "targets": wanted, "predicted": chosen})
+        return rows
 
 
 def _ratio(part: float, whole: float) -> float:

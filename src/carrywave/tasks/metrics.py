@@ -22,7 +22,7 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks.label_metrics import LabelDecisions, Row
 from carrywave.tasks.transcription.label_errors import LabelErrors
 
-BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
+BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be broken down by
     "classification": ("label",),
     "tagging": ("label", "type"),
     "transcription": (),
@@ -31,7 +31,7 @@ BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
     "regression at every step": ("column", "series"),
     "language": (),
 }
-MOST_COLUMNS = 16  # told with every evaluation in the units of the data
+MOST_COLUMNS = 16  # reported with every evaluation in the units of the data
 TOP = 5  # how many of the most likely labels may be right for the top-5 accuracy
 
 
@@ -161,8 +161,8 @@ class Confusion:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        found = {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
-        return found if self.plain_loss is None else found | {"plain_loss": self.plain_loss}
+        sums = {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
+        return sums if self.plain_loss is None else sums | {"plain_loss": self.plain_loss}
 
     def values(self) -> dict[str, float]:
         """Return the loss without weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
@@ -172,20 +172,20 @@ class Confusion:
         hits_K = counts_KK.diagonal()
         occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
         f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
-        found = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss, counts_KK.sum())}
-        found |= {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+        scores = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss, counts_KK.sum())}
+        scores |= {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
         shares = [_ratio(hits, counts_KK.sum()) for hits in self.hits_N]
-        return found | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
+        return scores | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
 
     def rows(self, by: str) -> list[Row]:
         """Return precision, recall and F1 by `label`."""
         counts_KK = self.counts_KK.cpu().to(torch.float64)
-        found: list[Row] = []
+        rows: list[Row] = []
         for place, label in enumerate(self.labels):
             hits, predicted, targets = counts_KK[place, place], counts_KK[:, place].sum(), counts_KK[place].sum()
             scores = {"precision": _ratio(hits, predicted), "recall": _ratio(hits, targets), "f1": _ratio(2 * hits, predicted + targets)}
-            found.append({"label": label, **scores, "targets": int(targets), "predicted": int(predicted)})
-        return found
+            rows.append({"label": label, **scores, "targets": int(targets), "predicted": int(predicted)})
+        return rows
 
 
 def _rank(out: Tensor, target: Tensor) -> Tensor:
@@ -194,9 +194,9 @@ def _rank(out: Tensor, target: Tensor) -> Tensor:
     Counted from behind, so that a target whose logit is NaN comes last.
     """
     place = target.clamp(min=0).unsqueeze(-1)
-    own = out.gather(-1, place)
+    logit = out.gather(-1, place)
     later = torch.arange(out.shape[-1], device=out.device) > place
-    return out.shape[-1] - 1 - ((out < own) | ((out == own) & later)).sum(-1)
+    return out.shape[-1] - 1 - ((out < logit) | ((out == logit) & later)).sum(-1)
 
 
 class Errors:
@@ -331,19 +331,19 @@ class Errors:
     def values(self) -> dict[str, float]:
         """Return MAE and RMSE of the point forecast, MASE if seasonal changes are known, and the pinball loss and coverage of quantiles."""
         count = self.count_HC.sum()
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self._has_point:
-            found = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
+            values = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
             if (scaled_count := self.scaled_count_HC.sum()) > 0:
-                found["mase"] = _ratio(self.scaled_HC.sum(), scaled_count)
+                values["mase"] = _ratio(self.scaled_HC.sum(), scaled_count)
         if self.quantiles:
-            found["pinball"] = _ratio(self.pinball_Q.mean(), count)
+            values["pinball"] = _ratio(self.pinball_Q.mean(), count)
         for quantile, covered in zip(self.quantiles, self.covered_Q, strict=True):
-            found[f"coverage_{quantile:g}"] = _ratio(covered, count)
+            values[f"coverage_{quantile:g}"] = _ratio(covered, count)
         if self.columns is not None and self._has_point and len(self.columns.names) <= MOST_COLUMNS:
             for row in self.rows("column"):
-                found |= {f"{name}[{row['column']}]": float(row[name]) for name in ("mae", "rmse")}
-        return found
+                values |= {f"{name}[{row['column']}]": float(row[name]) for name in ("mae", "rmse")}
+        return values
 
     def rows(self, by: str) -> list[Row]:
         """Return MAE and RMSE in the units of the data by `column`; by `step` ahead and column; by `series` and column."""
@@ -360,12 +360,12 @@ class Errors:
             absolute, square, count = self.series_absolute_SC, self.series_square_SC, self.series_count_SC
             places = [{"series": name} for name in self.columns.series]
         sums = (each.cpu().tolist() for each in (absolute, square, count))
-        found: list[Row] = []
+        rows: list[Row] = []
         for place, row_absolute, row_square, row_count in zip(places, *sums, strict=True):
             for name, size, squared, many in zip(names, row_absolute, row_square, row_count, strict=True):
                 mean, root = (size / many, math.sqrt(squared / many)) if many else (math.nan, math.nan)
-                found.append({**place, "column": name, "mae": mean, "rmse": root, "targets": int(many)})
-        return found
+                rows.append({**place, "column": name, "mae": mean, "rmse": root, "targets": int(many)})
+        return rows
 
     def by_step(self) -> list[float]:
         """Return the MAE of each step ahead over all columns, as in `values`; empty without a point forecast."""

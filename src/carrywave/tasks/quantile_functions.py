@@ -76,12 +76,12 @@ class Quantiles:
         return near_EQ
 
     def _summed(self, parameters_EP: Tensor, near_EQ: Tensor) -> Tensor:
-        """The quantiles as sums of probabilities tell them; `near` where they are not reached."""
+        """The quantiles by sums of probabilities; `near` where those do not reach them."""
         number_K = torch.arange(MOST_SUMMED, dtype=torch.float64, device=parameters_EP.device)
         reached_EK = (-surprise(self.distribution, parameters_EP[:, None], number_K)).exp().cumsum(1)
         wanted_EQ = (self.levels_Q - TAIL).expand(len(reached_EK), -1).contiguous()
-        found_EQ = torch.searchsorted(reached_EK, wanted_EQ).double()
-        return torch.where(found_EQ < MOST_SUMMED, found_EQ, near_EQ.clamp(min=float(MOST_SUMMED)))
+        number_EQ = torch.searchsorted(reached_EK, wanted_EQ).double()
+        return torch.where(number_EQ < MOST_SUMMED, number_EQ, near_EQ.clamp(min=float(MOST_SUMMED)))
 
 
 @lru_cache(maxsize=16)
@@ -97,19 +97,19 @@ def _t_table(levels: tuple[float, ...]) -> Tensor:
     def density(x: Reals, inverse: Reals, constant: Reals) -> Reals:
         with np.errstate(divide="ignore", invalid="ignore"):
             rest = np.where(inverse > 0, 0.5 * (1.0 / inverse + 1.0) * np.log1p(x * x * inverse), 0.5 * x * x)
-        found: Reals = np.exp(constant - rest)
-        return found
+        height: Reals = np.exp(constant - rest)
+        return height
 
-    found_NQ = np.broadcast_to(np.abs(torch.special.ndtri(torch.tensor(levels, dtype=torch.float64)).numpy()), (NODES, len(levels))).copy()
+    end_NQ = np.broadcast_to(np.abs(torch.special.ndtri(torch.tensor(levels, dtype=torch.float64)).numpy()), (NODES, len(levels))).copy()
     for _ in range(60):
         # The integral is concave in its end, so the steps approach from below and never pass.
-        inside_NQX = found_NQ[..., None] * 0.5 * (points_X + 1.0)
-        mass_NQ = (density(inside_NQX, inverse_N1[..., None], constant_N1[..., None]) * weights_X).sum(-1) * 0.5 * found_NQ
-        step_NQ = (beyond_Q - mass_NQ) / density(found_NQ, inverse_N1, constant_N1)
-        found_NQ += step_NQ
+        inside_NQX = end_NQ[..., None] * 0.5 * (points_X + 1.0)
+        mass_NQ = (density(inside_NQX, inverse_N1[..., None], constant_N1[..., None]) * weights_X).sum(-1) * 0.5 * end_NQ
+        step_NQ = (beyond_Q - mass_NQ) / density(end_NQ, inverse_N1, constant_N1)
+        end_NQ += step_NQ
         if np.abs(step_NQ).max(initial=0.0) < 1e-10:
             break
-    return torch.from_numpy(np.where(level_Q < 0.5, -found_NQ, found_NQ))
+    return torch.from_numpy(np.where(level_Q < 0.5, -end_NQ, end_NQ))
 
 
 def _t_constant(df: float) -> float:

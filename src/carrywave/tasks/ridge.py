@@ -71,7 +71,7 @@ class _Sums:
     def error(self, solved: Reals) -> float:
         """The sum of squared errors of some weights."""
         parts = [solved] if not self.weighted else [column[:, None] for column in solved.T]
-        through = np.concatenate([read @ own for read, own in zip(self.read, parts, strict=True)], axis=1)
+        through = np.concatenate([read @ weights for read, weights in zip(self.read, parts, strict=True)], axis=1)
         return float(self.ahead - 2.0 * (solved * self.both).sum() + (solved * through).sum())
 
 
@@ -91,8 +91,8 @@ def fit_line(train: Sequences, columns: Ints, lags: int, horizon: int) -> Line:
         gaps, ahead = windows_RNC[:, :lags] - windows_RNC[:, lags - 1 : lags], windows_RNC[:, lags:] - windows_RNC[:, lags - 1 : lags]
         for c, sums in enumerate(held if is_held else fitted):
             sums.add(gaps[..., c], ahead[..., c], weights_RK)
-    found = [_best(one, other) for one, other in zip(fitted, held, strict=True)]
-    return Line(np.stack([each[:-1] for each in found]), np.stack([each[-1] for each in found]))
+    solved = [_best(one, other) for one, other in zip(fitted, held, strict=True)]
+    return Line(np.stack([each[:-1] for each in solved]), np.stack([each[-1] for each in solved]))
 
 
 def _best(fitted: _Sums, held: _Sums) -> Reals:
@@ -113,7 +113,7 @@ def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: i
     """Blocks of windows [R, N + K, C] of the training rows, the weights of what is forecast [R, K], and whether they lie in the share that
     the penalty is chosen on.
     """
-    size, given = lags + horizon, train.step_weights
+    size, weights = lags + horizon, train.step_weights
     for start, length in zip(train.starts, train.lengths, strict=True):
         rows = np.arange(start, start + length - size + 1, stride, dtype=np.int64)
         cut = len(rows) - int(len(rows) * HELD_OUT)
@@ -121,5 +121,5 @@ def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: i
             for first in range(0, len(part), BLOCK_ROWS):
                 block = part[first : first + BLOCK_ROWS]
                 rows_RS = block[:, None] + np.arange(size)
-                weights_RK = None if given is None else np.asarray(given[rows_RS[:, lags:]], np.float64)
+                weights_RK = None if weights is None else np.asarray(weights[rows_RS[:, lags:]], np.float64)
                 yield np.asarray(train.inputs[rows_RS][..., columns], np.float64), weights_RK, is_held

@@ -97,11 +97,11 @@ class TagConfusion(Confusion):
 
     def values(self) -> dict[str, float]:
         """Return what `Confusion` does, and precision, recall and F1 of all spans; 0 if there are none, as conlleval has it."""
-        right, wanted, found = self.counts().sum(1).tolist()
+        right, wanted, predicted = self.counts().sum(1).tolist()
         scores = {
-            "span_precision": _ratio(right, found),
+            "span_precision": _ratio(right, predicted),
             "span_recall": _ratio(right, wanted),
-            "span_f1": _ratio(2 * right, wanted + found),
+            "span_f1": _ratio(2 * right, wanted + predicted),
         }
         return super().values() | scores
 
@@ -112,10 +112,10 @@ class TagConfusion(Confusion):
         return [
             {
                 "type": kind or NO_TYPE,
-                **{"precision": _ratio(right, found), "recall": _ratio(right, wanted), "f1": _ratio(2 * right, wanted + found)},
-                **{"targets": wanted, "predicted": found},
+                **{"precision": _ratio(right, predicted), "recall": _ratio(right, wanted), "f1": _ratio(2 * right, wanted + predicted)},
+                **{"targets": wanted, "predicted": predicted},
             }
-            for kind, right, wanted, found in zip(self.types, *self.counts().tolist(), strict=True)
+            for kind, right, wanted, predicted in zip(self.types, *self.counts().tolist(), strict=True)
         ]
 
     def counts(self) -> Ints:
@@ -127,10 +127,12 @@ class TagConfusion(Confusion):
         tags = (*self.tags, Tag(OUTSIDE))
         place_R = np.cumsum(known_R) - known_R  # among those that are known
         stops = np.unique(place_R[self._begins])
-        wanted, found = (spans_of(np.append(np.insert(seen_R[known_R], stops, outside), outside), tags, self.types) for seen_R in seen_2R)
-        _, one, other = np.intersect1d(wanted.first, found.first, assume_unique=True, return_indices=True)
-        same = (wanted.last[one] == found.last[other]) & (wanted.type[one] == found.type[other])
-        kinds = (wanted.type[one][same], wanted.type, found.type)
+        wanted, predicted = (
+            spans_of(np.append(np.insert(seen_R[known_R], stops, outside), outside), tags, self.types) for seen_R in seen_2R
+        )
+        _, one, other = np.intersect1d(wanted.first, predicted.first, assume_unique=True, return_indices=True)
+        same = (wanted.last[one] == predicted.last[other]) & (wanted.type[one] == predicted.type[other])
+        kinds = (wanted.type[one][same], wanted.type, predicted.type)
         return np.stack([np.bincount(kind, minlength=len(self.types)) for kind in kinds])
 
 

@@ -62,43 +62,43 @@ class StepErrors:
 
         A single target is scored in the units of the data, several in standardised ones, which can be averaged.
         """
-        found = self._of(self.sums.sum(1, keepdim=True))
+        sums = self._of(self.sums.sum(1, keepdim=True))
         single = len(self.columns) == 1
-        count = found["count"].sum()
+        count = sums["count"].sum()
         unit_C = self.unit_C if single else np.ones_like(self.unit_C)
-        known = {
-            "mae": _ratio((found["absolute"] * unit_C).sum(), count),
-            "rmse": math.sqrt(_ratio((found["square"] * unit_C**2).sum(), count)),
+        values = {
+            "mae": _ratio((sums["absolute"] * unit_C).sum(), count),
+            "rmse": math.sqrt(_ratio((sums["square"] * unit_C**2).sum(), count)),
         }
         nse_SC, kge_SC = self._efficiencies(self._of(self.sums))
-        known |= {"nse_median": _median(nse_SC), "kge_median": _median(kge_SC)}
+        values |= {"nse_median": _median(nse_SC), "kge_median": _median(kge_SC)}
         for place, column in enumerate(self.columns if not single else ()):
-            known |= {f"nse_median[{column}]": _median(nse_SC[:, place]), f"kge_median[{column}]": _median(kge_SC[:, place])}
+            values |= {f"nse_median[{column}]": _median(nse_SC[:, place]), f"kge_median[{column}]": _median(kge_SC[:, place])}
         if not single:
             for row in self.rows("column"):
-                known |= {f"{name}[{row['column']}]": float(row[name]) for name in ("mae", "rmse")}
-        return known
+                values |= {f"{name}[{row['column']}]": float(row[name]) for name in ("mae", "rmse")}
+        return values
 
     def rows(self, by: str) -> list[Row]:
         """Return the metrics by `series` and target, or by target (`column`), in the units of the data."""
         sums = self._of(self.sums if by == "series" else self.sums.sum(1, keepdim=True))
         nse_SC, kge_SC = self._efficiencies(self._of(self.sums))
-        found: list[Row] = []
+        rows: list[Row] = []
         for number in range(len(sums["count"])):
             for place, column in enumerate(self.columns):
                 count = sums["count"][number, place]
-                own = (
+                efficiencies = (
                     (nse_SC[number, place], kge_SC[number, place])
                     if by == "series"
                     else (_median(nse_SC[:, place]), _median(kge_SC[:, place]))
                 )
                 names = ("nse", "kge") if by == "series" else ("nse_median", "kge_median")
                 row: Row = {"series": self.series[number]} if by == "series" else {}
-                row |= {"column": column, **dict(zip(names, map(float, own), strict=True))}
+                row |= {"column": column, **dict(zip(names, map(float, efficiencies), strict=True))}
                 row["mae"] = _ratio(sums["absolute"][number, place], count) * float(self.unit_C[place])
                 row["rmse"] = math.sqrt(_ratio(sums["square"][number, place], count)) * float(self.unit_C[place])
-                found.append(row | {"targets": int(count)})
-        return found
+                rows.append(row | {"targets": int(count)})
+        return rows
 
     def _of(self, sums: Tensor) -> dict[str, Values]:
         """The sums by name, on the host."""
@@ -110,19 +110,19 @@ class StepErrors:
             mean_o, mean_e = of["truth"] / of["count"], of["guess"] / of["count"]
             variance_o = of["truth_square"] / of["count"] - mean_o**2
             variance_e = np.maximum(of["guess_square"] / of["count"] - mean_e**2, 0.0)
-            known = (of["count"] > 1) & (variance_o > LEAST_VARIANCE * np.maximum(1.0, mean_o**2))
+            varied = (of["count"] > 1) & (variance_o > LEAST_VARIANCE * np.maximum(1.0, mean_o**2))
             nse = 1.0 - of["square"] / of["count"] / variance_o
             together = (of["product"] / of["count"] - mean_o * mean_e) / np.sqrt(variance_o * variance_e)
             correlation = np.where(variance_e > LEAST_VARIANCE, together, 0.0)  # a constant follows nothing
             in_units_o, in_units_e = (mean * self.unit_C + self.mean_C for mean in (mean_o, mean_e))
             parts = (correlation - 1.0) ** 2 + (np.sqrt(variance_e / variance_o) - 1.0) ** 2 + (in_units_e / in_units_o - 1.0) ** 2
             kge = 1.0 - np.sqrt(parts)
-        return np.where(known, nse, np.nan), np.where(known & np.isfinite(kge), kge, np.nan)
+        return np.where(varied, nse, np.nan), np.where(varied & np.isfinite(kge), kge, np.nan)
 
 
 def _median(values: Values) -> float:
-    there = values[~np.isnan(values)]
-    return float(np.median(there)) if len(there) else math.nan
+    present = values[~np.isnan(values)]
+    return float(np.median(present)) if len(present) else math.nan
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -124,8 +124,8 @@ class Task:
         """Return the metrics of simple forecasts, under the model's metric names prefixed with theirs."""
         quantiles = self.spec.data.levels
         point = quantiles is None or 0.5 in quantiles
-        found = {metric: value for name, errors in simple.items() for metric, value in errors.metrics(name, point=point).items()}
-        return found if self.line is None or "ridge" not in simple else found | {LAGS: float(self.line.weights_CNK.shape[1])}
+        values = {metric: value for name, errors in simple.items() for metric, value in errors.metrics(name, point=point).items()}
+        return values if self.line is None or "ridge" not in simple else values | {LAGS: float(self.line.weights_CNK.shape[1])}
 
     def _short_of_season(self, name: str, data: Sequences) -> tuple[str, ...]:
         season = self.spec.data.season

@@ -19,13 +19,13 @@ from carrywave.spec.data_spec import DataSpec
 
 def resets(data: Sequences, ends: DocumentEnds | None = None) -> Callable[[Ints], NDArray[np.bool_]] | None:
     """At which rows the state starts anew: where the data says so, or after the end of a document; None: nowhere."""
-    given = data.resets
-    if given is None and ends is None:
+    row_resets = data.resets
+    if row_resets is None and ends is None:
         return None
 
     def at(rows: Ints) -> NDArray[np.bool_]:
-        found = np.zeros(rows.shape, np.bool_) if given is None else np.asarray(given[rows])
-        return found if ends is None else found | ends.begins(data.inputs, rows)
+        starts = np.zeros(rows.shape, np.bool_) if row_resets is None else np.asarray(row_resets[rows])
+        return starts if ends is None else starts | ends.begins(data.inputs, rows)
 
     return at
 
@@ -43,10 +43,10 @@ def language(data: Sequences, ends: DocumentEnds | None = None) -> View:
 
 def weighted(view: View, data: Sequences, target_rows: Callable[[Ints], Ints] = lambda rows: rows) -> View:
     """The view with the weights of its targets, which are those of the rows that `target_rows` finds for each step."""
-    given = data.step_weights
-    if given is None:
+    step_weights = data.step_weights
+    if step_weights is None:
         return replace(view, weights=data.weights)
-    return replace(view, weights_at=lambda rows: np.asarray(given[target_rows(rows)]))
+    return replace(view, weights_at=lambda rows: np.asarray(step_weights[target_rows(rows)]))
 
 
 def tagging(data: Sequences) -> View:
@@ -74,8 +74,8 @@ def each_step(data: Sequences, loss: str) -> View:
         weights = (data.spreads[order] + LEAST_SPREAD).astype(np.float32) ** -2
 
     def numbers(rows: Ints) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = np.asarray(tags[rows])
-        return found if weights is None else np.stack([found, weights[np.searchsorted(starts, rows, side="right") - 1]], axis=-1)
+        values: NDArray[np.float32] = np.asarray(tags[rows])
+        return values if weights is None else np.stack([values, weights[np.searchsorted(starts, rows, side="right") - 1]], axis=-1)
 
     return weighted(View(data.inputs, data.starts, data.lengths, targets_at=numbers, warm=data.warm), data)
 
@@ -128,8 +128,8 @@ class Naive:
         wanted = rows[..., None] + (self._back if self.kind == "season" else np.zeros_like(self._back))
         starts = self._first(rows)
         # Fall back to the last value if there is less than a season of history.
-        known = np.where(wanted >= starts[..., None], wanted, rows[..., None])
-        return np.asarray(self.values[known][..., self.columns])
+        source = np.where(wanted >= starts[..., None], wanted, rows[..., None])
+        return np.asarray(self.values[source][..., self.columns])
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, sca
     With `changes`, by default if forecasts are relative to the last season, the model also reads each column's change since then: an LSTM
     is slow to learn to recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that
     of `StepInputs`.
-    With `scale_steps`, measured columns and their changes are read in the scale of so many last values (`window_scale`).
+    With `scale_steps`, measured columns and their changes are read in the scale of that many last values (`window_scale`).
     """
     values = data.inputs
     seasonal = spec.residual == "season" if changes is None else changes

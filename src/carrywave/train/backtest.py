@@ -33,7 +33,7 @@ ORIGINS = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """How origins roll; None leaves the default: the model's horizon, a stride of one horizon, five origins."""
 
     horizon: int | None = None
@@ -42,13 +42,13 @@ class Asked:
 
     def rolling(self, horizon: int, *, reads_ahead: bool) -> Rolling:
         """The origins for a model with this horizon; `reads_ahead`: it reads columns that are known for all of it."""
-        own = self.horizon or horizon
-        if own > horizon:
+        steps = self.horizon or horizon
+        if steps > horizon:
             raise UserError(
-                f"{option('horizon')} {own} is more than the {horizon} steps that the model forecasts; use {horizon} or less, or train "
-                f"with data.horizon={own}"
+                f"{option('horizon')} {steps} is more than the {horizon} steps that the model forecasts; use {horizon} or less, or train "
+                f"with data.horizon={steps}"
             )
-        return Rolling(own, self.stride or own, self.origins or ORIGINS, reach=horizon if reads_ahead else 0)
+        return Rolling(steps, self.stride or steps, self.origins or ORIGINS, reach=horizon if reads_ahead else 0)
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Backtest:
     ending: Ending | None = None  # that of a training that was asked to stop
 
 
-def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: Callable[[str], None]) -> Backtest:
+def backtest_run(path: Path | str, data: Any, request: Request, device: str, note: Callable[[str], None]) -> Backtest:
     """Forecast with a trained run, from origins in its own training file, or in `data`: a file or a frame."""
     world = join(device)
     with raise_on_all(world, no_timeout=True):
         saved = open_run(path, device, world=world)
         spec, codec = saved.spec, saved.task.codec
         _check(spec, str(path))
-        given = spec.data.train if data is None else data
-        if given is None:
+        source = spec.data.train if data is None else data
+        if source is None:
             raise DataError(f"{path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}")
-        rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
-        whole = series_of(given, codec, spec, labelled=True)
+        rolling = request.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
+        whole = series_of(source, codec, spec, labelled=True)
         table, placed, left_out = long_enough(whole, rolling, before=1)
         seen = (*_changed(saved), *_seen(whole, table, placed, spec)) if data is None else ()
     if world.rank == 0:
@@ -92,7 +92,7 @@ def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: C
 def backtest_spec(
     spec: Spec,
     data: str | None,
-    asked: Asked,
+    request: Request,
     *,
     retrain: bool,
     run: Path | None,
@@ -112,9 +112,9 @@ def backtest_spec(
         file = data or spec.data.train
         if file is None:
             raise SpecError("data.train is not set; set it to the file to backtest on")
-        if asked.horizon is not None:
-            spec = spec.model_copy(update={"data": spec.data.model_copy(update={"horizon": asked.horizon})})
-        rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(spec.data.known))
+        if request.horizon is not None:
+            spec = spec.model_copy(update={"data": spec.data.model_copy(update={"horizon": request.horizon})})
+        rolling = request.rolling(spec.data.horizon, reads_ahead=bool(spec.data.known))
         whole = table_of_file(file, None, spec)
         # Train needs a horizon and a row, and valid another horizon.
         table, placed, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
@@ -130,11 +130,11 @@ def backtest_spec(
     trained_at = [number for number in range(rolling.origins) if placed.made_SO[:, number].any()] if retrain else [0]
     for number in trained_at:
         folder = base / f"origin-{number + 1}" if retrain else base
-        known = at_origin(table, placed, number)
+        past = at_origin(table, placed, number)
         again = resume and (folder / "spec.yaml").is_file()
         if watch is not None and retrain:
-            watch.say(f"origin {number + 1} of {rolling.origins}: {int(known.lengths.sum()):,} rows are known")
-        result = fit(None, known, spec=alone, run=folder, resume=again, device=device, watch=watch)
+            watch.say(f"origin {number + 1} of {rolling.origins}: {int(past.lengths.sum()):,} rows are known")
+        result = fit(None, past, spec=alone, run=folder, resume=again, device=device, watch=watch)
         if result.ending in ASKED:
             return Backtest(base, table, (), None, rolling, [], [], result.ending)
         world = join(device)
@@ -206,8 +206,8 @@ def _seen(whole: Table, table: Table, origins: Origins, spec: Spec) -> tuple[str
         ends = dict(zip(whole.names, train.lengths.tolist(), strict=True))
         inside_SO = origins.known_SO < np.array([ends[name] for name in table.names])[:, None]
     else:
-        there = train.lengths > 0
-        trained_until = whole.times.keys[(train.starts + train.lengths - 1)[there]].max() if there.any() else origins.last_O[0]
+        trained = train.lengths > 0
+        trained_until = whole.times.keys[(train.starts + train.lengths - 1)[trained]].max() if trained.any() else origins.last_O[0]
         inside_SO = np.broadcast_to(origins.last_O < trained_until, origins.made_SO.shape)
     inside, total = int((inside_SO & origins.made_SO).sum()), int(origins.made_SO.sum())
     if not inside:

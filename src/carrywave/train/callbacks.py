@@ -1,4 +1,4 @@
-"""Callbacks: what a user's own code is told while a run trains, and how it may end the run, on all workers at the same step.
+"""Callbacks: what a user's own code learns while a run trains, and how it may end the run, on all workers at the same step.
 
 Only rank 0 calls them; it tells the others whether one asked to stop, or failed. They are given numbers, not the model, so that they do not
 change what is trained; one that has the model from elsewhere and changes it is refused where there are other workers.
@@ -82,12 +82,12 @@ class Callback:
 class Callbacks:
     """The callbacks of one run. Every rank has them, and asks at the same moments; only rank 0 calls them."""
 
-    def __init__(self, given: Sequence[object], world: World, watch: ModelWatch | None = None) -> None:
+    def __init__(self, callbacks: Sequence[object], world: World, watch: ModelWatch | None = None) -> None:
         self.world = world
         self._watch = watch if world.size > 1 and world.rank == 0 else None  # over a model that callbacks might change, on rank 0 alone
-        self._by_event = {event: [each for each in given if _handles(each, event)] for event in EVENTS}
+        self._by_event = {event: [each for each in callbacks if _handles(each, event)] for event in EVENTS}
         self._pending: UserError | None = None
-        self._asked = False
+        self._ends = False
 
     def on_step(self, moment: Callable[[], Moment], *, agree: bool) -> bool:
         """True if a callback asks to stop after this step. Collective if `agree`; otherwise the answer waits until it is."""
@@ -111,28 +111,28 @@ class Callbacks:
                 self._ask(event, called, moment())
             except UserError as error:
                 self._pending = error
-        asked = agree and self._agreed(no_timeout=no_timeout)
+        ends = agree and self._agreed(no_timeout=no_timeout)
         heartbeat.mark()
-        return asked
+        return ends
 
     def _agreed(self, *, no_timeout: bool) -> bool:
         with raise_on_all(self.world, same_message=True, no_timeout=no_timeout):
             if self._pending is not None:
                 raise self._pending
-        asked, self._asked = self._asked, False
-        return bool(all_gather_json(self.world, asked)[0])
+        ends, self._ends = self._ends, False
+        return bool(all_gather_json(self.world, ends)[0])
 
     def _ask(self, event: str, called: Sequence[object], at: Moment) -> None:
         if self._watch is not None:
             self._watch.begin()
         for callback in called:
             try:
-                self._asked = bool(getattr(callback, event)(at)) or self._asked
+                self._ends = bool(getattr(callback, event)(at)) or self._ends
             except Exception as error:
                 what = one_line(error)
-                said = f"{type(error).__name__}: {what}" if what else type(error).__name__
+                raised = f"{type(error).__name__}: {what}" if what else type(error).__name__
                 raise UserError(
-                    f"{type(callback).__name__}.{event} raised {said} at step {at.step}; correct the callback, and resume the run, "
+                    f"{type(callback).__name__}.{event} raised {raised} at step {at.step}; correct the callback, and resume the run, "
                     "or start it again if it has no snapshot yet"
                 ) from error
             if self._watch is not None and (name := self._watch.changed()) is not None:
@@ -142,11 +142,11 @@ class Callbacks:
                 )
 
 
-def check_callbacks(given: Sequence[object]) -> None:
+def check_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse what would never be called."""
-    if not isinstance(given, Sequence):
-        raise UserError(f"callbacks is a {type(given).__name__}, not a list; write callbacks=[...]")
-    for each in given:
+    if not isinstance(callbacks, Sequence):
+        raise UserError(f"callbacks is a {type(callbacks).__name__}, not a list; write callbacks=[...]")
+    for each in callbacks:
         name = type(each).__name__
         if isinstance(each, type):
             raise UserError(f"callbacks holds the class {each.__name__}, not an object; write {each.__name__}()")
@@ -157,9 +157,9 @@ def check_callbacks(given: Sequence[object]) -> None:
             raise UserError(f"callbacks holds a {name}, which has none of {', '.join(EVENTS)}; derive it from cw.Callback")
 
 
-def in_words(given: Sequence[object]) -> str:
+def in_words(callbacks: Sequence[object]) -> str:
     """The callbacks and what they handle, on which all workers must agree."""
-    return ", ".join(f"{type(each).__name__}({' '.join(event for event in EVENTS if _handles(each, event))})" for each in given)
+    return ", ".join(f"{type(each).__name__}({' '.join(event for event in EVENTS if _handles(each, event))})" for each in callbacks)
 
 
 def _handles(callback: object, event: str) -> bool:

@@ -48,8 +48,8 @@ def check_can_judge(metric: str, model: Model | OpaqueModel, labels: Sequence[st
 def score_of(metric: str, values: Values) -> float:
     """The metric of an evaluation in a form in which lower is better; NaN is worse than anything."""
     if metric not in values:
-        known = ", ".join(name for name in values if not name.startswith((*PREFIXES, "coverage_")))
-        raise SpecError(f"train.best={metric}, but the evaluation of valid gives only {known}; use one of these")
+        names = ", ".join(name for name in values if not name.startswith((*PREFIXES, "coverage_")))
+        raise SpecError(f"train.best={metric}, but the evaluation of valid gives only {names}; use one of these")
     return score(metric, values[metric])
 
 

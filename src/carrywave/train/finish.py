@@ -42,8 +42,8 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
         try:
             ending = loop.state.ending or loop.run(stop)
             reached = {} if ending in ASKED else _finish(loop, restore=restore)
-        except Stopped as asked:
-            ending = asked.reason
+        except Stopped as interruption:
+            ending = interruption.reason
     at = loop.state
     if history.unended(loop.folder.path):  # the files of a finished run stay as they are
         with suppress(RunError):  # a run that is complete does not fail over a line of its history
@@ -57,13 +57,13 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
         for line in (beside(values), *verdicts(values)):
             if line is not None:
                 watch.say(f"{part}: {line}")
-    told = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
+    scores = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
     judged_by = loop.spec.train.best
     last = loop.spec.train.weights == "last"
     best = "" if at.best is None else "last " if last else "best " if judged_by == "loss" else f"best by {judged_by}: "
-    watch.end(f"{loop.folder.shown}: {steps}{stopped}{f'; {best}{told}' if told else ''}")
+    watch.end(f"{loop.folder.shown}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
     return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
 
 
@@ -74,17 +74,17 @@ def _in_short(values: Mapping[str, float]) -> str:
 
 def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     """Load the best weights and evaluate them on the test part. Rank 0 reads them. If the model was split, each worker has the whole of it
-    again in the end if someone asked to `restore` it; otherwise none ever has more than its part.
+    again in the end with `restore`; otherwise none ever has more than its part.
     """
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
-    rows, own, names = trainer.held.rows, trainer.parameters(), tensors_of(trainer.model).keys()
+    rows, held, names = trainer.held.rows, trainer.parameters(), tensors_of(trainer.model).keys()
     keep = cutter(rows)
-    best = broadcast(world, best, None if restore else lambda name, tensor: keep(name, tensor) if name in own else None)
-    load_parameters(own, cut(best, rows) if restore else best, "weights.safetensors", whole=names)
+    best = broadcast(world, best, None if restore else lambda name, tensor: keep(name, tensor) if name in held else None)
+    load_parameters(held, cut(best, rows) if restore else best, "weights.safetensors", whole=names)
     trainer.model.eval()
     reached = {}
     if loop.state.best is not None:

@@ -64,7 +64,7 @@ from carrywave.train.plan_check import Comparison
 from carrywave.train.result import Result
 from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
-from carrywave.train.start.run_start import Start, asked_spec, begin, check_idle, noted, prepare_in_turn
+from carrywave.train.start.run_start import Start, begin, check_idle, noted, prepare_in_turn, spec_of_call
 
 
 def train(
@@ -145,24 +145,24 @@ def fit(
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise PlanError(f"devices must be a whole number of workers, got {devices!r}; use 1 or more")
         check_callbacks(callbacks)
-        asked = asked_spec(spec, model, plan, sections)
-        asked = asked if data is None else naming(data, asked)
-        own = None if model is None or isinstance(model, Mapping) else model
-        if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
-            own = OpaqueModel(own, loss, pooled=asked.pooled)
+        full_spec = spec_of_call(spec, model, plan, sections)
+        full_spec = full_spec if data is None else naming(data, full_spec)
+        user_model = None if model is None or isinstance(model, Mapping) else model
+        if user_model is not None and isinstance(user_model, nn.Module) and not isinstance(user_model, Model):
+            user_model = OpaqueModel(user_model, loss, pooled=full_spec.pooled)
         if record is None and devices > 1 and not launched():
-            check_workers(asked.plan_spec, devices)
+            check_workers(full_spec.plan_spec, devices)
             record = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
         if record is not None:
-            return _result_of(record, own, device, loss)
-        world = join(device, job_of(asked, run))
+            return _result_of(record, user_model, device, loss)
+        world = join(device, job_of(full_spec, run))
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)
         with _left_at_the_end(world), seen as watching:
             place = run if run is None or is_address(run) else Path(run)
             weights = None if init is None else str(init)
-            start = begin(asked, world, place, resume, weights, watching, from_files=False)
+            start = begin(full_spec, world, place, resume, weights, watching, from_files=False)
             with start.folder:
                 files: dict[str, str] = {}
                 if start.spec.data.train is not None:
@@ -171,7 +171,7 @@ def fit(
                     with raise_on_all(world, no_timeout=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
                 restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
-                result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks, loss=loss)
+                result = _train(start, prepared, user_model, files, workers=world.size, restore=restore, callbacks=callbacks, loss=loss)
         record = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if script_workers.is_script_worker():
             script_workers.finish(record)
@@ -187,11 +187,11 @@ def _left_at_the_end(world: World) -> Iterator[None]:
     leave(world)
 
 
-def _result_of(record: Mapping[str, Any], own: Own | OpaqueModel | None, device: str, loss: Loss | None) -> Result:
+def _result_of(record: Mapping[str, Any], user_model: Own | OpaqueModel | None, device: str, loss: Loss | None) -> Result:
     """The result of a run that worker processes trained."""
     folder = Path(record["run"])
     where = pick_device(device)
-    if own is None:
+    if user_model is None:
         try:
             opened = open_run(folder, device)
         except torch.OutOfMemoryError:  # workers have split it because no device can hold all of it
@@ -201,7 +201,7 @@ def _result_of(record: Mapping[str, Any], own: Own | OpaqueModel | None, device:
     spec = load_own(folder / "spec.yaml")
     codec = codec_of(saved, spec)
     facts, scale, _, _ = facts_of(saved, codec)
-    model = own_model(own, spec, facts, loss)
+    model = own_model(user_model, spec, facts, loss)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
     return Result(folder, record["ending"], record["metrics"], shown(model), Task(spec, codec, facts, scale))
@@ -210,7 +210,7 @@ def _result_of(record: Mapping[str, Any], own: Own | OpaqueModel | None, device:
 def _train(
     start: Start,
     prepared: Prepared,
-    own: Own | OpaqueModel | None,
+    user_model: Own | OpaqueModel | None,
     files: Mapping[str, str],
     *,
     workers: int,
@@ -227,28 +227,28 @@ def _train(
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
         if start.snapshot is None:
-            check_idle(spec, prepared, own=own is not None)
-        given = None if own is None else own_model(own, spec, prepared.facts, loss)
-        if given is not None:
-            spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
-        precision, why_precision = settled(unfit, world.size, given) if spec.train.precision == AUTO else (spec.train.precision, None)
+            check_idle(spec, prepared, user_model=user_model is not None)
+        built = None if user_model is None else own_model(user_model, spec, prepared.facts, loss)
+        if built is not None:
+            spec = spec.model_copy(update={"train": in_model_dtype(spec.train, built)})
+        precision, why_precision = settled(unfit, world.size, built) if spec.train.precision == AUTO else (spec.train.precision, None)
         spec = with_precision(spec, precision)
-        task = replace(Task.of(spec, prepared.codec, prepared.facts, prepared.train), own_model=own is not None)
+        task = replace(Task.of(spec, prepared.codec, prepared.facts, prepared.train), own_model=user_model is not None)
         parts = DataParts(
             task.part("train", prepared.train),
             None if prepared.valid is None else task.part("valid", prepared.valid),
             None if prepared.test is None else task.part("test", prepared.test),
         )
-    units = Units.of(spec, prepared.facts) if own is None else None
-    layers = spec.model.layers if given is None else given.lstm.num_layers if isinstance(given, Model) else 0
-    pooled = spec.pooled if given is None else given.pooled
-    whole = spec.reads_whole if given is None else isinstance(given, Model) and given.whole_head
+    units = Units.of(spec, prepared.facts) if user_model is None else None
+    layers = spec.model.layers if built is None else built.lstm.num_layers if isinstance(built, Model) else 0
+    pooled = spec.pooled if built is None else built.pooled
+    whole = spec.reads_whole if built is None else isinstance(built, Model) and built.whole_head
     request = PlanRequest(spec, units, layers, pooled, workers, start.before, prepared.facts, not unfit, whole)
     planned = plan_run(world, request, watch.say)
     plan = planned.plan
     with raise_on_all(world):
         if plan.splits_vocabulary:
-            check_vocabulary(plan, prepared.facts.vocabulary if given is None else check_modules(given))
+            check_vocabulary(plan, prepared.facts.vocabulary if built is None else check_modules(built))
         if spec.train.reproducible:
             canonical_shards.check(plan)
         check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
@@ -258,7 +258,7 @@ def _train(
     check_agreement(world, alike | _flat(spec))
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
-        model = given if given is not None else drawn_model(task, prepared, start, mesh)
+        model = built if built is not None else drawn_model(task, prepared, start, mesh)
         check_can_judge(spec.train.best, model, prepared.facts.labels)
         model.to(parameter_dtype(spec.train.precision))
     if start.init is not None:
@@ -267,7 +267,7 @@ def _train(
     kept = start.visibility.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, transports, seated, kept))
-    for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.said, prepared, parts)):
+    for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.reasons, prepared, parts)):
         watch.say(line)
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")
@@ -296,16 +296,16 @@ def _train(
                 state,
                 checkpointer,
                 compare=Comparison(trainer, planned.prediction, watch.say) if trainer.sync is None else None,
-                callbacks=Callbacks(callbacks, world, None if own is None else ModelWatch(trainer.model, trainer.modes)),
+                callbacks=Callbacks(callbacks, world, None if user_model is None else ModelWatch(trainer.model, trainer.modes)),
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
                 named = backends(spec, model, plan, order, str(world.device))
-                told = {"backends": named, "transport": str(transports or ""), "workers": [asdict(seat) for seat in seated]}
-                folder.write_json("plan.json", asdict(plan) | told)
+                extra = {"backends": named, "transport": str(transports or ""), "workers": [asdict(seat) for seat in seated]}
+                folder.write_json("plan.json", asdict(plan) | extra)
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
-                origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
+                origin = {"scale": task.scale.to_json(), "own_model": user_model is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin | {"files": dict(files)})
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
@@ -319,12 +319,12 @@ def _train(
         checkpointer.writer.meet()
         if spec.train.reproducible and loop.trains:
             watch.say(cost_line(trainer, loop.loader))
-        no_files = own is not None or spec.data.train is None
+        no_files = user_model is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
         by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"
         again_with = f"cw.fit(..., run={folder.shown!r}, resume=True)" if no_files else by_command
-        asked_for = spec.train.track if world.rank == 0 else ()
-        folder.tracking = Tracking.of(asked_for, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
+        trackers = spec.train.track if world.rank == 0 else ()
+        folder.tracking = Tracking.of(trackers, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
         with checkpointer.watched(), folder.tracking as tracking:
             result = run_to_end(loop, watch, again_with, restore=restore)
             tracking.how = "stopped" if result.ending in ASKED else "finished"
@@ -350,7 +350,7 @@ def _flat(spec: Spec) -> dict[str, str]:
     flat: dict[str, str] = {}
     for section, value in values.items():
         pairs = value.items() if isinstance(value, dict) else [("", value)]
-        flat |= {f"{section}.{key}".rstrip("."): json.dumps(given) for key, given in pairs}
+        flat |= {f"{section}.{key}".rstrip("."): json.dumps(setting) for key, setting in pairs}
     for name in ("train", "valid", "test", "cache"):
         flat.pop(f"data.{name}", None)
     return flat

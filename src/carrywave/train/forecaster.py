@@ -18,7 +18,7 @@ from carrywave.runs.run import Run
 from carrywave.runs.trained_run import codec_of, evaluate_run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
-from carrywave.train.backtest import ORIGINS, Asked, backtest_run
+from carrywave.train.backtest import ORIGINS, Request, backtest_run
 from carrywave.train.fit import fit
 from carrywave.train.result import Result
 
@@ -73,9 +73,9 @@ class Forecaster:
         device: str = "auto",
     ) -> None:
         for key in data or {}:
-            if (own := ARGUMENTS.get(key)) is not None:
+            if (argument := ARGUMENTS.get(key)) is not None:
                 raise UserError(
-                    f"data has {key}, which is an argument of its own; pass {own}=... to the Forecaster, and take it out of data"
+                    f"data has {key}, which is an argument of its own; pass {argument}=... to the Forecaster, and take it out of data"
                 )
         # As they were given, to the very object: scikit-learn's `clone` compares them so.
         self._parameters: dict[str, Any] = {
@@ -85,7 +85,7 @@ class Forecaster:
         self.horizon, self.quantiles, self.season = horizon, None if quantiles is None else tuple(quantiles), season
         self.series, self.time = series, time
         self.targets = (target,) if isinstance(target, str) else tuple(target)
-        self.model, self.data, self.batch, self.train = (dict(given or {}) for given in (model, data, batch, train))
+        self.model, self.data, self.batch, self.train = (dict(section or {}) for section in (model, data, batch, train))
         self._asked: Path | str | None = run  # the folder for the next fit; None: a new one
         self.device = device
         self.result: Result | None = None  # of `fit`: metrics, ending, the model
@@ -118,7 +118,7 @@ class Forecaster:
         if spec.task != "forecasting":
             raise RunError(f"{run} is a {spec.task} model, not a forecaster; use cw.predict")
         codec, data = codec_of(opened, spec), spec.data
-        found = cls(
+        forecaster = cls(
             data.horizon,
             quantiles=data.quantiles,
             season=data.season,
@@ -128,8 +128,8 @@ class Forecaster:
             run=run,
             device=device,
         )
-        found._fitted, found._known, found._fits = opened.path, codec.known, 1
-        return found
+        forecaster._fitted, forecaster._known, forecaster._fits = opened.path, codec.known, 1
+        return forecaster
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor, by name, as estimators of scikit-learn give them; its `clone` copies a forecaster by them."""
@@ -166,16 +166,16 @@ class Forecaster:
         >>> forecaster.fit(frame, progress=False).predict()["ds"].to_list()
         [80, 81]
         """
-        given = {name: part for name, part in (("train", frame), ("valid", valid), ("test", test)) if part is not None}
-        for name, part in given.items():
+        frames = {name: part for name, part in (("train", frame), ("valid", valid), ("test", test)) if part is not None}
+        for name, part in frames.items():
             self._check(part, name)
         sections = {"data": self._columns(frame) | self.data, "batch": self.batch, "train": self.train}
         how = {"run": self._folder(resume=bool(how.get("resume"))), "device": self.device, "task": "forecasting", **sections, **how}
-        self.result = fit(self.model or None, given, **how)
+        self.result = fit(self.model or None, frames, **how)
         self._fitted = self.result.run
         self._fits += not how.get("resume")
         self._known = self.result.task.codec.known
-        self._frames = given
+        self._frames = frames
         return self
 
     def predict(self, frame: Any = None, *, future: Any = None, samples: int | None = None, steps: int | None = None, seed: int = 1) -> Any:
@@ -200,16 +200,16 @@ class Forecaster:
         if frame is None and not self._frames:
             raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
         frames = self._frames if frame is None else {"the frame": frame}
-        given, *_ = frames.values()
-        self._check(given, "the frame")
+        first, *_ = frames.values()
+        self._check(first, "the frame")
         if future is not None:
             self._check(future, "future")
             self._check_ahead(future)
-        whole = given
+        whole = first
         for name, more in (*list(frames.items())[1:], ("future", future)):
             whole = whole if more is None else appended(whole, more, name)
         rows = predict(run, whole, samples=samples, steps=steps, seed=seed, device=self.device, note=Logged().say)
-        return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
+        return frame_like(first, [{name: value for name, value in row.items() if name != "step"} for row in rows])
 
     def backtest(self, frame: Any, *, origins: int = ORIGINS, stride: int | None = None) -> Any:
         """Forecast from several origins within a frame, as if nothing after them were known: a frame of forecasts beside what came.
@@ -230,9 +230,9 @@ class Forecaster:
         """
         run = self._opened("backtest")
         self._check(frame, "the frame")
-        found = backtest_run(run, frame, Asked(stride=stride, origins=origins), self.device, Logged().say)
-        rows = list(rows_of(found.table, found.forecasts, found.columns, found.quantiles))
-        return frame_like(frame, rows, alike={"origin": found.table.time} if found.table.time is not None else None)
+        result = backtest_run(run, frame, Request(stride=stride, origins=origins), self.device, Logged().say)
+        rows = list(rows_of(result.table, result.forecasts, result.columns, result.quantiles))
+        return frame_like(frame, rows, alike={"origin": result.table.time} if result.table.time is not None else None)
 
     def score(self, frame: Any) -> float:
         """How much better than the seasonal-naive forecast, over all rows of a frame: 1 is perfect, 0 as good as naive, below 0 worse.
@@ -297,7 +297,7 @@ class Forecaster:
         if self.quantiles is not None:
             data["quantiles"] = list(self.quantiles)
         # Names that are not the usual ones must be there; a usual one may be missing.
-        for key, given, usual in (("series", self.series, SERIES), ("time", self.time, TIME)):
-            if given in names or given != usual:
-                data[key] = given
+        for key, column, usual in (("series", self.series, SERIES), ("time", self.time, TIME)):
+            if column in names or column != usual:
+                data[key] = column
         return data

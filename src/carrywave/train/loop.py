@@ -90,8 +90,8 @@ class Loop:
     def run(self, stop: Stop | None = None) -> Ending:
         """Train to the end, or until a signal asks to stop; a snapshot is written either way."""
         if stop is None:
-            with Stop() as own:
-                return self.run(own)
+            with Stop() as new_stop:
+                return self.run(new_stop)
         train, at = self.spec.train, self.state
         self.stop = stop
         launch_record.begins_to_train()
@@ -104,17 +104,17 @@ class Loop:
                 try:
                     self._epoch(stop)
                     self.check()
-                    asked = self._asked(stop)
-                    self.checkpointer.save(self.state, final=asked is not None or not self.trains)
-                    if asked is not None:
-                        return asked
+                    reason = self._stop_reason(stop)
+                    self.checkpointer.save(self.state, final=reason is not None or not self.trains)
+                    if reason is not None:
+                        return reason
                 except Diverged as error:
                     self._go_back(error)
-        except Stopped as asked_meanwhile:
+        except Stopped as stopped:
             self.state.ending = None  # the evaluation that would have ended the run is still pending
             self.check()
             self.checkpointer.save(self.state, final=True)
-            return asked_meanwhile.reason
+            return stopped.reason
         self.state.ending = self.state.ending or "done"
         return self.state.ending
 
@@ -131,9 +131,9 @@ class Loop:
         if at.step and self._evaluation_due() and at.judged != at.step:
             self._judge()  # the run was stopped during this evaluation
             self._save_if_due()
-        asked = self._steps(stop) if at.ending is None else None
+        reason = self._steps(stop) if at.ending is None else None
         finished = at.batch >= self.order.num_steps(at.epoch)
-        if asked is not None and not finished and at.ending is None:
+        if reason is not None and not finished and at.ending is None:
             return
         self.write_row()
         last = at.ending is not None or (finished and at.epoch + 1 >= train.epochs)
@@ -149,28 +149,28 @@ class Loop:
         """Take the optimizer steps of an epoch from the cursor on; returns the reason to stop, if that was requested."""
         train, at = self.spec.train, self.state
         batches = self.loader.batches(Cursor(at.epoch, at.batch))
-        asked: Reason | None = None
+        reason: Reason | None = None
         try:
             for group in self._groups(batches):
                 self.trainer.votes = stop.votes
-                asked = self._step(group, stop)
+                reason = self._step(group, stop)
                 if train.max_steps is not None and at.step >= train.max_steps:
                     at.ending = "done"
                     break
                 if self._evaluation_due():
                     self._judge()
-                if at.ending is not None or asked is not None:
+                if at.ending is not None or reason is not None:
                     break
                 self._save_if_due()
         finally:
             batches.close()
-        return asked
+        return reason
 
     def _evaluation_due(self) -> bool:
         return self._due(self.spec.train.evaluate_every)
 
     def _due(self, every: int | None) -> bool:
-        """True every so many steps; where replicas train on their own, at their next meeting."""
+        """True every `every` steps; where replicas train on their own, at their next meeting."""
         at = self.state
         if self.meetings is None:
             return bool(every and at.step % every == 0)
@@ -220,11 +220,11 @@ class Loop:
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]
         self.clock.count(real)
-        own = self.meetings
-        asked = self._on_its_own(own, result, stop) if own is not None else self._in_step(result, stop)
-        if self.callbacks.on_step(lambda: self.moment("train", {}, result), agree=own is None or at.met == at.step):
+        meetings = self.meetings
+        reason = self._on_its_own(meetings, result, stop) if meetings is not None else self._in_step(result, stop)
+        if self.callbacks.on_step(lambda: self.moment("train", {}, result), agree=meetings is None or at.met == at.step):
             at.ending = "callback"
-        return asked
+        return reason
 
     def _in_step(self, result: StepResult, stop: Stop) -> Reason | None:
         """After a step that all workers took together; returns the reason to stop, if one was asked to."""
@@ -267,7 +267,7 @@ class Loop:
                 self.folder.write_timing(place_of(at) | {"staleness": seen.mean, "most_stale": seen.most, "most_ahead": seen.ahead})
         return stop.decided(list(met.votes))
 
-    def _asked(self, stop: Stop) -> Reason | None:
+    def _stop_reason(self, stop: Stop) -> Reason | None:
         """The reason to stop, if any worker was asked to. Collective: every rank must call it."""
         votes = torch.tensor(stop.votes, dtype=torch.float64, device=self.trainer.device)
         return stop.decided(self.trainer.mesh.sum_(votes).tolist())
@@ -334,10 +334,10 @@ class Loop:
         if isinstance(optimizer, optimizers.NTASGD) and not optimizer.average_active and optimizers.nonmonotone(at.history, train.nonmono):
             optimizer.trigger()
             self.watch.say(f"weight averaging starts at step {at.step}")
-        asked = self.callbacks.on_evaluation(lambda: self.moment("valid", values))
+        ends = self.callbacks.on_evaluation(lambda: self.moment("valid", values))
         if rates.stops_early(train, at.rate):
             at.ending = "early"
-        elif asked:
+        elif ends:
             at.ending = "callback"
 
     def _write_weights(self) -> None:

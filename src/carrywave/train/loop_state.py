@@ -53,9 +53,9 @@ class LoopState:
 
     def numbers(self) -> dict[str, Any]:
         """Everything but the tensors, as plain JSON values."""
-        found = asdict(replace(self, sums=torch.empty(0)))
-        del found["sums"]
-        return found
+        values = asdict(replace(self, sums=torch.empty(0)))
+        del values["sums"]
+        return values
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, by name."""
@@ -76,7 +76,7 @@ class LoopState:
         """The mean loss in training since the last evaluation; None if there was no target. Starts over: for the next evaluation."""
         loss_sum, count = self.sums[:2].tolist()
         total, targets = self.trained[0] + loss_sum, self.trained[1] + count
-        self.trained = [-loss_sum, -count]  # what `sums` holds now has been told, and is added once more when it is written
+        self.trained = [-loss_sum, -count]  # what `sums` holds now has been counted, and is added once more when it is written
         return total / targets if targets else None
 
     @property

@@ -77,13 +77,13 @@ class Comparison:
         self.done = True
         clock, self.trainer.compute.clock = self.trainer.compute.clock, None
         spent: list[Spent] = []
-        told: list[dict[str, Any]] = []
+        workers: list[dict[str, Any]] = []
         if clock is not None:
-            told = self._gather(clock, clock.now())
+            workers = self._gather(clock, clock.now())
             # Replica by replica, stage by stage.
-            spent = [Spent(each["compute"], each["wait"], each["messages"] + each["rest"]) for each in told]
+            spent = [Spent(each["compute"], each["wait"], each["messages"] + each["rest"]) for each in workers]
         predicted = self.prediction
-        self.timeline = {"step_seconds": self.seconds, "steps": self.steps, "workers": _laid_side_by_side(told)}
+        self.timeline = {"step_seconds": self.seconds, "steps": self.steps, "workers": _laid_side_by_side(workers)}
         if predicted is None:
             return {"step_seconds": self.seconds}
         names = stage_names(predicted, predicted.stages[-1].last)
@@ -99,7 +99,7 @@ class Comparison:
         mesh, begun = self.trainer.mesh, self.begun
         work, wait, messages = clock.seconds(*TASKS), clock.seconds("wait"), clock.seconds("send")
         shown = mesh.replica * mesh.plan.stages + mesh.stage < MOST_ROWS and len(clock.laps) <= MOST_SPANS
-        own = {
+        local = {
             "rank": mesh.world.rank,
             "replica": mesh.replica,
             "stage": mesh.stage,
@@ -111,9 +111,9 @@ class Comparison:
             "rest": max(0.0, ended - begun - work - wait - messages),
             "spans": [_plain(lap.label, lap.start - begun, lap.end - begun, lap.task) for lap in clock.laps] if shown else [],
         }
-        told = all_gather_json(mesh.world, own)
+        by_rank = all_gather_json(mesh.world, local)
         hosts = mesh.world.hosts or ("",) * mesh.world.size
-        return [{**told[rank], "host": hosts[rank]} for rank in mesh.ranks]
+        return [{**by_rank[rank], "host": hosts[rank]} for rank in mesh.ranks]
 
 
 def _plain(label: str, start: float, end: float, task: StageTask | None) -> list[Any]:
@@ -140,26 +140,26 @@ def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
     stages = len(prediction.stages)
     expected = [_expected(row) for row in prediction.timeline.rows]
     # Replicas wait for the slowest of them.
-    found = [
+    measured = [
         Spent(*(max(getattr(spent[rank], name) for rank in range(stage, len(spent), stages)) for name in ("work", "wait", "rest")))
         for stage in range(stages)
     ]
     names = stage_names(prediction, prediction.stages[-1].last)
-    work = max(range(stages), key=lambda s: abs(found[s].work - expected[s].work))
-    rest = max(range(stages), key=lambda s: abs(found[s].rest - expected[s].rest))
-    of_work, of_rest = (abs(found[work].work - expected[work].work), abs(found[rest].rest - expected[rest].rest))
-    wait = max(range(stages), key=lambda s: found[s].wait - expected[s].wait)
-    if stages > 1 and found[wait].wait - expected[wait].wait > max(of_work, of_rest):
+    work = max(range(stages), key=lambda s: abs(measured[s].work - expected[s].work))
+    rest = max(range(stages), key=lambda s: abs(measured[s].rest - expected[s].rest))
+    of_work, of_rest = (abs(measured[work].work - expected[work].work), abs(measured[rest].rest - expected[rest].rest))
+    wait = max(range(stages), key=lambda s: measured[s].wait - expected[s].wait)
+    if stages > 1 and measured[wait].wait - expected[wait].wait > max(of_work, of_rest):
         other = wait - 1 if wait else 1
         return (
-            f"stage {wait} waits {1e3 * found[wait].wait:.3g} ms for messages, predicted {1e3 * expected[wait].wait:.3g} ms, "
+            f"stage {wait} waits {1e3 * measured[wait].wait:.3g} ms for messages, predicted {1e3 * expected[wait].wait:.3g} ms, "
             f"and no stage computes that much longer: check the link between stages {min(wait, other)} and {max(wait, other)}"
         )
     if of_work >= of_rest:
         who = f"stage {work} ({names[work]})" if stages > 1 else "the model"
-        return f"{who} computes for {1e3 * found[work].work:.3g} ms, predicted {1e3 * expected[work].work:.3g} ms"
+        return f"{who} computes for {1e3 * measured[work].work:.3g} ms, predicted {1e3 * expected[work].work:.3g} ms"
     what = "sums over workers and the update take" if len(spent) > 1 else "the update takes"
-    return f"{what} {1e3 * found[rest].rest:.3g} ms, predicted {1e3 * expected[rest].rest:.3g} ms"
+    return f"{what} {1e3 * measured[rest].rest:.3g} ms, predicted {1e3 * expected[rest].rest:.3g} ms"
 
 
 def _expected(row: Sequence[TaskSpan]) -> Spent:

@@ -29,12 +29,12 @@ class RunClock:
         return time.monotonic() - self.last_tick >= TICK_SECONDS
 
     def ticked(self) -> None:
-        """Record that the watcher was just told of a step, and update the rate."""
+        """Record that the watcher has just been shown a step, and update the rate."""
         self.shown()
         self.rate = self.tokens / max(self.last_tick - self.started, 1e-9)
 
     def shown(self) -> None:
-        """Record that the watcher was told of something else; the rate of steps is unchanged."""
+        """Record that the watcher was shown something else; the rate of steps is unchanged."""
         self.last_tick = time.monotonic()
 
     def skip(self, seconds: float) -> None:

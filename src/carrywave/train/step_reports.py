@@ -1,4 +1,4 @@
-"""What a run tells of its steps: a row for metrics.jsonl, the position for a watcher, a moment for a callback."""
+"""What a run reports of its steps: a row for metrics.jsonl, the position for a watcher, a moment for a callback."""
 
 from __future__ import annotations
 

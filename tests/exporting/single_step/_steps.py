@@ -40,7 +40,7 @@ def stateful(name: str, dtype: torch.dtype = torch.float32) -> Portable:
 def over_many(portable: Portable, formula: Formula, run: Callable[[Sequence[Tensor]], Sequence[Tensor]], lanes: int = 1) -> float:
     """The largest difference of 1,000 steps, each from the state after the one before, from a whole sequence in float64."""
     named = dict(zip((port.name for port in portable.inputs), portable.sample(lanes, STEPS, seed=1), strict=True))
-    given = [named[port.name] for port in formula.given]
+    given = [named[port.name] for port in formula.step_inputs]
     found, state = [], formula.initial(lanes)
     for step in range(STEPS):
         out, *state = run([*(tensor[:, step] for tensor in given), *state])

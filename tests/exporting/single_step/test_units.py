@@ -157,7 +157,7 @@ def test_each_series_has_its_own_scale(tmp_path: Path) -> None:
     data = {"train": str(tmp_path / "table.csv"), "horizon": 3, "residual": "last"}
     run = learn(tmp_path, "forecasting", data, {"linear": 0}, batch={"lanes": 3, "steps": 8})
     saved, formula = step_of(run)
-    assert [port.name for port in formula.given] == ["series", "x"]
+    assert [port.name for port in formula.step_inputs] == ["series", "x"]
     predicted = cw.predict(run, frame, device="cpu", note=lambda line: None)
     for number, name in enumerate(saved.task.codec.names):
         values = torch.tensor(frame[frame["unique_id"] == name][["y0"]].to_numpy())
@@ -201,7 +201,7 @@ def test_what_is_known_ahead_goes_in_with_each_row(tmp_path: Path) -> None:
         "x": torch.from_numpy(np.concatenate(x, axis=1)[:60]),
         "codes": torch.from_numpy(np.concatenate(of_codes, axis=1)[:60].astype(np.int64)),
     }
-    found = after(formula, *(given[port.name] for port in formula.given))[-1]
+    found = after(formula, *(given[port.name] for port in formula.step_inputs))[-1]
     assert found.flatten().tolist() == pytest.approx(forecast_of(run), rel=1e-4)
     if c_library.compiler() is not None:  # which the export itself compares with this formula
         text = (export_run(run, "c", tmp_path / "out").folder / "model.c").read_text()

@@ -53,12 +53,12 @@ class Entry:
 Build = Callable[[NewArray], Entry]
 
 
-def folder(asked: str | None) -> Path:
+def folder(setting: str | None) -> Path:
     """Return the cache directory."""
-    found = os.path.expanduser(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave")
-    if found.startswith("~"):
-        raise DataError(f"the cache {found} has no place, because there is no such home folder; set $CARRYWAVE_CACHE to a folder")
-    return Path(found)
+    path = os.path.expanduser(setting or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave")
+    if path.startswith("~"):
+        raise DataError(f"the cache {path} has no place, because there is no such home folder; set $CARRYWAVE_CACHE to a folder")
+    return Path(path)
 
 
 def place_of(where: Path, key: str) -> Path:
@@ -70,10 +70,10 @@ def fetch(where: Path, key: str, build: Build) -> Entry:
     """Return the entry for `key`, building it first if it does not exist."""
     place = place_of(where, key)
     try:
-        there = place.exists()
+        exists = place.exists()
     except OSError as error:
         _refuse(where, error)
-    if not there:
+    if not exists:
         with unwinding():
             _write(where, place, build)
     return _open(place)
@@ -179,14 +179,14 @@ def _sync(path: Path) -> None:
 def _open(place: Path) -> Entry:
     with _matching(place):
         files = json.loads((place / MANIFEST).read_text())["files"]
-        for name, known in files.items():
+        for name, recorded in files.items():
             path = place / name
             # A manifest must not point outside its directory, neither by path nor by symlink.
             if (
                 not PLAIN_NAME.fullmatch(name)
                 or path.is_symlink()
-                or path.stat().st_size != known["bytes"]
-                or hashes.sha256(path) != known["sha256"]
+                or path.stat().st_size != recorded["bytes"]
+                or hashes.sha256(path) != recorded["sha256"]
             ):
                 raise ValueError(name)
         if CONTENT not in files:

@@ -1,6 +1,6 @@
 """How a CSV file is written: the mark between columns, and the mark before decimals; found in the file, or asked for.
 
-What fits in two ways is refused, with the setting that decides: a wrong guess would read 1,234 as 1.234 and tell nobody.
+What fits in two ways is refused, with the setting that decides: a wrong guess would silently read 1,234 as 1.234.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def find_separator(lines: Sequence[str], name: str, usual: str) -> str:
             return usual
         raise _unclear(name, (usual, rival))
     if not others:
-        if usual not in counted[0] and (there := [mark for mark in SEPARATORS if mark in counted[0]]):
-            fact = f"columns seem to be separated by {written(there[0])}, but not equally many in every row"
+        if usual not in counted[0] and (present := [mark for mark in SEPARATORS if mark in counted[0]]):
+            fact = f"columns seem to be separated by {written(present[0])}, but not equally many in every row"
             raise DataError(f"{name}: {fact}; correct the rows, or set data.separator")
         return usual
     best = max(others, key=lambda mark: others[mark])
@@ -71,34 +71,34 @@ def first_lines(lines: Any) -> list[str]:
     return [line.decode(errors="replace").rstrip("\r") for _, line in islice(lines, LOOKED_AT)]
 
 
-def with_points(table: Any, asked: str, name: str, kept: Collection[str]) -> tuple[Any, tuple[str, ...]]:
+def with_points(table: Any, decimal: str, name: str, kept: Collection[str]) -> tuple[Any, tuple[str, ...]]:
     """Return an Arrow table in which decimals are written with a point, and a line on what was changed.
 
-    `asked` is `auto`, `.` or `,`. Columns in `kept`, such as the names of series, stay as they are.
+    `decimal` is `auto`, `.` or `,`. Columns in `kept`, such as the names of series, stay as they are.
     """
-    if asked == "." or len(set(table.column_names)) < len(table.column_names):
+    if decimal == "." or len(set(table.column_names)) < len(table.column_names):
         return table, ()
     texts_of = {column: _texts(table[column]) for column in table.column_names if column not in kept and is_text(table[column].type)}
     numeric = {column: texts for column, texts in texts_of.items() if _mostly_numbers(texts)}
-    found = [column for column, texts in numeric.items() if pc.any(pc.match_substring_regex(texts, WITH_COMMA)).as_py()]
-    if asked == "auto" and found:
-        _refuse_unclear(table, found, name)
-    for column in numeric if asked == "," else found:
+    with_commas = [column for column, texts in numeric.items() if pc.any(pc.match_substring_regex(texts, WITH_COMMA)).as_py()]
+    if decimal == "auto" and with_commas:
+        _refuse_unclear(table, with_commas, name)
+    for column in numeric if decimal == "," else with_commas:
         points = pc.fill_null(pc.match_substring_regex(numeric[column], WITH_POINT), False)
         if pc.any(points).as_py():
             row = int(pc.index(points, True).as_py())
             shown = numeric[column][row].as_py()
-            why = "data.decimal=," if asked == "," else "other rows have a comma before the decimals"
+            why = "data.decimal=," if decimal == "," else "other rows have a comma before the decimals"
             raise DataError(f"{name}: row {row + 1}, column {column} is {shown!r:.40}, but {why}; write all numbers alike")
-    for column in found:
+    for column in with_commas:
         texts = numeric[column]
         commas = pc.match_substring_regex(texts, WITH_COMMA)
         changed = pc.if_else(pc.fill_null(commas, False), pc.replace_substring(texts, ",", "."), texts)
         # Arrow reads NA and its like as empty in a column of numbers, but this one was text to it.
         changed = pc.if_else(pc.fill_null(pc.is_in(pc.utf8_trim_whitespace(texts), EMPTY), False), None, changed)
         table = table.set_column(table.column_names.index(column), column, changed)
-    shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    return table, (f"{name}: decimals have a comma ({shown})",) if asked == "auto" and found else ()
+    shown = ", ".join(with_commas[:8]) + (f" and {len(with_commas) - 8} more" if len(with_commas) > 8 else "")
+    return table, (f"{name}: decimals have a comma ({shown})",) if decimal == "auto" and with_commas else ()
 
 
 def _texts(column: Any) -> Any:
@@ -115,19 +115,19 @@ def _mostly_numbers(texts: Any) -> bool:
     return float(pc.mean(numbers.cast(pa.float64())).as_py() or 0.0) > MOST
 
 
-def _refuse_unclear(table: Any, found: Sequence[str], name: str) -> None:
+def _refuse_unclear(table: Any, with_commas: Sequence[str], name: str) -> None:
     """Refuse commas that may stand between thousands, and a file in which other columns have points."""
     choice = "set data.decimal=, or, if it stands between thousands, write the numbers without it"
     clear = False
-    for column in found:
+    for column in with_commas:
         texts = _texts(table[column])
         commas = texts.filter(pc.match_substring_regex(texts, WITH_COMMA))
         clear = clear or not pc.all(pc.match_substring_regex(commas, LIKE_THOUSANDS)).as_py()
     if not clear:
-        texts = _texts(table[found[0]])
+        texts = _texts(table[with_commas[0]])
         shown = texts.filter(pc.match_substring_regex(texts, WITH_COMMA))[0].as_py()
-        raise DataError(f"{name}: column {found[0]} contains {shown!r:.40}, whose comma may stand before decimals; {choice}")
+        raise DataError(f"{name}: column {with_commas[0]} contains {shown!r:.40}, whose comma may stand before decimals; {choice}")
     pointed = next((column for column in table.column_names if pa.types.is_floating(table[column].type)), None)
     if pointed is not None:
-        fact = f"column {found[0]} has commas before its decimals, but column {pointed} has points"
+        fact = f"column {with_commas[0]} has commas before its decimals, but column {pointed} has points"
         raise DataError(f"{name}: {fact}; write both alike")

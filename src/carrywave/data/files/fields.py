@@ -216,17 +216,17 @@ def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
         return None
     value = as_plain(row[WEIGHT])
     shown = "empty" if value is None else f"{value!r:.40}"
-    found = np.asarray(np.nan if value is None else numbers(value, WEIGHT, where), np.float64)
-    if found.shape not in ((), (steps,)):
+    weights = np.asarray(np.nan if value is None else numbers(value, WEIGHT, where), np.float64)
+    if weights.shape not in ((), (steps,)):
         many = f"one number, or a list of one for each of the {steps} steps"
         raise DataError(
-            f"{where}: {WEIGHT} has shape {list(found.shape)}; write {many}, or set data.weight={NO_WEIGHT}, and it is not read"
+            f"{where}: {WEIGHT} has shape {list(weights.shape)}; write {many}, or set data.weight={NO_WEIGHT}, and it is not read"
         )
-    if not (np.isfinite(found) & (found >= 0) & (found <= np.finfo(np.float32).max)).all():
+    if not (np.isfinite(weights) & (weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
         raise DataError(
             f"{where}: {WEIGHT} is {shown}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
         )
-    return found if found.ndim else float(found)
+    return weights if weights.ndim else float(weights)
 
 
 def check_largest_weight(largest: float, every: str, otherwise: str) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 SETTLED_SECONDS = 2.0  # a file changed this recently may change again without its times showing it, so its hash is not kept
 
-Found = tuple[str, list[int], str]  # path, stat fields, SHA-256
+FileHash = tuple[str, list[int], str]  # path, stat fields, SHA-256
 
-_told: dict[str, tuple[list[int], str]] = {}
-_found: list[Found] | None = None
+_received: dict[str, tuple[list[int], str]] = {}
+_collected: list[FileHash] | None = None
 _memory: Path | None = None
 
 
@@ -28,39 +28,39 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
         signs = _signs(file.fileno())
-        known = _told.get(str(path.absolute())) or _recall(path)
-        if known is not None and known[0] == signs:
-            digest = known[1]
+        recorded = _received.get(str(path.absolute())) or _recall(path)
+        if recorded is not None and recorded[0] == signs:
+            digest = recorded[1]
         else:
             settled = time.time() - max(signs[3:]) / 1e9 > SETTLED_SECONDS
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if settled and _signs(file.fileno()) == signs:
                 _keep(path, signs, digest)
-    if _found is not None:
-        _found.append((str(path.absolute()), signs, digest))
+    if _collected is not None:
+        _collected.append((str(path.absolute()), signs, digest))
     return digest
 
 
 @contextmanager
-def keeping() -> Iterator[list[Found]]:
+def keeping() -> Iterator[list[FileHash]]:
     """Within this context, collect hashes so that they can be shared."""
-    global _found
-    kept: list[Found] = []
-    _found = kept
+    global _collected
+    kept: list[FileHash] = []
+    _collected = kept
     try:
         yield kept
     finally:
-        _found = None
+        _collected = None
 
 
 @contextmanager
-def knowing(hashed: Iterable[Found]) -> Iterator[None]:
+def knowing(hashed: Iterable[FileHash]) -> Iterator[None]:
     """Within this context, reuse the hashes that another process on this host has just computed."""
-    _told.update({path: (list(signs), digest) for path, signs, digest in hashed})
+    _received.update({path: (list(signs), digest) for path, signs, digest in hashed})
     try:
         yield
     finally:
-        _told.clear()
+        _received.clear()
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def _note_of(path: Path) -> Path | None:
 def _recall(path: Path) -> tuple[list[int], str] | None:
     note = _note_of(path)
     try:
-        said = None if note is None else json.loads(note.read_bytes())
-        return None if said is None else (list(map(int, said["signs"])), str(said["sha256"]))
+        content = None if note is None else json.loads(note.read_bytes())
+        return None if content is None else (list(map(int, content["signs"])), str(content["sha256"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None  # not hashed yet, or not readable: it is hashed again
 
@@ -99,5 +99,5 @@ def _keep(path: Path, signs: list[int], digest: str) -> None:
 
 
 def _signs(handle: int) -> list[int]:
-    known = os.fstat(handle)
-    return [known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns]
+    status = os.fstat(handle)
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

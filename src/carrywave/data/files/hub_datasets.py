@@ -52,8 +52,8 @@ def _named(column: Any, feature: Any) -> Any | None:
         return lists.from_arrays(column.offsets, _named(column.values, inner), mask=column.is_null() if column.null_count else None)
     if not hasattr(feature, "int2str"):
         return None
-    known = pc.if_else(pc.less(column, 0), pa.scalar(None, column.type), column)
-    return pa.array(feature.names, pa.string()).take(known)
+    codes = pc.if_else(pc.less(column, 0), pa.scalar(None, column.type), column)
+    return pa.array(feature.names, pa.string()).take(codes)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class DatasetRows:
 
     def key(self) -> str:
         """A hash that changes with the rows: the library's own, or of a streamed dataset the hash of all that it holds."""
-        known = getattr(self.dataset, "_fingerprint", None)
-        if hasattr(self.dataset, "__len__") and isinstance(known, str):
-            return f"{known} {len(self.dataset)}"
+        fingerprint = getattr(self.dataset, "_fingerprint", None)
+        if hasattr(self.dataset, "__len__") and isinstance(fingerprint, str):
+            return f"{fingerprint} {len(self.dataset)}"
         digest = hashlib.sha256()
         for _, row in self:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -121,20 +121,20 @@ def _load(name: str, field: str) -> Any:
     path = Path(os.path.expanduser(where))
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(str(path))
+            loaded = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(str(path) if path.exists() else where, config or None)
+            loaded = datasets.load_dataset(str(path) if path.exists() else where, config or None)
     except Exception as error:  # whatever the library raises: files that are missing, or an address that cannot be reached
         raise DataError(f"{field}={name} cannot be loaded ({one_line(error)}); use {PREFIX}FOLDER or {PREFIX}NAME@CONFIG#SPLIT") from error
-    if not isinstance(found, dict):
+    if not isinstance(loaded, dict):
         if split:
             raise DataError(f"{field}={name} has no splits; remove #{split}")
-        return found
+        return loaded
     split = split or USUAL_SPLIT.get(field, "")
-    if split not in found:
-        said = f"has no split {split}" if split else "has several splits"
-        raise DataError(f"{field}={name} {said}; name one: {', '.join(f'{PREFIX}{rest}#{each}' for each in found)}")
-    return found[split]
+    if split not in loaded:
+        problem = f"has no split {split}" if split else "has several splits"
+        raise DataError(f"{field}={name} {problem}; name one: {', '.join(f'{PREFIX}{rest}#{each}' for each in loaded)}")
+    return loaded[split]
 
 
 def _write(dataset: Any, name: str, place: Path) -> None:

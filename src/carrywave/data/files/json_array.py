@@ -20,11 +20,11 @@ class GivenTwice(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         raise GivenTwice(f"field {next(name for name in names if names.count(name) > 1)!r:.60} is given twice; remove one of them")
-    return found
+    return fields
 
 
 PARSER = json.JSONDecoder(object_pairs_hook=_object)
@@ -87,8 +87,8 @@ class _Text:
         """The object that begins here; ValueError if it is not JSON."""
         while True:
             try:
-                found, self._at = PARSER.raw_decode(self._text, self._at)
-                return dict(found)
+                parsed, self._at = PARSER.raw_decode(self._text, self._at)
+                return dict(parsed)
             except json.JSONDecodeError as error:
                 cut_off = error.pos >= len(self._text) - NEAR_END or error.msg.startswith("Unterminated string")
                 if not cut_off or not self._more():

@@ -25,7 +25,7 @@ Sets = Sequence[Any]  # a list for each sequence or step, None where there is no
 
 
 def sets_of(row: Row, where: str, *, steps: int | None) -> Sets:
-    """Return the row's lists: one for each of so many `steps`, or a single one if that is None."""
+    """Return the row's lists: one for each of `steps` steps, or a single one if that is None."""
     if steps is None:
         return [_plain(take(row, "label", where), "label", where)]
     value = as_plain(take(row, "labels", where))
@@ -128,19 +128,19 @@ def _vectors(sets: Sets, count: int, where: str) -> NDArray[np.float32]:
 
 
 def _named(sets: Sets, numbers: Mapping[str, int], where: str) -> NDArray[np.float32]:
-    found = np.zeros((len(sets), len(numbers)), np.float32)
+    flags = np.zeros((len(sets), len(numbers)), np.float32)
     for place, each in enumerate(sets):
         if each is None:
-            found[place] = np.nan
+            flags[place] = np.nan
             continue
         for label in each:
             _, name = class_of(label, "a label", where)
             if name not in numbers:
-                known = ", ".join(list(numbers)[:5]) + (", …" if len(numbers) > 5 else "")
+                labels = ", ".join(list(numbers)[:5]) + (", …" if len(numbers) > 5 else "")
                 remedy = "add training data with it, or remove it"
-                raise DataError(f"{where}: label {name!r} was never seen in training (labels: {known}); {remedy}")
-            if found[place, numbers[name]]:
+                raise DataError(f"{where}: label {name!r} was never seen in training (labels: {labels}); {remedy}")
+            if flags[place, numbers[name]]:
                 remedy = "list each once; vectors of 0 and 1 must all have the same length"
                 raise DataError(f"{where}: label {name!r} is listed twice; {remedy}")
-            found[place, numbers[name]] = 1.0
-    return found
+            flags[place, numbers[name]] = 1.0
+    return flags

@@ -89,9 +89,9 @@ class _Quotes:
                 self.opened, self._lines = self._offset + at, False
                 at, self.inside, self._at_start = at + 1, True, False
             else:
-                found = self._edge.search(block, at)
-                self._at_start = found is not None
-                at = len(block) if found is None else found.end()
+                edge = self._edge.search(block, at)
+                self._at_start = edge is not None
+                at = len(block) if edge is None else edge.end()
         return True
 
 

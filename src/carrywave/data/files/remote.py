@@ -40,7 +40,7 @@ class Store:
 
     def __init__(self, address: str, error: type[UserError] = DataError) -> None:
         self.address, self._error = address.rstrip("/"), error
-        with self._told("cannot be opened"):
+        with self._one_line_errors("cannot be opened"):
             from fsspec.core import url_to_fs
 
             try:
@@ -55,28 +55,28 @@ class Store:
 
     def names(self) -> set[str]:
         """The names of all objects in this folder."""
-        with self._told("cannot be listed"):
+        with self._one_line_errors("cannot be listed"):
             self._files.invalidate_cache()
             try:
-                found = self._files.find(self._root)
+                paths = self._files.find(self._root)
             except FileNotFoundError:
                 return set()
-            return {str(path)[len(self._root) :].lstrip("/") for path in found if str(path).startswith(f"{self._root}/")}
+            return {str(path)[len(self._root) :].lstrip("/") for path in paths if str(path).startswith(f"{self._root}/")}
 
     def marks(self, name: str = "") -> dict[str, str]:
         """What the store says of an object: its size, and what changes whenever its content does."""
-        with self._told("cannot be read", name):
+        with self._one_line_errors("cannot be read", name):
             self._files.invalidate_cache()
-            known = self._files.info(self._at(name))
-            if known.get("type") == "directory":
+            info = self._files.info(self._at(name))
+            if info.get("type") == "directory":
                 raise IsADirectoryError("it is a folder")
-            strong = {mark: str(known[mark]) for mark in MARKS if known.get(mark)}
-            weak = {mark: str(known[mark]) for mark in TIMES if known.get(mark)}
-            return {"size": str(known.get("size")), **(strong or weak)}
+            strong = {mark: str(info[mark]) for mark in MARKS if info.get(mark)}
+            weak = {mark: str(info[mark]) for mark in TIMES if info.get(mark)}
+            return {"size": str(info.get("size")), **(strong or weak)}
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None if there is none."""
-        with self._told("cannot be read", name):
+        with self._one_line_errors("cannot be read", name):
             try:
                 return bytes(self._files.cat_file(self._at(name)))
             except FileNotFoundError:
@@ -84,7 +84,7 @@ class Store:
 
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a file."""
-        with self._told("cannot be read", name):
+        with self._one_line_errors("cannot be read", name):
             self._files.get_file(self._at(name), str(path))
 
     def put(self, path: Path, name: str) -> None:
@@ -98,12 +98,12 @@ class Store:
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are not there are no mistake."""
         for name in names:
-            with self._told("cannot be removed", name), suppress(FileNotFoundError):
+            with self._one_line_errors("cannot be removed", name), suppress(FileNotFoundError):
                 self._files.rm_file(self._at(name))
 
     def _put(self, name: str, put: Callable[[str], object]) -> None:
         place = self._at(name)
-        with self._told("could not be written", name):
+        with self._one_line_errors("could not be written", name):
             if not self._local:
                 put(place)
                 return
@@ -121,7 +121,7 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     @contextmanager
-    def _told(self, what: str, name: str = "") -> Iterator[None]:
+    def _one_line_errors(self, what: str, name: str = "") -> Iterator[None]:
         """Turn whatever the library raises into one line."""
         try:
             yield

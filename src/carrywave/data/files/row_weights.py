@@ -26,18 +26,18 @@ class Weigher:
 
     def add(self, row: Row, steps: int, where: str) -> None:
         """Append the weight of one row."""
-        found = fields.weight_of(row, steps, where)
-        if isinstance(found, np.ndarray) and not self.per_step:
+        weight = fields.weight_of(row, steps, where)
+        if isinstance(weight, np.ndarray) and not self.per_step:
             raise DataError(f"{where}: {WEIGHT} is a list, but the row has one target; write one number")
-        if found is not None and self.by_row is None:
+        if weight is not None and self.by_row is None:
             self.by_row = self._begun(self.rows)
             self.by_step = self._begun(self.steps) if self.per_step else None
         if self.by_row is not None:
-            self.by_row.append(np.array([1.0 if found is None or isinstance(found, np.ndarray) else found], np.float32))
+            self.by_row.append(np.array([1.0 if weight is None or isinstance(weight, np.ndarray) else weight], np.float32))
         if self.by_step is not None:
-            self.by_step.append(np.broadcast_to(np.float32(1.0) if found is None else np.asarray(found, np.float32), (steps,)))
-        self.lists |= isinstance(found, np.ndarray)
-        self.largest = max(self.largest, 1.0 if found is None else float(np.max(found, initial=0.0)))
+            self.by_step.append(np.broadcast_to(np.float32(1.0) if weight is None else np.asarray(weight, np.float32), (steps,)))
+        self.lists |= isinstance(weight, np.ndarray)
+        self.largest = max(self.largest, 1.0 if weight is None else float(np.max(weight, initial=0.0)))
         self.rows, self.steps = self.rows + 1, self.steps + steps
 
     def _begun(self, before: int) -> Appender:

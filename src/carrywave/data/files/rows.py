@@ -232,7 +232,7 @@ def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]
 class RenamedRow(Row):
     """A row with the fields that tasks read, made of one that has others."""
 
-    given: Row
+    original: Row
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class RenamedRows:
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         for number, row in self.rows:
             renamed = RenamedRow(self._renamed(row, number))
-            renamed.given = row
+            renamed.original = row
             yield number, renamed
 
     def _renamed(self, row: Row, number: int) -> Row:
@@ -284,9 +284,9 @@ class RenamedRows:
             renamed[WEIGHT] = self._take(renamed, self.weight, "data.weight", number, row)
         return renamed
 
-    def _take(self, row: Row, name: str, setting: str, number: int, given: Row) -> Any:
+    def _take(self, row: Row, name: str, setting: str, number: int, original: Row) -> Any:
         if name not in row:
-            raise DataError(missing_column(self.where(number), name, list(given), setting if self.labelled else None))
+            raise DataError(missing_column(self.where(number), name, list(original), setting if self.labelled else None))
         return row.pop(name) if self.labelled else row[name]  # what a prediction does not read may be carried through to it
 
 

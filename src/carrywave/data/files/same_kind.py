@@ -25,23 +25,23 @@ def kind_of(frame: Any) -> str | None:
     return library if is_frame else None
 
 
-def frame_like(given: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[str, str] | None = None) -> Any:
-    """The rows as a frame of the kind of `given`; `alike` names columns that have the type of another one there."""
+def frame_like(frame: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[str, str] | None = None) -> Any:
+    """The rows as a frame of the kind of `frame`; `alike` names columns that have the type of another one there."""
     columns = list(rows[0]) if rows else []
-    known = as_table(given, "the frame")
-    types = {} if known is None else {field.name: field.type for field in known.table.schema}
+    read = as_table(frame, "the frame")
+    types = {} if read is None else {field.name: field.type for field in read.table.schema}
     table = pa.table({name: _column([row[name] for row in rows], types.get((alike or {}).get(name, name))) for name in columns})
-    kind = kind_of(given)
+    kind = kind_of(frame)
     if kind == "pandas":
-        return _as_pandas(given, table)
+        return _as_pandas(frame, table)
     if kind == "polars":
-        return _as_polars(given, table)
+        return _as_polars(frame, table)
     return table
 
 
-def appended(given: Any, more: Any, name: str) -> Any:
+def appended(first_frame: Any, more: Any, name: str) -> Any:
     """The rows of a frame and, after them, those of another, as an Arrow table; a column that one of them lacks is empty there."""
-    frames = [as_table(given, "the frame"), as_table(more, name)]
+    frames = [as_table(first_frame, "the frame"), as_table(more, name)]
     tables = [_with_texts(frame.table) for frame in frames if frame is not None]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
@@ -80,20 +80,20 @@ def _column(values: list[Any], like: Any) -> Any:
         ) from error
 
 
-def _as_pandas(given: Any, table: Any) -> Any:
+def _as_pandas(original: Any, table: Any) -> Any:
     frame = table.to_pandas()
-    indexed = {} if given.index.nlevels > 1 or given.index.name is None else {given.index.name: given.index.dtype}
-    types = indexed | {name: given.dtypes[name] for name in given.columns}
+    indexed = {} if original.index.nlevels > 1 or original.index.name is None else {original.index.name: original.index.dtype}
+    types = indexed | {name: original.dtypes[name] for name in original.columns}
     # A period is written as its start.
     shared = {name: types[name] for name in frame.columns if name in types and not str(types[name]).startswith("period[")}
     kept = {name: dtype for name, dtype in shared.items() if str(frame.dtypes[name]) != str(dtype) and frame.dtypes[name].kind != "f"}
     return frame.astype(kept) if kept else frame
 
 
-def _as_polars(given: Any, table: Any) -> Any:
+def _as_polars(original: Any, table: Any) -> Any:
     polars: Any = sys.modules["polars"]
     frame = polars.from_arrow(table)
-    schema = given.schema
+    schema = original.schema
     return frame.with_columns(
         [polars.col(name).cast(schema[name]) for name in frame.columns if name in schema and not frame.schema[name].is_float()]
     )

@@ -66,7 +66,7 @@ class Source:
     compression: str | None = None
     block_bytes: int = BLOCK_BYTES
     encoding: str | None = None  # of text that is not utf-8
-    asked_encoding: bool = False  # rather than found by its byte-order mark
+    encoding_is_set: bool = False  # rather than found by its byte-order mark
     mark: str | None = None  # between the columns of a CSV file; None: found in its first lines
 
     @property
@@ -121,26 +121,26 @@ class Source:
     def separator(self) -> str:
         """Return the mark between columns: as asked; else tab or comma according to the name, unless the first lines show another one."""
         usual = "\t" if self.tabs else ","
-        found = dialect.first_lines(self.lines())
-        mark = self._found_separator(found, usual)
-        columns = found[0].count(mark) + 1 if found else 0
+        lines = dialect.first_lines(self.lines())
+        mark = self._checked_separator(lines, usual)
+        columns = lines[0].count(mark) + 1 if lines else 0
         if columns > MOST_COLUMNS:  # reading their types alone would take minutes, without a word
             fact = f"{self.name} has {columns:,} columns, and at most {MOST_COLUMNS:,} are read"
             raise DataError(f"{fact}; keep those that matter, or write one row for each series and time, with a column of names")
         return mark
 
-    def _found_separator(self, found: list[str], usual: str) -> str:
+    def _checked_separator(self, lines: list[str], usual: str) -> str:
         if self.mark is None:
-            return dialect.find_separator(found, self.name, usual)
-        others = [mark for mark in dialect.SEPARATORS if found and mark in found[0]]
-        if others and self.mark not in found[0]:
+            return dialect.find_separator(lines, self.name, usual)
+        others = [mark for mark in dialect.SEPARATORS if lines and mark in lines[0]]
+        if others and self.mark not in lines[0]:
             fact = f"data.separator is {dialect.written(self.mark)}, but the first line has none, and has {dialect.written(others[0])}"
             raise DataError(f"{self.name}: {fact}; correct data.separator, or remove it")
         return self.mark
 
     def notes(self) -> tuple[str, ...]:
         """Lines about what was found in the file and was not asked for: its encoding, and the mark between its columns."""
-        lines = [] if self.encoding is None or self.asked_encoding else [f"{self.name}: reading text in {self.encoding}"]
+        lines = [] if self.encoding is None or self.encoding_is_set else [f"{self.name}: reading text in {self.encoding}"]
         if self.format == "csv" and self.mark is None and (mark := self.separator()) != ("\t" if self.tabs else ","):
             lines.append(f"{self.name}: columns are separated by {dialect.written(mark)}")
         return tuple(lines)
@@ -211,7 +211,7 @@ def find(
 ) -> Source:
     """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text.
 
-    `encoding` is that of text, auto for utf-8 or what a byte-order mark tells; `separator` the mark between the columns of a CSV file.
+    `encoding` is that of text, auto for utf-8 or what a byte-order mark shows; `separator` the mark between the columns of a CSV file.
 
     An address in an object store is fetched into the folder `cache`, and so is a dataset of Hugging Face's library.
     """
@@ -249,14 +249,14 @@ def find(
     head = source.head()
     if packed(head) is not None and (wrong := not_utf8(name, head)) is not None:
         raise DataError(wrong)
-    known = marked_encoding(head) if encoding == "auto" else None if codecs.lookup(encoding).name == "utf-8" else encoding
-    return replace(source, encoding=known, asked_encoding=encoding != "auto", mark=separator)
+    actual_encoding = marked_encoding(head) if encoding == "auto" else None if codecs.lookup(encoding).name == "utf-8" else encoding
+    return replace(source, encoding=actual_encoding, encoding_is_set=encoding != "auto", mark=separator)
 
 
-def named_format(suffix: str, asked: str) -> Format:
+def named_format(suffix: str, format: str) -> Format:
     """Return the format the spec asks for, else the one the file name implies; text by default."""
-    if asked in ("text", "jsonl", "csv", "parquet"):
-        return asked  # type: ignore[return-value]
+    if format in ("text", "jsonl", "csv", "parquet"):
+        return format  # type: ignore[return-value]
     return FORMATS.get(suffix, "text")
 
 
@@ -282,14 +282,14 @@ def not_utf8(name: object, head: bytes) -> str | None:
 
 
 def marked_encoding(head: bytes) -> str | None:
-    """Return the encoding that a byte-order mark tells; None for utf-8, and if there is no mark."""
+    """Return the encoding that a byte-order mark shows; None for utf-8, or without a mark."""
     return next((encoding for mark, encoding in ENCODINGS.items() if head.startswith(mark)), None)
 
 
 def packed(head: bytes) -> bytes | None:
     """Return the magic bytes of the compression format that a file starts with, or None."""
-    found = next((mark for mark in PACKED if head.startswith(mark)), None)
-    return None if found == b"BZh" and head[4:10] != BLOCK_OF_BZIP2 else found
+    magic = next((mark for mark in PACKED if head.startswith(mark)), None)
+    return None if magic == b"BZh" and head[4:10] != BLOCK_OF_BZIP2 else magic
 
 
 def to_utf8(name: object) -> str:

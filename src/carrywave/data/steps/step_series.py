@@ -37,8 +37,8 @@ Cut = dict[str, SeriesPart]
 
 def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
     """Build all parts of the data: those cut from the training series, and one for each separate file."""
-    train, own_valid = sources["train"], "valid" not in sources
-    cuts = _Cuts(spec, separate=train.separate, valid_file=not own_valid, test_file="test" in sources)
+    train, cuts_valid = sources["train"], "valid" not in sources
+    cuts = _Cuts(spec, separate=train.separate, valid_file=not cuts_valid, test_file="test" in sources)
     notes: list[str] = []
     taught = codec is None
     if codec is None:
@@ -51,12 +51,12 @@ def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec:
             notes += unseen_values(part, table, codec, span) if part != "train" else ()
     parts = writer.close()
     _check_targets(parts, spec, train_name=writer.name)
-    told = [*_few(notes), *writer.left_out()]
+    all_notes = [*_few(notes), *writer.left_out()]
     for part, source in sources.items():
         if part != "train":
-            found = read(source, codec, spec, new, part=part, labelled=True)
-            parts[part], told = replace(found, notes=()), [*told, *found.notes]
-    return Entry(parts, codec, tuple(told))
+            sequences = read(source, codec, spec, new, part=part, labelled=True)
+            parts[part], all_notes = replace(sequences, notes=()), [*all_notes, *sequences.notes]
+    return Entry(parts, codec, tuple(all_notes))
 
 
 def read(source: SeriesSource, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
@@ -67,10 +67,10 @@ def read(source: SeriesSource, codec: Codec, spec: Spec, new: NewArray, *, part:
         span = whole(table)
         writer.add(table, {part: _warmed(span, spec) if labelled else span})
         notes += [*table.notes[1:], *unseen_values(part, table, codec)]  # which columns are read was reported in training
-    found = writer.close()[part]
-    if labelled and not len(found):
+    sequences = writer.close()[part]
+    if labelled and not len(sequences):
         raise DataError(f"{writer.name}: no step of {part} has a target{_after(spec)}; add rows with {', '.join(codec.step_targets)}")
-    return replace(found, notes=(*_few(notes), *writer.left_out()))
+    return replace(sequences, notes=(*_few(notes), *writer.left_out()))
 
 
 def tables_of(source: SeriesSource, codec: Codec, spec: Spec, new: NewArray) -> Iterator[tuple[Table, Sequences]]:
@@ -105,7 +105,8 @@ class _Cuts:
             cut = {"train": all_rows}
             if held is not None and held.any():
                 cut = {
-                    part: replace(all_rows, lengths=np.where(own, table.lengths, 0)) for part, own in (("train", ~held), ("valid", held))
+                    part: replace(all_rows, lengths=np.where(chosen, table.lengths, 0))
+                    for part, chosen in (("train", ~held), ("valid", held))
                 }
         else:
             cut = spans(table, self.spec, valid_file=self.valid_file, test_file=self.test_file)
@@ -154,21 +155,21 @@ class _Seen:
                 f"{table.name}: nothing is left to read besides {', '.join(self.targets)}; add columns, or shorten data.targets"
             )
         self.masked = tuple(column for column in self.measured if column not in choice.static) if choice.missing == "mask" else ()
-        taken = [column for column in mask_columns(self.masked) if column in table.columns]
-        if taken:
-            raise DataError(f"{table.name} has a column {taken[0]}, which data.missing=mask adds; rename it")
+        clashing = [column for column in mask_columns(self.masked) if column in table.columns]
+        if clashing:
+            raise DataError(f"{table.name} has a column {clashing[0]}, which data.missing=mask adds; rename it")
         self.moments = {column: Moments() for column in (*self.measured, *self.targets)}
         self.categories: list[set[str]] = [set() for _ in table.categorical]
 
     def add(self, table: Table, span: SeriesPart) -> None:
         """Add the rows of a block that are trained on."""
-        own = [np.arange(low, low + length) for low, length in zip(span.starts, span.lengths, strict=True)]
-        rows = np.concatenate(own) if own else np.empty(0, np.int64)
+        by_series = [np.arange(low, low + length) for low, length in zip(span.starts, span.lengths, strict=True)]
+        rows = np.concatenate(by_series) if by_series else np.empty(0, np.int64)
         for column, moments in self.moments.items():
             values = table.values[rows, table.columns.index(column)]
             moments.add(values[~np.isnan(values)][:, None])
-        for values, codes, found in zip(table.categories, () if table.codes is None else table.codes[rows].T, self.categories, strict=True):
-            found.update(values[code] for code in np.unique(codes) if code >= 0)
+        for values, codes, seen in zip(table.categories, () if table.codes is None else table.codes[rows].T, self.categories, strict=True):
+            seen.update(values[code] for code in np.unique(codes) if code >= 0)
         places = [table.columns.index(target) for target in self.targets]
         for name, scored in zip(table.names, _scored(table, span, places), strict=True):
             if len(scored):
@@ -217,8 +218,8 @@ class _Seen:
 
 def _deviations(scored: NDArray[np.float64]) -> NDArray[np.float64]:
     """The deviation of each target of one series over the steps that have it; NaN with fewer than two."""
-    found = [column[~np.isnan(column)] for column in scored.T]
-    return np.array([np.std(values) if len(values) > 1 else np.nan for values in found])
+    present = [column[~np.isnan(column)] for column in scored.T]
+    return np.array([np.std(values) if len(values) > 1 else np.nan for values in present])
 
 
 class _Writer:
@@ -235,7 +236,7 @@ class _Writer:
         self.names: dict[str, list[str]] = {}
         self.spreads: dict[str, list[NDArray[np.float64]]] = {}
         self.left: dict[str, tuple[int, int]] = {}
-        self._known = dict(zip(codec.names, codec.spreads, strict=True))
+        self._train_spreads = dict(zip(codec.names, codec.spreads, strict=True))
 
     def add(self, table: Table, cut: Cut) -> None:
         """Append the rows of a block, and note where the parts of its series are."""
@@ -253,9 +254,9 @@ class _Writer:
                 self.spreads.setdefault(part, []).append(self._spreads(table, scored, kept))
                 left, total = self.left.get(part, (0, 0))
                 self.left[part] = left + int(((span.lengths > 0) & ~kept).sum()), total + int((span.lengths > 0).sum())
-            own = span.only(kept)
-            self.places.setdefault(part, []).append((own.starts + self.rows, own.lengths, own.warm))
-            self.names.setdefault(part, []).extend(name for name, there in zip(table.names, kept, strict=True) if there)
+            kept_span = span.only(kept)
+            self.places.setdefault(part, []).append((kept_span.starts + self.rows, kept_span.lengths, kept_span.warm))
+            self.names.setdefault(part, []).extend(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
         self.rows += len(table.values)
 
     def _weigh(self, table: Table) -> None:
@@ -269,9 +270,9 @@ class _Writer:
     def _spreads(self, table: Table, scored: list[NDArray[np.float64] | None], kept: NDArray[np.bool_]) -> NDArray[np.float64]:
         """The deviations of the targets of each series in train; of one that train does not contain, here."""
         units = np.array(self.codec.target_std)
-        found = [self._known.get(table.names[number], np.asarray(scored[number]) / units) for number in np.flatnonzero(kept)]
+        spreads = [self._train_spreads.get(table.names[number], np.asarray(scored[number]) / units) for number in np.flatnonzero(kept)]
         # A single target has no deviation; that of all series stands for it.
-        return np.nan_to_num(np.array(found, np.float64).reshape(len(found), len(units)), nan=1.0)
+        return np.nan_to_num(np.array(spreads, np.float64).reshape(len(spreads), len(units)), nan=1.0)
 
     def close(self) -> dict[str, Sequences]:
         """Return the parts; one without a series of its own is left out, but for train and a single one."""
@@ -304,8 +305,8 @@ def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:
     numbers = _standardised(table.values[:, places], codec.mean[: len(measured)], codec.std[: len(measured)], table.name)
     parts: list[NDArray[Any]] = [numbers]
     if codec.masked:
-        own = [measured.index(column) for column in codec.masked]
-        numbers[:, own], further = masked(numbers[:, own], table.starts, table.totals)
+        masked_places = [measured.index(column) for column in codec.masked]
+        numbers[:, masked_places], further = masked(numbers[:, masked_places], table.starts, table.totals)
         parts.append(further)
     parts.append(table.values[:, [table.columns.index(column) for column in calendar]])
     if (codes := known_codes(table, codec)) is not None:
@@ -315,8 +316,8 @@ def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:
 
 def _standardised(values: NDArray[np.float64], mean: tuple[float, ...], std: tuple[float, ...], where: str) -> NDArray[np.float32]:
     """As `standardise`, with NaN where there is no value."""
-    there = ~np.isnan(values)
-    return np.where(there, standardise(np.where(there, values, np.array(mean)), mean, std, where), np.float32(np.nan))
+    present = ~np.isnan(values)
+    return np.where(present, standardise(np.where(present, values, np.array(mean)), mean, std, where), np.float32(np.nan))
 
 
 def _check_targets(parts: dict[str, Sequences], spec: Spec, train_name: str) -> None:
@@ -333,7 +334,9 @@ def _after(spec: Spec) -> str:
 
 def _few(notes: list[str]) -> list[str]:
     """The first of many notes, each once."""
-    found = list(dict.fromkeys(notes))
+    distinct = list(dict.fromkeys(notes))
     return (
-        found if len(found) <= MOST_NOTES else [*found[:MOST_NOTES], f"{len(found) - MOST_NOTES} further remarks of this kind are left out"]
+        distinct
+        if len(distinct) <= MOST_NOTES
+        else [*distinct[:MOST_NOTES], f"{len(distinct) - MOST_NOTES} further remarks of this kind are left out"]
     )

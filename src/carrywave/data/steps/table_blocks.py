@@ -1,7 +1,7 @@
 """Tables of series, read a block of whole series at a time, so that a file may be larger than memory.
 
 A table that fits into memory is one block, its rows in any order. A larger Parquet file must have the rows of each series next to each
-other; it is then read in blocks of so many cells, and at least one series.
+other; it is then read in blocks of a limited number of cells, and at least one series.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def of_file(source: Source, data: DataSpec) -> SeriesSource:
     """The series of a CSV or Parquet table."""
 
     def blocks(codec: Codec | None, labelled: bool) -> Iterator[Table]:
-        choice = asked(data, codec, source.name, labelled=labelled)
+        choice = choice_of(data, codec, source.name, labelled=labelled)
         if source.format == "parquet" and (file := _in_blocks(source, choice)) is not None:
             yield from _arranged(source, file, choice)
             return
-        table, told = read_table(source, choice.series, time=choice.time, decimal=data.decimal)
-        yield arrange(table, source.name, choice, read_notes=told)
+        table, notes = read_table(source, choice.series, time=choice.time, decimal=data.decimal)
+        yield arrange(table, source.name, choice, read_notes=notes)
 
     return SeriesSource(blocks)
 
 
 def of_table(table: Any, name: str, data: DataSpec, index: str | None = None) -> SeriesSource:
     """The series of an Arrow table in memory; `index` is the column that was a frame's index."""
-    return SeriesSource(lambda codec, labelled: iter([arrange(table, name, asked(data, codec, name, labelled=labelled), index=index)]))
+    return SeriesSource(lambda codec, labelled: iter([arrange(table, name, choice_of(data, codec, name, labelled=labelled), index=index)]))
 
 
 def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
@@ -75,7 +75,7 @@ def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
     return SeriesSource(blocks, separate=True)
 
 
-def asked(data: DataSpec, codec: Codec | None, name: str, *, labelled: bool) -> ColumnChoice:
+def choice_of(data: DataSpec, codec: Codec | None, name: str, *, labelled: bool) -> ColumnChoice:
     """The choice of columns of a table; refuse one without targets."""
     if codec is None and not data.targets:
         raise DataError(f"{name} is a table, but data.targets does not say what to estimate at every step; set it to a column or several")
@@ -189,9 +189,9 @@ def _named(row: Row, data: DataSpec, otherwise: str) -> str:
     return otherwise if name is None else str(name)
 
 
-def _width(found: fields.Matrix) -> int | None:
+def _width(matrix: fields.Matrix) -> int | None:
     """How many numbers a step has; None if every step is null, which leaves it open."""
-    return None if found.shape[1] == 1 and np.isnan(found).all() else found.shape[1]
+    return None if matrix.shape[1] == 1 and np.isnan(matrix).all() else matrix.shape[1]
 
 
 def _matrix(row: Row, field: str, where: str, columns: int | None, *, missing: str | None) -> fields.Matrix:
@@ -200,18 +200,18 @@ def _matrix(row: Row, field: str, where: str, columns: int | None, *, missing: s
     if isinstance(value, list) and None in value:
         width = columns or next((len(step) for step in value if isinstance(step, list | tuple)), 1)
         if width > 1 or any(isinstance(step, list | tuple) for step in value):
-            value = [[None] * width if step is None else step for step in value]  # nothing of it is there
-    found = fields.numbers(value, field, where)
-    found = found[:, None] if found.ndim == 1 else found
-    if found.ndim != 2 or not found.size:
-        raise DataError(f"{where}: {field} has shape {list(found.shape)}; write a list of steps, each a number or a list of numbers")
-    if columns is not None and found.shape[1] != columns:
-        raise DataError(f"{where}: a step has {found.shape[1]} numbers in {field}, but others have {columns}; use {columns} in every step")
-    bad = unusable(found) & ~(np.isnan(found) if missing != "error" else np.zeros(1, np.bool_))
+            value = [[None] * width if step is None else step for step in value]  # all of it is missing
+    matrix = fields.numbers(value, field, where)
+    matrix = matrix[:, None] if matrix.ndim == 1 else matrix
+    if matrix.ndim != 2 or not matrix.size:
+        raise DataError(f"{where}: {field} has shape {list(matrix.shape)}; write a list of steps, each a number or a list of numbers")
+    if columns is not None and matrix.shape[1] != columns:
+        raise DataError(f"{where}: a step has {matrix.shape[1]} numbers in {field}, but others have {columns}; use {columns} in every step")
+    bad = unusable(matrix) & ~(np.isnan(matrix) if missing != "error" else np.zeros(1, np.bool_))
     if bad.any():
         step, column = (int(place) for place in np.argwhere(bad)[0])
-        remedy = "fill the gap, or set data.missing=mask, forward, interpolate or zero" if np.isnan(found[step, column]) else "correct it"
+        remedy = "fill the gap, or set data.missing=mask, forward, interpolate or zero" if np.isnan(matrix[step, column]) else "correct it"
         raise DataError(
-            f"{where}: step {step}, column {column} of {field} is {found[step, column]}, not a finite number (below 1e25); {remedy}"
+            f"{where}: step {step}, column {column} of {field} is {matrix[step, column]}, not a finite number (below 1e25); {remedy}"
         )
-    return found
+    return matrix

@@ -16,18 +16,18 @@ Positions = NDArray[np.int64]
 
 
 def _months(keys: Keys) -> Positions:
-    found: Positions = keys.astype("datetime64[M]").astype(np.int64) % 12
-    return found
+    months: Positions = keys.astype("datetime64[M]").astype(np.int64) % 12
+    return months
 
 
 def _days_since(keys: Keys, unit: str) -> Positions:
-    found: Positions = (keys.astype("datetime64[D]") - keys.astype(f"datetime64[{unit}]").astype("datetime64[D]")).astype(np.int64)
-    return found
+    days: Positions = (keys.astype("datetime64[D]") - keys.astype(f"datetime64[{unit}]").astype("datetime64[D]")).astype(np.int64)
+    return days
 
 
 def _weekday(keys: Keys) -> Positions:
-    found: Positions = (keys.astype("datetime64[D]").astype(np.int64) + 3) % 7  # 1970-01-01 was a Thursday
-    return found
+    weekdays: Positions = (keys.astype("datetime64[D]").astype(np.int64) + 3) % 7  # 1970-01-01 was a Thursday
+    return weekdays
 
 
 # The position of local times in a cycle, from 0, and the length of the cycle; None for a feature that is 0 or 1.

@@ -32,7 +32,7 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
     many, totals = len(channels), table.totals
     rows = np.concatenate([np.tile(np.arange(start, start + total), many) for start, total in zip(table.starts, totals, strict=True)])
     places = np.array([table.columns.index(channel) for channel in channels])
-    own = np.concatenate([np.repeat(places, total) for total in totals])
+    channel_places = np.concatenate([np.repeat(places, total) for total in totals])
     first = int(places.min())  # columns before it stay where they are
     rest = [column for column in table.columns if column not in channels]
     name = VALUE
@@ -44,7 +44,7 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
         table,
         value=name,
         columns=(*rest[:first], name, *rest[first:]),
-        values=np.insert(table.values[rows][:, others], first, table.values[rows, own], axis=1),
+        values=np.insert(table.values[rows][:, others], first, table.values[rows, channel_places], axis=1),
         starts=np.cumsum(repeated) - repeated,
         lengths=np.repeat(table.lengths, many),
         names=tuple(f"{series}/{channel}" for series in table.names for channel in channels),
@@ -88,7 +88,7 @@ class TargetReading:
     distribution: str = "none"
 
     @staticmethod
-    def asked(table: Table, spec: Spec) -> TargetReading:
+    def from_spec(table: Table, spec: Spec) -> TargetReading:
         """Return how a spec asks for a training table to be read."""
         targets = targets_of(table, spec)
         apart = spec.data.channels == "independent" and len(targets) > 1

@@ -38,7 +38,7 @@ class ColumnChoice:
     time: str | None = None
     series: str | None = None
     frequency: str | None = None
-    date_order: str | None = None  # of dates with the year last that do not tell it themselves
+    date_order: str | None = None  # of dates with the year last that do not show it themselves
     month_days: tuple[int, ...] | None = None  # of the series in the training data; None if this is it
     strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
     trained: bool = False  # read as the training data was read
@@ -58,11 +58,11 @@ class ColumnChoice:
         """
         weight = data.weight if labelled and data.weight != NO_WEIGHT else None
         if codec is None:
-            asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
-            asked["targets"] = data.targets or ()
-            asked["each_step"] = data.each_step
-            columns = data.columns if data.columns is None or not data.each_step else (*data.columns, *asked["targets"])
-            return ColumnChoice(columns, data.time, data.series, data.frequency_text, missing=data.missing, weight=weight, **asked)
+            settings: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
+            settings["targets"] = data.targets or ()
+            settings["each_step"] = data.each_step
+            columns = data.columns if data.columns is None or not data.each_step else (*data.columns, *settings["targets"])
+            return ColumnChoice(columns, data.time, data.series, data.frequency_text, missing=data.missing, weight=weight, **settings)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
         learned["targets"] = (codec.step_targets if labelled else ()) if codec.step_targets else codec.forecast_columns
         learned["each_step"] = bool(codec.step_targets)
@@ -152,10 +152,10 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         elif choice.columns is None or column not in choice.columns:
             left[column] = why
     if choice.columns is None and not read:
-        taken = ", ".join(quoted(column) for column in (time, series) if column is not None)
+        besides = ", ".join(quoted(column) for column in (time, series) if column is not None)
         others = "" if not left else f" ({_listed([f'{quoted(column)}: {why}' for column, why in left.items()])})"
         raise DataError(
-            f"{name} has no numeric column{f' besides {taken}' if taken else ''}{others}; add a numeric column, or set data.columns"
+            f"{name} has no numeric column{f' besides {besides}' if besides else ''}{others}; add a numeric column, or set data.columns"
         )
     columns = choice.columns or tuple(read)
     for column in (*choice.known, *choice.static):
@@ -178,8 +178,8 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         "calendar": choice.calendar,
         "weights": () if choice.weight is None else (choice.weight,),
     }
-    said = tuple(f"{what}: {_listed(given)}" for what, given in lists.items() if given)
-    return Roles(columns, time, series, tuple(left.items()), categorical, said)
+    remarks = tuple(f"{what}: {_listed(listed)}" for what, listed in lists.items() if listed)
+    return Roles(columns, time, series, tuple(left.items()), categorical, remarks)
 
 
 def _categorical(table: Any, choice: ColumnChoice) -> tuple[str, ...]:
@@ -187,8 +187,8 @@ def _categorical(table: Any, choice: ColumnChoice) -> tuple[str, ...]:
     if choice.trained:
         return choice.categorical
     texts = [column for column in choice.static if _may_name(table[column]) and not _is_numeric(table[column])]
-    found = dict.fromkeys((*choice.categorical, *texts))
-    return tuple(sorted(found, key=lambda column: column not in choice.known))
+    columns = dict.fromkeys((*choice.categorical, *texts))
+    return tuple(sorted(columns, key=lambda column: column not in choice.known))
 
 
 def require(table: Any, wanted: Sequence[str], name: str, field: str | None) -> None:
@@ -198,11 +198,11 @@ def require(table: Any, wanted: Sequence[str], name: str, field: str | None) -> 
             raise DataError(missing_column(name, column, table.column_names, field))
 
 
-def _counter(table: Any, taken: set[str | None]) -> str | None:
+def _counter(table: Any, others: set[str | None]) -> str | None:
     """Return an unnamed first column of distinct integers: a row index that was written along with the table."""
     first = table.column_names[0]
     unnamed = not first.strip() or first.startswith("Unnamed: ")
-    if not unnamed or first in taken or len(table.column_names) < 2 or not pa.types.is_integer(table[first].type):
+    if not unnamed or first in others or len(table.column_names) < 2 or not pa.types.is_integer(table[first].type):
         return None
     return first if not table[first].null_count and pc.count_distinct(table[first]).as_py() == table.num_rows else None
 
@@ -285,11 +285,11 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
         return f"combine columns {quoted(str(roles.time))} and {quoted(clock)} into one, such as 2024-01-31 23:00:00"
     ranks = np.unique(times, return_inverse=True)[1]
     codes = {column: _codes(table[column]) for column in others if _may_name(table[column]) and not _empty_somewhere(table[column])}
-    given = None if roles.series is None else _codes(table[roles.series])
+    series_codes = None if roles.series is None else _codes(table[roles.series])
     alone: list[tuple[bool, int, tuple[str, ...]]] = []
     pairs: list[tuple[bool, int, tuple[str, ...]]] = []
-    for chosen in [*combinations(codes, 1), *combinations(list(codes)[:SHOWN], 2 if given is None else 1)]:
-        parts = [codes[column] for column in chosen] if given is None else [given, *(codes[column] for column in chosen)]
+    for chosen in [*combinations(codes, 1), *combinations(list(codes)[:SHOWN], 2 if series_codes is None else 1)]:
+        parts = [codes[column] for column in chosen] if series_codes is None else [series_codes, *(codes[column] for column in chosen)]
         joined = _joined(parts)
         numbers = any(pa.types.is_integer(table[column].type) for column in chosen)
         if len(chosen) < len(others) and _apart(ranks, joined, dense=numbers):  # something must be left to forecast
@@ -299,7 +299,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
         return f"set data.series={quoted(min(alone)[2][0])}"
     if pairs:
         chosen = min(pairs)[2]
-        one, two = chosen if given is None else (str(roles.series), chosen[0])
+        one, two = chosen if series_codes is None else (str(roles.series), chosen[0])
         return f"combine columns {quoted(one)} and {quoted(two)} into one that names each series, and set data.series to it"
     return None
 
@@ -329,10 +329,10 @@ def _is_clock(column: Any, label: str) -> bool:
 
 def _joined(parts: Sequence[Ints]) -> Ints:
     """Return one code for each combination of codes."""
-    found = parts[0]
+    joined = parts[0]
     for part in parts[1:]:
-        found = np.unique(found * (int(part.max(initial=0)) + 2) + part, return_inverse=True)[1].astype(np.int64)
-    return found
+        joined = np.unique(joined * (int(part.max(initial=0)) + 2) + part, return_inverse=True)[1].astype(np.int64)
+    return joined
 
 
 def _codes(column: Any) -> Ints:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.columns import ColumnChoice, Roles
 from carrywave.data.tables.covariates import constant, rows_ahead
-from carrywave.data.tables.filling import Values, fill, regular, told_cells, told_rows
+from carrywave.data.tables.filling import Values, fill, regular, summary_of_cells, summary_of_rows
 from carrywave.data.tables.times import Times
 from carrywave.errors import DataError
 
@@ -45,18 +45,18 @@ class SortedRows:
         return [place for place, column in enumerate(self.columns) if column in names]
 
 
-def completed(given: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...]]:
+def completed(sorted_rows: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...]]:
     """Return the rows with nothing missing in them, and lines on what was filled; `table` has the times as they are written."""
-    choice, method, told = given.choice, given.choice.missing, []
-    rows = given
-    if method != "error" and rows.times is not None and (found := regular(rows.times, rows.codes, rows.name)) is not None:
+    choice, method, lines = sorted_rows.choice, sorted_rows.choice.missing, []
+    rows = sorted_rows
+    if method != "error" and rows.times is not None and (evened := regular(rows.times, rows.codes, rows.name)) is not None:
         label = str(rows.roles.time)
-        written = table[label].take(rows.rows).to_pylist() if len(found.source) else []
-        told.append(told_rows(rows.name, found, rows.names, label, method, written))
-        there = found.source >= 0
-        cells = np.where(there[:, None], rows.cells[found.source], np.nan)
-        origin = np.where(there, rows.rows[found.source], -1)
-        rows = replace(rows, cells=cells, codes=found.codes, rows=origin, times=found.times)
+        written = table[label].take(rows.rows).to_pylist() if len(evened.source) else []
+        lines.append(summary_of_rows(rows.name, evened, rows.names, label, method, written))
+        present = evened.source >= 0
+        cells = np.where(present[:, None], rows.cells[evened.source], np.nan)
+        origin = np.where(present, rows.rows[evened.source], -1)
+        rows = replace(rows, cells=cells, codes=evened.codes, rows=origin, times=evened.times)
     numbers = len(rows.roles.columns)
     # A series ends with the last value of what is to be forecast; rows after it can only tell what is known ahead.
     measured = rows.places(choice.targets) or [at for at in range(numbers) if rows.columns[at] not in (*choice.known, *choice.static)]
@@ -78,16 +78,16 @@ def completed(given: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...
     empty[:, left] = False
     if method != "error" and empty.any():
         rows = replace(rows, unfilled=cells)
-        as_given = cells[:, left]
+        untouched = cells[:, left]
         cells = filled(cells, rows.codes, unread, numbers, method)
-        cells[:, left] = as_given
-        line = told_cells(rows.name, empty, rows.columns, rows.rows, method)
-        told += [] if line is None else [line]
+        cells[:, left] = untouched
+        line = summary_of_cells(rows.name, empty, rows.columns, rows.rows, method)
+        lines += [] if line is None else [line]
         empty = lacking(cells, unread, numbers)
         empty[:, left] = False
     if empty.any():
         raise _lacking(rows, empty)
-    return replace(rows, cells=cells), tuple(told)
+    return replace(rows, cells=cells), tuple(lines)
 
 
 def unread_cells(columns: Sequence[str], choice: ColumnChoice, ahead: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -101,26 +101,26 @@ def filled(cells: Values, codes: Ints, unread: NDArray[np.bool_], numbers: int, 
 
     The first `numbers` columns are numeric, the others places of categories.
     """
-    given = np.where(unread, np.nan, cells)
-    found = given.copy()
-    found[:, :numbers] = fill(given[:, :numbers], codes, method)
+    readable = np.where(unread, np.nan, cells)
+    full = readable.copy()
+    full[:, :numbers] = fill(readable[:, :numbers], codes, method)
     if method != "zero":  # there is no category that stands for nothing: with zero it is unknown
-        found[:, numbers:] = fill(given[:, numbers:], codes, "forward")
-    return np.where(unread, np.nan, found)
+        full[:, numbers:] = fill(readable[:, numbers:], codes, "forward")
+    return np.where(unread, np.nan, full)
 
 
 def lacking(cells: Values, unread: NDArray[np.bool_], numbers: int) -> NDArray[np.bool_]:
     """Return a mask of the cells that are still empty; a category that is empty throughout a series is unknown, not lacking."""
-    found: NDArray[np.bool_] = np.isnan(cells) & ~unread
-    found[:, numbers:] = False
-    return found
+    mask: NDArray[np.bool_] = np.isnan(cells) & ~unread
+    mask[:, numbers:] = False
+    return mask
 
 
 def _refuse_nothing_measured(rows: SortedRows) -> None:
     """Refuse a series of which only what is known ahead is given."""
-    own = np.bincount(rows.codes, weights=~rows.ahead, minlength=len(rows.names))
-    if (own == 0).any():
-        series = rows.names[int(np.argmin(own))]
+    num_measured = np.bincount(rows.codes, weights=~rows.ahead, minlength=len(rows.names))
+    if (num_measured == 0).any():
+        series = rows.names[int(np.argmin(num_measured))]
         raise DataError(f"{rows.name}: series {series} has no row with a measured value; add its past, or remove it")
 
 
@@ -128,14 +128,14 @@ def _lacking(rows: SortedRows, empty: NDArray[np.bool_]) -> DataError:
     """Return the error for a cell that is still empty: the first of the first column that has one."""
     column = int(np.argmax(empty.any(axis=0)))
     label = rows.columns[column]
-    there = empty[:, column]
+    lacks = empty[:, column]
     if rows.choice.missing != "error" or label in rows.choice.static:
-        series = rows.names[int(rows.codes[int(np.argmax(there))])]
+        series = rows.names[int(rows.codes[int(np.argmax(lacks))])]
         fact = f"column {label} is empty throughout series {series}"
         return DataError(f"{rows.name}: {fact}; fill it in, remove the series, or set data.missing=zero")
-    row = int(rows.rows[there].min())
-    if bool(rows.ahead[there].any()):
-        row = int(rows.rows[there & rows.ahead].min())
+    row = int(rows.rows[lacks].min())
+    if bool(rows.ahead[lacks].any()):
+        row = int(rows.rows[lacks & rows.ahead].min())
         fact = f"row {row + 1}, column {label} is empty, but data.known says that it is known ahead"
         return DataError(f"{rows.name}: {fact}; fill it in, or set data.missing")
     fact = f"row {row + 1}, column {label} is empty or NaN, not a {'finite number' if column < len(rows.roles.columns) else 'category'}"

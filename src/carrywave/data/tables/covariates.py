@@ -47,8 +47,8 @@ def rows_ahead(measured_NC: Values, codes: Ints) -> NDArray[np.bool_]:
     # The last measured row of each series; -1 if there is none.
     ends = np.full(int(codes.max(initial=0)) + 1, -1, np.int64)
     ends[codes[last]] = last  # later rows overwrite earlier ones
-    found: NDArray[np.bool_] = np.arange(len(codes)) > ends[codes]
-    return found
+    mask: NDArray[np.bool_] = np.arange(len(codes)) > ends[codes]
+    return mask
 
 
 def constant(values_NC: Values, codes: Ints, columns: Sequence[str], name: str, names: Sequence[str]) -> Values:

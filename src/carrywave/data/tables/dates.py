@@ -57,29 +57,29 @@ def texts_of(column: Any) -> Any:
     return pc.utf8_trim_whitespace(flat.cast(pa.string()))
 
 
-def read_dates(texts: Any, known: str | None = None) -> Dates | None:
+def read_dates(texts: Any, order: str | None = None) -> Dates | None:
     """Parse trimmed texts as dates; None unless every one is a date, and all are in one format.
 
-    `known` is what comes first where the year comes last, if the texts do not tell.
+    `order` is what comes first where the year comes last, if the texts do not tell.
     """
-    first = first_in(texts, known)
+    first = first_in(texts, order)
     return _read_year_first(texts if first is None else _year_first(texts, first))
 
 
 def _read_year_first(texts: Any) -> Dates | None:
-    found = _cast(texts)
-    if found is None and pc.all(pc.match_substring_regex(texts, LIKE_ISO)).as_py():
+    dates = _cast(texts)
+    if dates is None and pc.all(pc.match_substring_regex(texts, LIKE_ISO)).as_py():
         for pattern, written in YEAR_FIRST:
             texts = pc.replace_substring_regex(texts, pattern, written)
-        found = _cast(texts)
-    return found
+        dates = _cast(texts)
+    return dates
 
 
-def first_in(texts: Any, known: str | None = None) -> Order | None:
+def first_in(texts: Any, order: str | None = None) -> Order | None:
     """Return what comes first in dates with the year last; None if that cannot be told, or if not all are such dates.
 
     A number above 12 is a day. Dates with dots have the day first wherever they are usual; in 01/02/2024 it could be either, unless it is
-    `known` from other dates of the same origin.
+    known from other dates of the same origin (`order`).
     """
     if not len(texts) or not pc.all(pc.match_substring_regex(texts, YEAR_LAST)).as_py():
         return None
@@ -90,7 +90,7 @@ def first_in(texts: Any, known: str | None = None) -> Order | None:
         return "day" if second <= 12 else None
     if second > 12:
         return "month"
-    return "day" if known == "day" else "month" if known == "month" else None
+    return "day" if order == "day" else "month" if order == "month" else None
 
 
 def _year_first(texts: Any, first: Order) -> Any:
@@ -103,11 +103,11 @@ def _cast(texts: Any) -> Dates | None:
     whole = pc.binary_join_element_wise(texts, "01", "-") if months else texts
     for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
-            found = whole.cast(kind)
+            moments = whole.cast(kind)
         except pa.ArrowInvalid:
             continue
         only_days = kind.tz is None and (pc.max(pc.utf8_length(texts)).as_py() or 0) <= len("2024-01-31")
-        return Dates(found, "month" if months else "date" if only_days else "datetime")
+        return Dates(moments, "month" if months else "date" if only_days else "datetime")
     return None
 
 
@@ -128,10 +128,10 @@ def is_dates(column: Any) -> bool:
 
 def like_dates(texts: Any) -> Any:
     """Return a mask of the trimmed texts that look like dates in any format."""
-    found = pc.and_(pc.match_substring_regex(texts, MONTHS), pc.match_substring_regex(texts, r"\d"))
+    mask = pc.and_(pc.match_substring_regex(texts, MONTHS), pc.match_substring_regex(texts, r"\d"))
     for pattern in (LIKE_ISO, *LIKE_A_DATE):
-        found = pc.or_(found, pc.match_substring_regex(texts, pattern))
-    return found
+        mask = pc.or_(mask, pc.match_substring_regex(texts, pattern))
+    return mask
 
 
 def share_of_dates(texts: Any) -> float:
@@ -139,10 +139,10 @@ def share_of_dates(texts: Any) -> float:
     return _share(pc.match_substring_regex(texts, LIKE_ISO))
 
 
-def problem(texts: Any, label: str, *, counted: bool, known: str | None = None) -> str | None:
+def problem(texts: Any, label: str, *, counted: bool, order: str | None = None) -> str | None:
     """Explain what is wrong with texts that seem to be meant as dates: a row that is not a date, or the format of all of them.
 
-    The format does not matter if rows are merely `counted`. `known` is the order of dates with the year last.
+    The format does not matter if rows are merely `counted`. `order` is that of dates with the year last.
     """
     if share_of_dates(texts) > MOST and _mostly_read(texts):
         row = _first_broken(texts)
@@ -151,7 +151,7 @@ def problem(texts: Any, label: str, *, counted: bool, known: str | None = None) 
     alike = like_dates(texts)
     last = pc.match_substring_regex(texts, YEAR_LAST)
     if _share(last) > MOST and not counted:
-        return _problem_with_year_last(texts, last, label, known)
+        return _problem_with_year_last(texts, last, label, order)
     if _share(alike) > MOST and not counted:
         shown = texts[int(pc.index(alike, True).as_py())].as_py()
         fact = f"column {label} contains {shown!r:.40}, a date in an unsupported format"
@@ -159,9 +159,9 @@ def problem(texts: Any, label: str, *, counted: bool, known: str | None = None) 
     return None
 
 
-def _problem_with_year_last(texts: Any, last: Any, label: str, known: str | None) -> str:
+def _problem_with_year_last(texts: Any, last: Any, label: str, order: str | None) -> str:
     """Explain what is wrong with dates of which most have the year last: one that is no such date, or that all can be read in two ways."""
-    first = first_in(texts.filter(last), known)
+    first = first_in(texts.filter(last), order)
     if first is None:
         shown = texts[int(pc.index(last, True).as_py())].as_py()
         fact = f"column {label} contains {shown!r:.40}, and it cannot be told whether the day or the month comes first"

@@ -1,4 +1,4 @@
-"""Fill what a table lacks, as asked: empty cells, and rows that a regular spacing of times implies. Told with numbers and places.
+"""Fill what a table lacks, as asked: empty cells, and rows that a regular spacing of times implies. Notes give numbers and places.
 
 Shapes: N rows, C columns.
 """
@@ -63,18 +63,18 @@ def fill(values_NC: Values, codes: Ints, method: str) -> Values:
     for low, high in pairwise(bounds):
         for column in np.flatnonzero(lacking[low:high].any(axis=0)):
             part, empty = filled[low:high, column], lacking[low:high, column]
-            known = np.flatnonzero(~empty)
-            if not len(known):
+            present = np.flatnonzero(~empty)
+            if not len(present):
                 continue
             at = np.flatnonzero(empty)
             if method == "interpolate":
-                part[at] = np.interp(at, known, part[known])
+                part[at] = np.interp(at, present, part[present])
             else:
-                part[at] = part[known[np.maximum(np.searchsorted(known, at, side="right") - 1, 0)]]
+                part[at] = part[present[np.maximum(np.searchsorted(present, at, side="right") - 1, 0)]]
     return filled
 
 
-def told_cells(name: str, empty_NC: NDArray[np.bool_], columns: Sequence[str], rows: Ints, method: str) -> str | None:
+def summary_of_cells(name: str, empty_NC: NDArray[np.bool_], columns: Sequence[str], rows: Ints, method: str) -> str | None:
     """Return a line about cells that were filled; `rows` are the rows of the file, -1 where there was none."""
     counted = empty_NC & (rows >= 0)[:, None]
     many = int(counted.sum())
@@ -88,12 +88,12 @@ def told_cells(name: str, empty_NC: NDArray[np.bool_], columns: Sequence[str], r
     return f"{name}: {many:,} empty {cells} filled (data.missing={method}; {shown}), the first in row {first + 1}"
 
 
-def told_rows(name: str, found: Regular, names: Sequence[str], label: str, method: str, shown: Sequence[Any]) -> str:
+def summary_of_rows(name: str, evened: Regular, names: Sequence[str], label: str, method: str, shown: Sequence[Any]) -> str:
     """Return a line about rows that were filled in; `shown` are the times of the rows before."""
-    new = found.source < 0
+    new = evened.source < 0
     many = int(new.sum())
     first = int(np.argmax(new))
-    of = f" in series {names[int(found.codes[first])]}" if len(names) > 1 else ""
+    of = f" in series {names[int(evened.codes[first])]}" if len(names) > 1 else ""
     rows = "row is" if many == 1 else "rows are"
-    after = shown[int(found.source[first - 1])]
+    after = shown[int(evened.source[first - 1])]
     return f"{name}: {many:,} missing {rows} filled in (data.missing={method}), the first after {after}{of} (column {label})"

@@ -40,8 +40,8 @@ class Frequency(Protocol):
     def count(self, before: Keys, after: Keys) -> Counts:
         """Return the number of steps from `before` to `after`; 0 if it is not a whole number."""
 
-    def ahead(self, known: Keys, count: int) -> Keys:
-        """Return the next `count` times of a series whose times so far are `known`."""
+    def ahead(self, times: Keys, count: int) -> Keys:
+        """Return the next `count` times of a series whose times so far are `times`."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class FixedStep:
         units = np.rint(gap / self.size)
         return np.where(np.abs(gap - units * self.size) <= ROUNDING * self.size, units, 0).astype(np.int64)
 
-    def ahead(self, known: Keys, count: int) -> Keys:
+    def ahead(self, times: Keys, count: int) -> Keys:
         """Return the times that follow the last one."""
         steps = np.arange(1, count + 1) * (int(self.size) if float(self.size).is_integer() else self.size)
-        found: Keys = known[-1] + (steps.astype("timedelta64[us]") if self.timed else steps)
-        return found
+        following: Keys = times[-1] + (steps.astype("timedelta64[us]") if self.timed else steps)
+        return following
 
 
 @dataclass(frozen=True)
 class Months:
     """Months, quarters or years: the same day of each, or the last day of a shorter month; `anchor` S or E requires first or last days.
 
-    `days` are those on which series are known to be, 31 for the last of every month: a few times, all of them last days, do not tell.
+    `days` are those on which series are known to be, 31 for the last of every month: a few times, all of them last days, do not show which.
     """
 
     size: int
@@ -103,30 +103,30 @@ class Months:
         months = (after.astype("datetime64[M]") - before.astype("datetime64[M]")).astype(np.int64)
         return np.where(alike & (months % self.size == 0), months // self.size, 0)
 
-    def ahead(self, known: Keys, count: int) -> Keys:
+    def ahead(self, times: Keys, count: int) -> Keys:
         """Return the times that follow the last one."""
-        day, end, clock = _in_month(known)
-        months = known[-1].astype("datetime64[M]") + (np.arange(1, count + 1) * self.size).astype("timedelta64[M]")
+        day, end, clock = _in_month(times)
+        months = times[-1].astype("datetime64[M]") + (np.arange(1, count + 1) * self.size).astype("timedelta64[M]")
         lengths = _lengths(months)
         choice = [int(day.max())]
         if end.all():
-            fitting = [each for each in self.days if (np.minimum(each, _lengths(known.astype("datetime64[M]"))) == day).all()]
+            fitting = [each for each in self.days if (np.minimum(each, _lengths(times.astype("datetime64[M]"))) == day).all()]
             choice = fitting or [LONGEST]
         days = np.minimum(choice[0], lengths)
         if any((np.minimum(other, lengths) != days).any() for other in choice[1:]):
             shown = " and ".join("the last day" if each == LONGEST else f"day {each}" for each in choice[:2])
-            fact = f"{known[-1].astype('datetime64[D]')} is the last day of its month, and the training data has series on {shown} of each"
+            fact = f"{times[-1].astype('datetime64[D]')} is the last day of its month, and the training data has series on {shown} of each"
             raise DataError(f"{fact}; give more rows of the series, so that its day is known")
-        found: Keys = months.astype("datetime64[us]") + (days - 1) * np.timedelta64(DAY, "us") + clock[-1]
-        return found
+        following: Keys = months.astype("datetime64[us]") + (days - 1) * np.timedelta64(DAY, "us") + clock[-1]
+        return following
 
 
 def month_days(keys: Keys, codes: Counts) -> tuple[int, ...]:
     """Return the days of the month that series are on, 31 for the last; none if each row tells its own: no series is on 28, 29 or 30."""
     day, end, _ = _in_month(keys)
     starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.diff(codes)) + 1])
-    found = np.unique(np.where(np.logical_and.reduceat(end, starts), LONGEST, np.maximum.reduceat(day, starts)))
-    late = tuple(int(each) for each in found if each >= SHORTEST)
+    all_days = np.unique(np.where(np.logical_and.reduceat(end, starts), LONGEST, np.maximum.reduceat(day, starts)))
+    late = tuple(int(each) for each in all_days if each >= SHORTEST)
     return () if late == (LONGEST,) else late
 
 
@@ -151,23 +151,23 @@ class Weekdays:
         days = np.busday_count(days_a, days_b, self.mask)
         return np.where(fits & (days % self.size == 0), days // self.size, 0)
 
-    def ahead(self, known: Keys, count: int) -> Keys:
+    def ahead(self, times: Keys, count: int) -> Keys:
         """Return the times that follow the last one."""
-        days, clock = _days(known[-1:])
+        days, clock = _days(times[-1:])
         return np.busday_offset(days, np.arange(1, count + 1) * self.size, weekmask=self.mask).astype("datetime64[us]") + clock
 
 
 def parse(text: str) -> Frequency:
     """Parse a `data.frequency`."""
-    found = FREQUENCY.fullmatch(text.strip())
-    if found is None:
+    match = FREQUENCY.fullmatch(text.strip())
+    if match is None:
         raise SpecError(f"data.frequency={text} is not a known frequency; use for example 15min, h, D, B, W, MS, a number, or none")
-    if found["number"]:
-        return FixedStep(float(found["number"]), timed=False)
-    if found["days"]:
-        names = found["days"].split()
+    if match["number"]:
+        return FixedStep(float(match["number"]), timed=False)
+    if match["days"]:
+        names = match["days"].split()
         return Weekdays("".join("1" if name in names else "0" for name in WEEKDAYS))
-    times, unit = int(found["times"] or 1), SAME.get(found["unit"], found["unit"])
+    times, unit = int(match["times"] or 1), SAME.get(match["unit"], match["unit"])
     if unit == "B":
         return Weekdays(BUSINESS, times)
     if unit[0] in MONTHS and unit not in SIZES:
@@ -192,8 +192,8 @@ def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
     if timed:
         # Try months first: a few of them may be equally long by coincidence.
         months = Months(1).count(before, after)
-        if (months > 0).all() and _steady(found := Months(int(months.min())), before, after):
-            return found
+        if (months > 0).all() and _steady(monthly := Months(int(months.min())), before, after):
+            return monthly
     # The median of the steps close to the shortest, rounded to the digits people write: decimal fractions are not exact.
     alike = gaps[gaps <= shortest * (1 + ROUNDING)]
     step = FixedStep(float(shortest) if timed or keys.dtype.kind in "iu" else float(f"{np.median(alike):.{DIGITS}g}"), timed)
@@ -215,10 +215,10 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
     mask = "".join("1" if day in present else "0" for day in range(7))
     if len(present) == 7:
         return None
-    found = Weekdays(mask)
-    if mask == BUSINESS and (units := found.count(before, after)).all():
-        found = Weekdays(mask, int(units.min()))
-    if not _steady(found, before, after):
+    frequency = Weekdays(mask)
+    if mask == BUSINESS and (units := frequency.count(before, after)).all():
+        frequency = Weekdays(mask, int(units.min()))
+    if not _steady(frequency, before, after):
         return None
     # One skipped weekend establishes business days; any other day off must be skipped three times.
     days_a, days_b = before.astype("datetime64[D]"), after.astype("datetime64[D]")
@@ -227,7 +227,7 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
         only = "".join("1" if day == other else "0" for other in range(7))
         if int(np.busday_count(days_a, days_b, only).sum()) < needed:
             return None
-    return found
+    return frequency
 
 
 def _recurring(step: FixedStep, keys: Keys, before: Keys, after: Keys) -> bool:

@@ -47,13 +47,13 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
     else:
         bounds = table.lengths[:, None]
     context = data.context or max(10 * data.season, 4 * spec.steps, spec.past_steps + spec.steps, data.warmup)
-    found: dict[str, SeriesPart] = {}
+    parts: dict[str, SeriesPart] = {}
     before = np.zeros_like(table.lengths)
     for place, part in enumerate(PARTS[: bounds.shape[1]]):
         warm = np.minimum(before, context)
-        found[part] = SeriesPart(table.starts + before - warm, bounds[:, place] - before + warm, warm)
+        parts[part] = SeriesPart(table.starts + before - warm, bounds[:, place] - before + warm, warm)
         before = bounds[:, place]
-    return found
+    return parts
 
 
 def _bounds(rows: int, split: tuple[float, ...]) -> list[int]:

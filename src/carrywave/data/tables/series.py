@@ -14,7 +14,7 @@ from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.files.fields import check_largest_weight, refuse_resets, steps_of, take, weight_of
 from carrywave.data.files.rows import WEIGHT, Rows
-from carrywave.data.overlap import told_of_cut, told_of_series
+from carrywave.data.overlap import notes_on_cut, notes_on_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
@@ -34,12 +34,12 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
     data, short = spec.data, np.flatnonzero(~kept)
     if not len(short):
         return ()
-    own = span.lengths - span.warm
+    num_rows = span.lengths - span.warm
     rows = None if data.split is None or any(share < 1 for share in data.split) or part != "train" else int(sum(data.split))
     if len(short) == len(kept):
-        place = int(np.argmax(own))
+        place = int(np.argmax(num_rows))
         short_of_split = rows is not None and int(table.lengths[place]) < rows
-        count = int(table.lengths[place] if short_of_split else own[place])
+        count = int(table.lengths[place] if short_of_split else num_rows[place])
         many = f"series {table.names[place]} has {count} row{'s' * (count != 1)}"
         others = ", and no series has enough" if len(kept) > 1 else ""
         if short_of_split:
@@ -80,7 +80,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     names = reading.channels if reading.channels and len(table.names) == reading.many else names
     season = spec.data.season if scales_by_change(spec, table) and not counted else 0
     several = scaled and (by_series or len(table.names) > 1)
-    own = _own_scales(table, train, names, shared, (mean, std), season, counted) if several else {}
+    scales = _own_scales(table, train, names, shared, (mean, std), season, counted) if several else {}
     return Codec(
         spec.task,
         "columns",
@@ -96,7 +96,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         date_order=None if table.times is None else table.times.order,
         month_days=() if table.times is None else table.times.month_days,
         own_scale=by_series,
-        scale_season=season if own else 0,
+        scale_season=season if scales else 0,
         known=choice.known,
         calendar=choice.calendar,
         static=choice.static,
@@ -105,7 +105,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         channels=reading.channels,
         transform=reading.transform,
         distribution=reading.distribution,
-        **own,
+        **scales,
     )
 
 
@@ -114,8 +114,8 @@ def _categories(table: Table, train: SeriesPart) -> tuple[tuple[str, ...], ...]:
     if table.codes is None:
         return ()
     rows = np.concatenate([np.arange(start, start + length) for start, length in zip(train.starts, train.lengths, strict=True)])
-    found = [np.unique(table.codes[rows, place]) for place in range(len(table.categorical))]
-    return tuple(tuple(values[code] for code in codes if code >= 0) for values, codes in zip(table.categories, found, strict=True))
+    occurring = [np.unique(table.codes[rows, place]) for place in range(len(table.categorical))]
+    return tuple(tuple(values[code] for code in codes if code >= 0) for values, codes in zip(table.categories, occurring, strict=True))
 
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]
@@ -143,11 +143,11 @@ def _own_scales(
     return {"names": names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
 
 
-def with_shared(own: Scale, shared: tuple[int, ...], all_series: Scale) -> Scale:
+def with_shared(scale: Scale, shared: tuple[int, ...], all_series: Scale) -> Scale:
     """Return a series' own scale, but that of all series in columns that are constant within a series, or have a scale by nature."""
     mean, std = (
         tuple(every[place] if place in shared else value for place, value in enumerate(values))
-        for values, every in zip(own, all_series, strict=True)
+        for values, every in zip(scale, all_series, strict=True)
     )
     return mean, std
 
@@ -162,18 +162,18 @@ def scales(table: Table, codec: Codec) -> list[Scale]:
 
 
 def _scales(table: Table, codec: Codec) -> list[Scale]:
-    known = codec.scale_of
-    if not known:
+    learned = codec.scale_of
+    if not learned:
         return [(codec.mean, codec.std)] * len(table.names)
     shared = tuple(place for place, column in enumerate(codec.columns) if column in codec.fixed)
-    found = []
+    scales = []
     for number, (name, start, length) in enumerate(zip(table.names, table.starts, table.lengths, strict=True)):
-        own = known.get(name) or known.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
-        if own is None:
-            own = own_scale(table.values[start : start + length], codec.scale_season, codec.counted)
-            own = with_shared(own, shared, (codec.mean, codec.std))
-        found.append(own)
-    return found
+        scale = learned.get(name) or learned.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
+        if scale is None:
+            scale = own_scale(table.values[start : start + length], codec.scale_season, codec.counted)
+            scale = with_shared(scale, shared, (codec.mean, codec.std))
+        scales.append(scale)
+    return scales
 
 
 def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
@@ -203,12 +203,12 @@ def known_codes(table: Table, codec: Codec) -> Ints | None:
     """Return the codes of a table's categories in the training data; None if there are none."""
     if table.codes is None:
         return None
-    found = np.zeros_like(table.codes)
-    for place, (values, known) in enumerate(zip(table.categories, codec.categories, strict=True)):
-        number = {value: code for code, value in enumerate(known, start=1)}
+    codes = np.zeros_like(table.codes)
+    for place, (values, learned) in enumerate(zip(table.categories, codec.categories, strict=True)):
+        number = {value: code for code, value in enumerate(learned, start=1)}
         of_place = np.array([*(number.get(value, 0) for value in values), 0], np.int64)  # the last is that of no value, -1
-        found[:, place] = of_place[table.codes[:, place]]
-    return found
+        codes[:, place] = of_place[table.codes[:, place]]
+    return codes
 
 
 def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | None = None) -> tuple[str, ...]:
@@ -233,16 +233,18 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
 
 def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
     """Return one part of the series that are kept, of a table as a model reads it, as sequences."""
-    own, names = span.only(kept), _named(table, kept)
+    kept_span, names = span.only(kept), _named(table, kept)
     shape = len(table.names), 2, len(codec.columns)
     means, units = np.moveaxis(np.array(_scales(table, codec), np.float64).reshape(shape)[kept], 1, 0).copy()
-    warm, absolute = own.warm if own.warm.any() else None, codec.transform in LEAST or codec.distribution != "none"
+    warm, absolute = kept_span.warm if kept_span.warm.any() else None, codec.transform in LEAST or codec.distribution != "none"
     means = means if absolute else None
-    return Sequences(inputs, own.starts, own.lengths, step_weights=table.weights, warm=warm, units=units, means=means, names=names)
+    return Sequences(
+        inputs, kept_span.starts, kept_span.lengths, step_weights=table.weights, warm=warm, units=units, means=means, names=names
+    )
 
 
 def _named(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
-    return tuple(name for name, there in zip(table.names, kept, strict=True) if there)
+    return tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
 
 
 def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
@@ -253,31 +255,31 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     in_train = long_enough(cut["train"], spec.data.horizon)
     notes = [*table.notes, *check(in_train, cut["train"], table, spec, "train")]
     kept = {part: in_train & long_enough(span, spec.data.horizon) for part, span in cut.items()}
-    for part, there in kept.items():
+    for part, fits in kept.items():
         if part != "train":
-            notes += check(there | ~in_train if there.any() else there, cut[part], table, spec, part)
-    reading = TargetReading.asked(table, spec) if codec is None else TargetReading.of(codec)
-    read_as, own = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
-    trained, own_kept = np.repeat(in_train, reading.many), {part: np.repeat(each, reading.many) for part, each in kept.items()}
-    notes += told_of_cut(table, cut, kept)
+            notes += check(fits | ~in_train if fits.any() else fits, cut[part], table, spec, part)
+    reading = TargetReading.from_spec(table, spec) if codec is None else TargetReading.of(codec)
+    read_as, read_spans = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
+    trained, read_kept = np.repeat(in_train, reading.many), {part: np.repeat(each, reading.many) for part, each in kept.items()}
+    notes += notes_on_cut(table, cut, kept)
     learned = codec is None
-    codec = codec or learn(read_as, own["train"].only(trained), spec, reading, _named(read_as, trained))
+    codec = codec or learn(read_as, read_spans["train"].only(trained), spec, reading, _named(read_as, trained))
     inputs = _encode(read_as, codec, new)
-    parts = {part: _sequences(inputs, span, own_kept[part], read_as, codec) for part, span in own.items()}
+    parts = {part: _sequences(inputs, span, read_kept[part], read_as, codec) for part, span in read_spans.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
     if learned and spec.data.standardize:
-        flat = _constant(read_as, own["train"], codec)
-        for part, each in own_kept.items():
-            notes += _without_scale(read_as, own[part], flat & each[:, None], codec, part) if part != "train" else ()
+        flat = _constant(read_as, read_spans["train"], codec)
+        for part, each in read_kept.items():
+            notes += _without_scale(read_as, read_spans[part], flat & each[:, None], codec, part) if part != "train" else ()
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
-            notes += told_of_series(table, cut["train"].starts, cut["train"].lengths, other, part)
+            notes += notes_on_series(table, cut["train"].starts, cut["train"].lengths, other, part)
             notes += other.notes[1:]  # the first note, about columns, is already given for train
-            parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
-            notes += found.notes
-    for part, found in parts.items():
-        check_weights(found, part)
+            parts[part] = (sequences := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
+            notes += sequences.notes
+    for part, sequences in parts.items():
+        check_weights(sequences, part)
     return Entry(parts, codec, tuple(notes))
 
 
@@ -300,10 +302,10 @@ def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]
 
 def _without_scale(table: Table, span: SeriesPart, flat: NDArray[np.bool_], codec: Codec, part: str) -> tuple[str, ...]:
     """Return a line about series with a target that is `flat` in train and changes in a part: its deviation is not known."""
-    found = [table.names[place] for place in np.flatnonzero((flat & ~_constant(table, span, codec)).any(axis=1))]
-    if not found:
+    new = [table.names[place] for place in np.flatnonzero((flat & ~_constant(table, span, codec)).any(axis=1))]
+    if not new:
         return ()
-    many = f"series {found[0]} is" if len(found) == 1 else f"{len(found):,} series ({', '.join(found[:3])}{', …' * (len(found) > 3)}) are"
+    many = f"series {new[0]} is" if len(new) == 1 else f"{len(new):,} series ({', '.join(new[:3])}{', …' * (len(new) > 3)}) are"
     fact = f"{many} constant in train but not here, which leaves no scale for the change"
     return (f"{part}: {fact}: it counts in the units of the file in loss, mae and rmse, and may outweigh all others",)
 
@@ -355,8 +357,8 @@ def from_rows(rows: Rows, weight: str | None = None) -> Table:
         refuse_resets(row, where)
         matrices.append(steps_of(row, where, matrices[0].shape[1] if matrices else None))
         if weight is not None:
-            found = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)
-            weights.append(np.broadcast_to(np.asarray(found, np.float32), len(matrices[-1])))
+            row_weights = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)
+            weights.append(np.broadcast_to(np.asarray(row_weights, np.float32), len(matrices[-1])))
     if not matrices:
         raise DataError(f"{rows.name} is empty; use data with at least one series")
     table = from_matrices(matrices, rows.name)

@@ -101,8 +101,8 @@ def read_table(source: Source, series: str | None = None, *, time: str | None = 
         table = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=convert))
     table = _as_written(table, source, options)
     times = [column for column in table.column_names if column.strip().lower() in TIME_NAMES]
-    table, told = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
-    return table, (*source.notes(), *told)
+    table, notes = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
+    return table, (*source.notes(), *notes)
 
 
 def _as_written(table: Any, source: Source, options: Any) -> Any:
@@ -133,7 +133,7 @@ def _largest(column: Any) -> float:
 def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, read_notes: tuple[str, ...] = ()) -> Table:
     """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index.
 
-    `told` are remarks about how it was read so far.
+    `read_notes` are remarks about how it was read so far.
     """
     if len(set(table.column_names)) != len(table.column_names):
         twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
@@ -163,7 +163,7 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         times,
     )
     rows, filled = completed(rows, table)
-    told = (roles.note(name, as_it_stands=times is not None and times.in_words), *read_notes, *notes, *filled)
+    all_notes = (roles.note(name, as_it_stands=times is not None and times.in_words), *read_notes, *notes, *filled)
     totals = np.bincount(rows.codes, minlength=len(names)).astype(np.int64)
     ahead = np.bincount(rows.codes, weights=rows.ahead, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(totals)[:-1]])
@@ -181,7 +181,7 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         roles.time,
         roles.series,
         rows.times,
-        told,
+        all_notes,
         whole,
         choice,
         roles.categorical,
@@ -203,19 +203,19 @@ def _weights(rows: SortedRows, column: Any, name: str, label: str) -> NDArray[np
     """The weight of each row; one that was not in the file has that of the row before it."""
     in_file = _numbers(column, name, label)
     at = np.maximum.accumulate(np.where(rows.rows >= 0, np.arange(len(rows.rows)), 0))
-    found = in_file[rows.rows[at]]
-    wrong = ~(found >= 0) & ~rows.ahead
+    weights = in_file[rows.rows[at]]
+    wrong = ~(weights >= 0) & ~rows.ahead
     if wrong.any():
         row = int(rows.rows[at][wrong].min())
         shown = "empty" if np.isnan(in_file[row]) else f"{in_file[row]:g}"
         raise DataError(f"{name}: row {row + 1}, column {label} (data.weight) is {shown}; write a number from 0 on, 0 for no target")
-    return np.where(rows.ahead, 0.0, found).astype(np.float32)
+    return np.where(rows.ahead, 0.0, weights).astype(np.float32)
 
 
 def _calendar(rows: SortedRows, table: Any) -> NDArray[np.float64]:
     names, label, times = rows.choice.calendar, rows.roles.time, rows.times
-    if taken := [column for column in calendar_columns(names) if column in table.column_names]:
-        raise DataError(f"{rows.name} has a column {taken[0]}, which data.calendar adds; rename it, or remove data.calendar")
+    if clashing := [column for column in calendar_columns(names) if column in table.column_names]:
+        raise DataError(f"{rows.name} has a column {clashing[0]}, which data.calendar adds; rename it, or remove data.calendar")
     if label is None or times is None or times.shape in ("number", "other"):
         what = "there is no column of times" if label is None else f"column {label} contains {table[label][0].as_py()!r:.40}"
         raise DataError(f"{rows.name}: data.calendar needs dates, but {what}; {WRITE}, or remove data.calendar")
@@ -249,19 +249,19 @@ def _in_time(
     times, gaps = with_frequency(
         times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place, days=choice.month_days
     )
-    said = [] if gaps is None or choice.missing != "error" else [gaps]
+    remarks = [] if gaps is None or choice.missing != "error" else [gaps]
     if times.order is not None:
-        said.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {times.order} first")
+        remarks.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {times.order} first")
     if len(times.offsets) > 1:
         shown = " and ".join(times.offsets[:2])
         fact = f"column {roles.time} has times with different offsets from UTC ({shown})"
-        said.append(f"{name}: {fact}: data.calendar and forecasts are in UTC; for local time, use Parquet or a frame with a time zone")
+        remarks.append(f"{name}: {fact}: data.calendar and forecasts are in UTC; for local time, use Parquet or a frame with a time zone")
     if times.in_words:
         fact = f"column {roles.time} contains {column[0].as_py()!r:.40}, which is not a recognised date"
-        said.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")
+        remarks.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")
     elif times.untold is not None and choice.frequency != "none":
-        said.append(f"{name}: column {roles.time} contains {times.untold}, so forecasts have no times; {WRITE}")
-    return order, times, tuple(said)
+        remarks.append(f"{name}: column {roles.time} contains {times.untold}, so forecasts have no times; {WRITE}")
+    return order, times, tuple(remarks)
 
 
 def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
@@ -351,7 +351,7 @@ def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_s
     If rows are counted regardless of their times, only a malformed date among valid ones is rejected.
     """
     counted = choice.frequency == "none"
-    wrong = problem(texts_of(column), label, counted=counted, known=choice.date_order)
+    wrong = problem(texts_of(column), label, counted=counted, order=choice.date_order)
     if wrong is not None:
         raise DataError(f"{name}: {wrong}")
     falls = (np.diff(times.keys[by_series]) < 0) & (np.diff(codes[by_series]) == 0)

@@ -33,7 +33,7 @@ class Times:
     wall: Keys | None = None  # the same times on local clocks, if there is a zone
     frequency: Frequency | None = None
     even_by_wall: bool = False  # the frequency is that of the local clock, not of UTC
-    in_words: bool = False  # text that is not a date: keys only tell which rows are equal
+    in_words: bool = False  # text that is not a date: keys only show which rows are equal
     offsets: tuple[str, ...] = ()  # from UTC, of times written as text; if there are several, the zone is UTC
     order: Order | None = None  # what comes first in dates that have the year last
     untold: str | None = None  # what the times are, if they can be sorted but nothing more
@@ -56,14 +56,14 @@ class Times:
         hours = isinstance(self.frequency, frequencies.FixedStep) and self.frequency.size < frequencies.DAY
         by_wall = self.even_by_wall and not hours
         keys = self.wall if by_wall and self.wall is not None else self.keys
-        found = self.frequency.ahead(keys[rows], count)
+        following = self.frequency.ahead(keys[rows], count)
         # Times beyond the range of 64 bits wrap around into the past.
-        if self.shape != "number" and ((found > LAST) | (found < keys[rows][-1])).any():
+        if self.shape != "number" and ((following > LAST) | (following < keys[rows][-1])).any():
             raise DataError(
                 f"forecasting {count} steps of {self.frequency.text} goes beyond the year 9999; check the dates, reduce "
                 "data.horizon, or train with data.frequency=none to ignore times"
             )
-        return [self._written(key, by_wall) for key in found]
+        return [self._written(key, by_wall) for key in following]
 
     def written(self, rows: slice) -> list[str | int | float] | None:
         """Return the times of rows as those ahead are written; None if they are neither dates nor numbers."""
@@ -76,7 +76,7 @@ class Times:
 
     @property
     def month_days(self) -> tuple[int, ...]:
-        """The days of the month that series are on, where a single time may not tell."""
+        """The days of the month that series are on, where a single time may not show it."""
         return self.frequency.days if isinstance(self.frequency, frequencies.Months) else ()
 
     @property
@@ -102,21 +102,21 @@ class Times:
             first = begins[np.searchsorted(begins, at, side="right") - 1]
             parts += [even[low : at + 1], frequency.ahead(even[first : at + 1], int(units[at]) - 1)]
             low = int(at) + 1
-        found: Keys = np.concatenate([*parts, even[low:]])
+        complete: Keys = np.concatenate([*parts, even[low:]])
         if self.wall is None or self.zone is None:
-            return replace(self, keys=found)
-        micros = pa.array(found.astype(np.int64), pa.int64())
+            return replace(self, keys=complete)
+        micros = pa.array(complete.astype(np.int64), pa.int64())
         if self.even_by_wall:
-            there = pc.assume_timezone(micros.cast(pa.timestamp("us")), self.zone, ambiguous="earliest", nonexistent="latest")
-            return replace(self, keys=_micros(there), wall=found)
-        return replace(self, keys=found, wall=_micros(pc.local_timestamp(micros.cast(pa.timestamp("us", self.zone)))))
+            zoned = pc.assume_timezone(micros.cast(pa.timestamp("us")), self.zone, ambiguous="earliest", nonexistent="latest")
+            return replace(self, keys=_micros(zoned), wall=complete)
+        return replace(self, keys=complete, wall=_micros(pc.local_timestamp(micros.cast(pa.timestamp("us", self.zone)))))
 
     def follows(self, start: int, length: int, count: int) -> int | None:
         """Return the first of `count` rows after a series that is not at its time; None if all are, or if the spacing is not known."""
         if self.frequency is None or not length or not count:
             return None
-        given = self._even[start : start + length + count]
-        wrong = self.frequency.count(given[length - 1 : -1], given[length:]) != 1
+        times = self._even[start : start + length + count]
+        wrong = self.frequency.count(times[length - 1 : -1], times[length:]) != 1
         return int(np.argmax(wrong)) if wrong.any() else None
 
     def _written(self, key: Any, by_wall: bool) -> str | int | float:
@@ -132,12 +132,12 @@ class Times:
         if self.zone is None:
             return moment.isoformat(sep=" ")
         micros = pa.scalar(moment, pa.timestamp("us"))
-        there = (
+        zoned = (
             pc.assume_timezone(micros, self.zone, ambiguous="earliest", nonexistent="latest")
             if by_wall
             else pc.assume_timezone(micros, "UTC").cast(pa.timestamp("us", self.zone))
         )
-        return str(there.as_py().isoformat(sep=" "))
+        return str(zoned.as_py().isoformat(sep=" "))
 
 
 def read_times(column: Any, name: str, label: str, order: str | None = None) -> Times:
@@ -174,18 +174,18 @@ def read_times(column: Any, name: str, label: str, order: str | None = None) -> 
     return Times(keys.astype(np.int64), "number")  # in eight bits, sums and differences would not fit
 
 
-def _from_text(texts: Any, known: str | None) -> Times:
+def _from_text(texts: Any, order: str | None) -> Times:
     """Parse dates if all texts are dates; otherwise return ranks, because text cannot be sorted by time and is only used in file order."""
-    dates = read_dates(texts, known)
+    dates = read_dates(texts, order)
     if dates is None:
         ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
         return Times(ranks, "other", in_words=True)
-    first = first_in(texts, known)
+    first = first_in(texts, order)
     if dates.moments.type.tz is not None:
         offsets = offsets_of(texts)
         zone = "UTC" if len(offsets) > 1 or offsets == ("+00:00",) else offsets[0]
-        there = dates.moments.cast(pa.timestamp("us", zone))
-        return Times(_micros(there), dates.shape, zone, _micros(pc.local_timestamp(there)), offsets=offsets, order=first)
+        zoned = dates.moments.cast(pa.timestamp("us", zone))
+        return Times(_micros(zoned), dates.shape, zone, _micros(pc.local_timestamp(zoned)), offsets=offsets, order=first)
     return Times(_micros(dates.moments), dates.shape, order=first)
 
 
@@ -205,32 +205,32 @@ def _micros(moments: Any) -> Keys:
 
 
 def with_frequency(
-    times: Times, codes: Ints, asked: str | None, *, strict: bool, place: TimeColumn, days: tuple[int, ...] | None = None
+    times: Times, codes: Ints, setting: str | None, *, strict: bool, place: TimeColumn, days: tuple[int, ...] | None = None
 ) -> tuple[Times, str | None]:
     """Add the frequency to times sorted by series; also return a line about gaps. Irregular times are rejected if `strict`.
 
     `days` are those of the month in the training data; None if this is it.
     """
-    if asked == NONE or not times.dated:
+    if setting == NONE or not times.dated:
         return times, None
     inside = np.diff(codes) == 0
-    known = None if asked is None else frequencies.parse(asked)
-    if known is not None and (times.shape == "number") != (isinstance(known, frequencies.FixedStep) and not known.timed):
+    parsed = None if setting is None else frequencies.parse(setting)
+    if parsed is not None and (times.shape == "number") != (isinstance(parsed, frequencies.FixedStep) and not parsed.timed):
         what = "numbers" if times.shape == "number" else "dates"
         raise DataError(
-            f"{place.name}: column {place.label} contains {what}, which data.frequency={asked} does not fit; remove data.frequency"
+            f"{place.name}: column {place.label} contains {what}, which data.frequency={setting} does not fit; remove data.frequency"
         )
     best: tuple[int, Times, Ints] | None = None
     for keys in (times.keys,) if times.wall is None else (times.wall, times.keys):
         # With daylight saving time, days are evenly spaced in local time but not in UTC; for hours it is the other way round.
-        found = known or frequencies.infer(keys, inside)
-        if found is None:
+        frequency = parsed or frequencies.infer(keys, inside)
+        if frequency is None:
             continue
-        units = np.where(inside, found.count(keys[:-1], keys[1:]), 1)
+        units = np.where(inside, frequency.count(keys[:-1], keys[1:]), 1)
         off = int((units < 1).sum())
         score = off * len(keys) + int((units > 1).sum())
         if best is None or score < best[0]:
-            best = score, replace(times, frequency=found, even_by_wall=keys is times.wall), units
+            best = score, replace(times, frequency=frequency, even_by_wall=keys is times.wall), units
     if best is None:
         if strict and inside.any():
             raise place.irregular(times, inside, None)

@@ -26,10 +26,10 @@ def transformed(table: Table, columns: tuple[str, ...], kind: str) -> Table:
     places = [table.columns.index(column) for column in columns]
     values = table.values.copy()
     for number, (start, length, total) in enumerate(zip(table.starts, table.lengths, table.totals, strict=True)):
-        own = values[start : start + total, places]
+        series_values = values[start : start + total, places]
         if kind in LEAST:
-            _check(table, number, own[:length], columns, kind)
-        values[start : start + total, places] = forward(own, kind, own[:1])
+            _check(table, number, series_values[:length], columns, kind)
+        values[start : start + total, places] = forward(series_values, kind, series_values[:1])
     return replace(table, values=values)
 
 
@@ -46,9 +46,9 @@ def check_counts(table: Table, columns: tuple[str, ...], kind: str) -> None:
         " (data.missing=forward or zero fills in whole numbers)" if table.unfilled is not None else ""
     )
     for number, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
-        own = table.values[start : start + length, places]
-        wrong = ~np.isnan(own) & ((own < 0) | (own != np.floor(own)))
-        _refuse(table, number, own, wrong, columns, f"data.distribution={kind} needs whole numbers of 0 or more; {remedy}")
+        series_values = table.values[start : start + length, places]
+        wrong = ~np.isnan(series_values) & ((series_values < 0) | (series_values != np.floor(series_values)))
+        _refuse(table, number, series_values, wrong, columns, f"data.distribution={kind} needs whole numbers of 0 or more; {remedy}")
 
 
 def _refuse(
@@ -70,8 +70,8 @@ def forward(values: NDArray[Any], kind: str, last: NDArray[Any]) -> NDArray[np.f
     values = np.asarray(values, np.float64)
     if kind == "diff":
         return np.diff(values, axis=0, prepend=last)
-    found: NDArray[np.float64] = np.log(values) if kind == "log" else np.log1p(values) if kind == "log1p" else values
-    return found
+    result: NDArray[np.float64] = np.log(values) if kind == "log" else np.log1p(values) if kind == "log1p" else values
+    return result
 
 
 def backward(values: NDArray[np.float64], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:
@@ -79,5 +79,5 @@ def backward(values: NDArray[np.float64], kind: str, last: NDArray[Any]) -> NDAr
     if kind == "diff":
         return np.asarray(last + np.cumsum(values, axis=0), np.float64)
     small = np.minimum(values, LARGEST)
-    found: NDArray[np.float64] = np.exp(small) if kind == "log" else np.expm1(small) if kind == "log1p" else values
-    return found
+    result: NDArray[np.float64] = np.exp(small) if kind == "log" else np.expm1(small) if kind == "log1p" else values
+    return result

@@ -48,9 +48,9 @@ class WindowScale:
         self._mean_RC, self._deviation_RC = (np.empty((int(lengths.sum()), len(columns)), np.float32) for _ in range(2))
         firsts = self._starts if data.firsts is None else data.firsts[order]
         for start, length, first, place in zip(self._starts, lengths, firsts, self._places, strict=True):
-            own, before = slice(int(place), int(place + length)), int(min(start - first, steps - 1))
+            rows, before = slice(int(place), int(place + length)), int(min(start - first, steps - 1))
             mean_RC, deviation_RC = window_scale(data.inputs[start - before : start + length][:, columns], steps)
-            self._mean_RC[own], self._deviation_RC[own] = mean_RC[before:], deviation_RC[before:]
+            self._mean_RC[rows], self._deviation_RC[rows] = mean_RC[before:], deviation_RC[before:]
 
     def __call__(self, rows: Ints) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return mean and deviation [..., columns] at the given rows of `data.inputs`."""

@@ -38,24 +38,24 @@ def tag_of(label: str) -> Tag | None:
 
 def tags_of(labels: Sequence[str]) -> tuple[Tag, ...] | None:
     """What all labels say; None if they do not write spans. Bare letters do only if B and O are among them: I and E may be anything."""
-    found = [tag_of(label) for label in labels]
-    tags = tuple(tag for tag in found if tag is not None)
+    parsed = [tag_of(label) for label in labels]
+    tags = tuple(tag for tag in parsed if tag is not None)
     spans = any(tag.type for tag in tags) or {Tag("B"), Tag(OUTSIDE)} <= set(tags)
     return tags if spans and len(tags) == len(labels) else None
 
 
-def scheme_of(labels: Sequence[str], asked: str = "auto") -> str | None:
+def scheme_of(labels: Sequence[str], setting: str = "auto") -> str | None:
     """The scheme that rules transitions out: the one asked for or, if that is auto, the one that the names of the labels show, if any."""
     tags = tags_of(labels)
-    if asked == "none" or (tags is None and asked == "auto"):
+    if setting == "none" or (tags is None and setting == "auto"):
         return None
     if tags is None:
         odd = next((label for label in labels if tag_of(label) is None), labels[0] if labels else "")
-        raise SpecError(f"data.scheme={asked}, but the label {odd!r} is neither O nor one such as B-X; remove data.scheme")
+        raise SpecError(f"data.scheme={setting}, but the label {odd!r} is neither O nor one such as B-X; remove data.scheme")
     ends = next((label for label, tag in zip(labels, tags, strict=True) if tag.prefix in "ES"), None)
-    if asked == "bio" and ends is not None:
+    if setting == "bio" and ends is not None:
         raise SpecError(f"data.scheme=bio, but there is a label {ends!r}; use bioes")
-    return asked if asked != "auto" else "bio" if ends is None else "bioes"
+    return setting if setting != "auto" else "bio" if ends is None else "bioes"
 
 
 class Allowed(NamedTuple):
@@ -93,10 +93,10 @@ class Allowed(NamedTuple):
         step[:count, :count], step[count, :count], step[:count, count + 1] = self.pairs_NN, self.starts_N, self.ends_N
         after = [step > 0]  # by how many steps lie between, fewer than there are labels: more of them rule out no more
         for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            own = tags_R[start : start + length]
-            at = np.flatnonzero(own >= 0)
+            tags = tags_R[start : start + length]
+            at = np.flatnonzero(tags >= 0)
             places = np.concatenate([[-1], at, [length]])
-            seen = np.concatenate([[count], own[at], [count + 1]]).astype(np.int64)
+            seen = np.concatenate([[count], tags[at], [count + 1]]).astype(np.int64)
             gaps = np.minimum(np.diff(places), count + 2)
             if len(at) == length:
                 right = after[0][seen[:-1], seen[1:]]
@@ -118,19 +118,19 @@ def _may_follow(scheme: str, one: Tag, other: Tag) -> bool:
     return inside == (one.prefix in "BI") and (not inside or one.type == other.type)
 
 
-def check_sequences(part: str, data: Sequences, labels: Sequence[str], asked: str) -> None:
+def check_sequences(part: str, data: Sequences, labels: Sequence[str], setting: str) -> None:
     """Refuse sequences for a CRF that hold several, or labels that their scheme forbids: their loss would be infinite."""
     if data.resets is not None and data.resets.any():
         raise DataError(
             f"{part} has rows of several sequences (resets), but model.crf reads each row as one; write each in a row of its own"
         )
-    scheme = scheme_of(labels, asked)
+    scheme = scheme_of(labels, setting)
     if scheme is None or data.tags is None:
         return
-    found = Allowed.by(scheme, labels).broken(data.tags, data.starts, data.lengths)
-    if found is None:
+    broken = Allowed.by(scheme, labels).broken(data.tags, data.starts, data.lengths)
+    if broken is None:
         return
-    number, row, before = found
+    number, row, before = broken
     name = "nothing" if row == data.lengths[number] else repr(labels[int(data.tags[data.starts[number] + row])])
     where = f"sequence {number + 1}, step {row + 1}" if row < data.lengths[number] else f"the end of sequence {number + 1}"
     after = "at the beginning" if before < 0 else f"after {labels[before]!r}"

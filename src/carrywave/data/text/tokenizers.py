@@ -51,8 +51,8 @@ class Chars:
 
     def ids(self, text: str) -> Ids:
         """Return the token ids of a text, -1 for unknown characters."""
-        found: Ids = self._table[code_points(text)]
-        return found
+        ids: Ids = self._table[code_points(text)]
+        return ids
 
     def name(self, text: str, index: int) -> str:
         """Return the character at an index."""
@@ -164,8 +164,8 @@ class NumberTokens:
 
     def ids(self, text: str) -> Ids:
         """Parse integers separated by white space; -1 for anything that is not a token."""
-        found = [int(word) if word.isdecimal() else -1 for word in text.split()]
-        return np.array([number if number < self.size else -1 for number in found], np.int32)
+        numbers = [int(word) if word.isdecimal() else -1 for word in text.split()]
+        return np.array([number if number < self.size else -1 for number in numbers], np.int32)
 
     def name(self, text: str, index: int) -> str:
         """Return the number at an index."""

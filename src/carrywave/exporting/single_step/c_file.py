@@ -30,7 +30,7 @@ def c_file(task: Task, portable: Portable, name: str, note: Callable[[str], None
     text = source(formula, _words(task, formula, name))
     with torch.no_grad():
         module = StepModule(step)
-        worst = largest_step_difference(portable, step, lambda given: module(*given), what="a step in plain operations")
+        worst = largest_step_difference(portable, step, lambda inputs: module(*inputs), what="a step in plain operations")
         command = c_library.compiler()
         if command is None:
             note("no C compiler was found (cc, gcc or clang), so the file was written without being compiled and run")
@@ -47,14 +47,16 @@ def _difference(task: Task, formula: Formula, run: Callable[[Sequence[Tensor]], 
     worst = 0.0
     for seed, (lanes, steps) in enumerate(SIZES):
         draw = torch.Generator().manual_seed(seed)
-        own = rounded = list(formula.initial(lanes))
-        state = [part.double() for part in own]
+        run_state = rounded = list(formula.initial(lanes))
+        state = [part.double() for part in run_state]
         which = {name: torch.randint(rows, (lanes,), generator=draw) for (name, _), rows in formula.codes().items() if name == "series"}
         for step in range(steps):
-            given = [which.get(port.name, _drawn(task, formula, port.name, lanes, draw, which.get("series"))) for port in formula.given]
-            right, *state = definition(*(each.double() if each.is_floating_point() else each for each in given), *state)
-            near, *rounded = single(*given, *rounded)
-            got, *own = run([*given, *own])
+            inputs = [
+                which.get(port.name, _drawn(task, formula, port.name, lanes, draw, which.get("series"))) for port in formula.step_inputs
+            ]
+            right, *state = definition(*(each.double() if each.is_floating_point() else each for each in inputs), *state)
+            near, *rounded = single(*inputs, *rounded)
+            got, *run_state = run([*inputs, *run_state])
             size, where = max(float(right.abs().amax()), 1e-30), f"{lanes} lanes, step {step + 1}"
             allowed = with_rounding(TOLERANCE, near.double() / size, right / size)
             worst = max(worst, check_difference("the C file", formula.outputs[0], got.double() / size, right / size, allowed, where))
@@ -66,13 +68,13 @@ def _drawn(task: Task, formula: Formula, name: str, lanes: int, draw: torch.Gene
     codec = task.codec
     if name != "x":
         rows = [count for (port, _), count in sorted(formula.codes().items()) if port == name]
-        found = torch.stack([torch.randint(count, (lanes,), generator=draw) for count in rows], dim=1)
-        return found if name == "codes" else found[:, 0]
+        codes = torch.stack([torch.randint(count, (lanes,), generator=draw) for count in rows], dim=1)
+        return codes if name == "codes" else codes[:, 0]
     scale = (codec.mean, codec.std) if series is None else (codec.means, codec.stds)
     mean, std = (torch.tensor(values, dtype=torch.float64).reshape(-1, len(codec.mean)) for values in scale)
     mean, std = (values.expand(lanes, -1) if series is None else values[series] for values in (mean, std))
-    known = list(codec.known_columns) * (task.spec.data.horizon if codec.task == "forecasting" else 0)
-    places = [*range(len(codec.mean)), *known]
+    places_ahead = list(codec.known_columns) * (task.spec.data.horizon if codec.task == "forecasting" else 0)
+    places = [*range(len(codec.mean)), *places_ahead]
     values = mean[:, places] + std[:, places] * torch.randn(lanes, len(places), generator=draw, dtype=torch.float64)
     if codec.transform in LEAST:
         for place in codec.targets:
@@ -82,7 +84,7 @@ def _drawn(task: Task, formula: Formula, name: str, lanes: int, draw: torch.Gene
 
 def _words(task: Task, formula: Formula, name: str) -> Words:
     codec, data = task.codec, task.spec.data
-    inputs = ", ".join(port.name for port in formula.given)
+    inputs = ", ".join(port.name for port in formula.step_inputs)
     about = [
         f"{name}: one step of a {codec.task} model, by carrywave {__version__}. C99, with math.h and nothing else.",
         "",
@@ -93,7 +95,7 @@ def _words(task: Task, formula: Formula, name: str) -> Words:
         "Compile it with cc -std=c99 -O2 -c model.c, and link with -lm. Other files include it after #define MODEL_DECLARATIONS.",
         "To try it: cc -std=c99 -O2 -DMODEL_MAIN model.c -lm -o model; it reads steps from standard input, and prints a line for each.",
         "",
-        *(_input(task, port.name) for port in formula.given),
+        *(_input(task, port.name) for port in formula.step_inputs),
         f"Out: {_output(task)}.",
     ]
     if data.reset is not None:
@@ -139,11 +141,11 @@ def _input(task: Task, name: str) -> str:
         case "series":
             return f"In: series, the one that this is, from 0 to {len(codec.names) - 1}: {_listed(codec.names)}."
         case "codes":
-            known = [name for name in codec.categorical if name in codec.known]
-            names = [*codec.categorical, *(f"{name}, {step} ahead" for step in ahead for name in known)]
+            ahead_names = [name for name in codec.categorical if name in codec.known]
+            names = [*codec.categorical, *(f"{name}, {step} ahead" for step in ahead for name in ahead_names)]
             return f"In: codes, the place of each value in codec.categories of model.json, from 1; 0 if it is not there: {_listed(names)}."
-    known = [codec.columns[place] for place in codec.known_columns]
-    names = [*codec.columns, *(f"{name}, {step} ahead" for step in ahead for name in known)]
+    ahead_names = [codec.columns[place] for place in codec.known_columns]
+    names = [*codec.columns, *(f"{name}, {step} ahead" for step in ahead for name in ahead_names)]
     return f"In: x, numbers as they are in the data: {_listed(names)}."
 
 

@@ -25,7 +25,7 @@ COMPILE_SECONDS = 600
 
 def compiler() -> str | None:
     """A C compiler; None: there is none."""
-    return next((found for found in map(shutil.which, COMPILERS) if found is not None), None)
+    return next((path for path in map(shutil.which, COMPILERS) if path is not None), None)
 
 
 def runner(source: str, formula: Formula, command: str) -> Runner:
@@ -39,16 +39,16 @@ def runner(source: str, formula: Formula, command: str) -> Runner:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UserError(f"{command} could not compile the C file ({one_line(error, 200)}); nothing was written") from error
         if ended.returncode != 0 or ended.stderr.strip():
-            said = one_line(UserError(ended.stderr), 300)
-            raise UserError(f"{command} did not accept the C file ({said}); nothing was written: please report this")
+            complaint = one_line(UserError(ended.stderr), 300)
+            raise UserError(f"{command} did not accept the C file ({complaint}); nothing was written: please report this")
         library = ctypes.CDLL(str(made))  # which stays loaded when its file is gone
 
     widths = [each.value.width for each in formula.states.values()]
     outputs = formula.outputs
     shape = [int(size) for size in outputs[0].shape[1:]]
 
-    def run(given: Sequence[Tensor]) -> list[Tensor]:
-        steps, states = given[: len(formula.given)], given[len(formula.given) :]
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        steps, states = inputs[: len(formula.step_inputs)], inputs[len(formula.step_inputs) :]
         state_BS = torch.cat([part.float() for part in states], dim=1).contiguous().numpy()
         out_BO = np.zeros((len(state_BS), int(np.prod(shape))), np.float32)
         for lane in range(len(state_BS)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from carrywave.errors import UserError
 from carrywave.exporting.single_step.formula import BINARY, UNARY, Formula, Operation, Value
 
-MOST_NUMBERS = 5_000_000  # of weights: compilers take about 200 bytes for each of them, and minutes for so many
+MOST_NUMBERS = 5_000_000  # of weights: compilers take about 200 bytes for each of them, and minutes for this many
 FARTHEST = "1e25f"  # numbers that are larger are refused, as in training
 A_LINE = 8
 
@@ -76,11 +76,11 @@ class _Source:
         self.formula, self.words = formula, words
         self.operations = formula.needed
         self.weights = {name: f"w_{re.sub('[^a-z0-9]+', '_', name.lower())}" for name in formula.weights}
-        self.names = {**self.weights, **{port.name: port.name for port in formula.given}}
+        self.names = {**self.weights, **{port.name: port.name for port in formula.step_inputs}}
         self.names |= {name: f"state->{name}" for name in formula.states}
         self.port, self.out = formula.result
         self.bounds = formula.codes()
-        self.single = {port.name for port in formula.given if len(port.shape) == 1}  # numbers, where others are arrays
+        self.single = {port.name for port in formula.step_inputs if len(port.shape) == 1}  # numbers, where others are arrays
 
     def text(self) -> str:
         """The whole file: a part with declarations, and one with everything else."""
@@ -90,8 +90,10 @@ class _Source:
 
     @property
     def arguments(self) -> str:
-        given = [f"int {port.name}" if len(port.shape) == 1 else f"const {_kind(port.dtype)} *{port.name}" for port in self.formula.given]
-        return ", ".join(["model_state *state", *given, f"float *{self.port.name}"])
+        inputs = [
+            f"int {port.name}" if len(port.shape) == 1 else f"const {_kind(port.dtype)} *{port.name}" for port in self.formula.step_inputs
+        ]
+        return ", ".join(["model_state *state", *inputs, f"float *{self.port.name}"])
 
     def comment(self) -> Iterator[str]:
         state = sum(each.value.width for each in self.formula.states.values())
@@ -107,7 +109,7 @@ class _Source:
     def declarations(self) -> Iterator[str]:
         """Types, constants and functions."""
         yield from ("#ifndef CARRYWAVE_MODEL", "#define CARRYWAVE_MODEL", "")
-        sizes = {f"MODEL_{'NUMBERS' if p.name == 'x' else 'CODES'}": p.shape[1] for p in self.formula.given if len(p.shape) > 1}
+        sizes = {f"MODEL_{'NUMBERS' if p.name == 'x' else 'CODES'}": p.shape[1] for p in self.formula.step_inputs if len(p.shape) > 1}
         for name, value in {**sizes, "MODEL_OUTPUTS": self.out.width, **self.words.constants}.items():
             yield f"#define {name} {value}"
         yield from ("", "typedef struct {")
@@ -163,7 +165,7 @@ class _Source:
         yield from [("model_vocabulary", self.words.vocabulary)] if self.words.vocabulary else []
 
     def _checks(self) -> Iterator[str]:
-        for port in self.formula.given:
+        for port in self.formula.step_inputs:
             if len(port.shape) == 1:
                 yield from (f"    if ({port.name} < 0 || {port.name} >= {self.bounds[port.name, 0]})", "        return -1;")
             elif not port.dtype.is_floating_point:
@@ -183,8 +185,8 @@ class _Source:
     def _operation(self, operation: Operation, room: _Room) -> Iterator[str]:
         kind, out, sizes = operation.kind, operation.out, operation.sizes
         name = self.names[out.name] = f"t{len(self.names)}"
-        given = [each if isinstance(each, Value) else _number(each) for each in operation.inputs]
-        rows = [self.names[each.name] if isinstance(each, Value) else each for each in given]
+        operands = [each if isinstance(each, Value) else _number(each) for each in operation.inputs]
+        rows = [self.names[each.name] if isinstance(each, Value) else each for each in operands]
         if kind == "part":
             yield f"    const float *const {name} = {rows[0]} + {sizes['low']};"
             return
@@ -194,7 +196,7 @@ class _Source:
             return
         yield f"    float *const {name} = work + {room.place(operation)};"
         if kind in (*UNARY, *BINARY):
-            pairs = zip(given, rows, strict=True)
+            pairs = zip(operands, rows, strict=True)
             terms = [row if not isinstance(each, Value) else f"{row}[{'0' if each.width == 1 else 'i'}]" for each, row in pairs]
             yield f"    for (int i = 0; i < {out.width}; i++)"
             yield f"        {name}[i] = {EXPRESSIONS.get(kind, f'{kind}f({{0}})').format(*terms)};"
@@ -202,13 +204,13 @@ class _Source:
             yield f"    linear({name}, {rows[1]}, {rows[0]}, {out.width}, {sizes['columns']}, {sizes['blocks']}, {sizes['period']});"
         elif kind == "joined":
             done = 0
-            for each, row in zip(given, rows, strict=True):
+            for each, row in zip(operands, rows, strict=True):
                 assert isinstance(each, Value)
                 yield f"    for (int i = 0; i < {each.width}; i++)"
                 yield f"        {name}[{done} + i] = {row}[i];"
                 done += each.width
         else:
-            [value] = given
+            [value] = operands
             assert isinstance(value, Value)
             yield from _gathered(kind, name, rows[0], value.width, out.width, sizes)
 
@@ -217,7 +219,7 @@ class _Source:
         yield from ("", "#ifdef MODEL_MAIN", "#include <stdio.h>", "", "int main(void)", "{")
         yield f"    static model_state state;\n    float {self.port.name}[MODEL_OUTPUTS];"
         reads, names = [], []
-        for port in self.formula.given:
+        for port in self.formula.step_inputs:
             names.append(port.name)
             kind, format = _kind(port.dtype), "%f" if port.dtype.is_floating_point else "%d"
             if len(port.shape) == 1:
@@ -249,7 +251,7 @@ class _Room:
             if operation.kind == "part" and isinstance(whole := operation.inputs[0], Value):
                 self.owner[operation.out.name] = self._owner(whole.name)
         self.last |= {self._owner(name): len(operations) for name in kept}
-        self.taken: list[tuple[int, int, str]] = []  # (first, end, row)
+        self.occupied: list[tuple[int, int, str]] = []  # (first, end, row)
         self.size = 0
 
     def _owner(self, name: str) -> str:
@@ -259,12 +261,12 @@ class _Room:
     def place(self, operation: Operation) -> int:
         """Room for what an operation makes."""
         now, width, first = self.number[operation.out.name], operation.out.width, 0
-        self.taken = sorted(each for each in self.taken if self.last.get(each[2], -1) >= now)
-        for low, high, _ in self.taken:
+        self.occupied = sorted(each for each in self.occupied if self.last.get(each[2], -1) >= now)
+        for low, high, _ in self.occupied:
             if low - first >= width:
                 break
             first = max(first, high)
-        self.taken.append((first, first + width, operation.out.name))
+        self.occupied.append((first, first + width, operation.out.name))
         self.size = max(self.size, first + width)
         return first
 

@@ -63,9 +63,9 @@ class Value:
         raise UserError(f"a step has no plain form of {name}; export without --step")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, given: Sequence[Any], named: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, operands: Sequence[Any], named: Any = None) -> Any:
         """What a cell computes by `torch.tanh(x)` is computed by `x.tanh()`."""
-        first, *rest = given
+        first, *rest = operands
         if not isinstance(first, Value):
             raise UserError(f"a step has no plain form of {function.__name__} here; export without --step")
         return getattr(first, function.__name__)(*rest, **(named or {}))
@@ -95,17 +95,17 @@ class Value:
         return self if (low, high) == (0, self.width) else self.formula.add("part", (self,), high - low, low=low)
 
     def turned(self, rows: int) -> Value:
-        """The row taken as a matrix of so many rows, row by row, is written column by column."""
+        """The row, read as a matrix of this many rows, row by row, is written column by column."""
         if rows in (1, self.width):
             return self
         return self.formula.add("turned", (self,), self.width, rows=rows)
 
     def repeated(self, times: int) -> Value:
-        """The row so many times."""
+        """The row, repeated this many times."""
         return self.formula.joined([self] * times)
 
     def mean(self, groups: int = 1) -> Value:
-        """The mean of each of so many equal parts."""
+        """The mean of each of this many equal parts."""
         return self.formula.add("mean", (self,), groups)
 
     def highest(self) -> Value:
@@ -117,14 +117,14 @@ class Value:
         """
         rows = len(weight)
         matrix = self.formula.weight(name, weight)
-        found = self.formula.add("linear", (self, matrix), rows, columns=weight.shape[1], blocks=blocks, period=period or rows)
-        return found if bias is None else found + self.formula.weight(f"{name}.bias", bias)
+        product = self.formula.add("linear", (self, matrix), rows, columns=weight.shape[1], blocks=blocks, period=period or rows)
+        return product if bias is None else product + self.formula.weight(f"{name}.bias", bias)
 
     def normed(self, name: str, gain: Tensor, bias: Tensor | None, epsilon: float) -> Value:
         """Layer norm."""
         centred = self - self.mean()
-        found = centred / (centred.square().mean() + epsilon).sqrt() * self.formula.weight(f"{name}.gain", gain)
-        return found if bias is None else found + self.formula.weight(f"{name}.bias", bias)
+        scaled = centred / (centred.square().mean() + epsilon).sqrt() * self.formula.weight(f"{name}.gain", gain)
+        return scaled if bias is None else scaled + self.formula.weight(f"{name}.bias", bias)
 
     def log_softmax(self) -> Value:
         below = self - self.highest()
@@ -161,7 +161,7 @@ class Formula:
     """One step: rows of numbers go in and come out, and so does each state."""
 
     dtype: torch.dtype
-    given: list[Port] = field(default_factory=list)
+    step_inputs: list[Port] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class Formula:
     @property
     def inputs(self) -> tuple[Port, ...]:
         """What goes in: the inputs of the step, then the states."""
-        return (*self.given, *self.state)
+        return (*self.step_inputs, *self.state)
 
     @property
     def outputs(self) -> tuple[Port, ...]:
@@ -196,7 +196,7 @@ class Formula:
         width = 1
         for size in port.shape[1:]:
             width *= int(size)
-        self.given.append(port)
+        self.step_inputs.append(port)
         self.values[port.name] = Value(self, port.name, width)
         return self.values[port.name]
 
@@ -211,9 +211,9 @@ class Formula:
 
     def weight(self, name: str, tensor: Tensor) -> Value:
         """A weight; one that was given before, under whatever name, is stored once."""
-        known = self._names.setdefault(tensor.data_ptr(), name)
-        if known in self.weights and self.weights[known].shape == tensor.shape:
-            return self.values[known]
+        stored = self._names.setdefault(tensor.data_ptr(), name)
+        if stored in self.weights and self.weights[stored].shape == tensor.shape:
+            return self.values[stored]
         self.weights[name] = tensor.detach()
         self.values[name] = Value(self, name, tensor.shape[-1])
         return self.values[name]
@@ -226,11 +226,11 @@ class Formula:
 
     def both(self, kind: str, left: Value | Number, right: Value | Number) -> Value:
         """Record an operation on the elements of two rows; a number stands for a row of it."""
-        given = tuple(each if isinstance(each, Value) else float(each) for each in (left, right))
-        widths = {each.width for each in given if isinstance(each, Value)} - {1}
+        operands = tuple(each if isinstance(each, Value) else float(each) for each in (left, right))
+        widths = {each.width for each in operands if isinstance(each, Value)} - {1}
         if len(widths) > 1:
             raise UserError(f"a step combines rows of {' and '.join(map(str, sorted(widths)))} units; export without --step")
-        return self.add(kind, given, max(widths, default=1))
+        return self.add(kind, operands, max(widths, default=1))
 
     def row(self, name: str, table: Tensor, code: Value, place: int = 0) -> Value:
         """The row of a table whose number is an element of an input."""
@@ -245,21 +245,21 @@ class Formula:
         """The operations that the result or a state depends on, in order."""
         assert self.result is not None
         wanted = {self.result[1].name, *(value.name for value in self.after.values())}
-        found = []
+        backwards = []
         for operation in reversed(self.operations):
             if operation.out.name in wanted:
-                found.append(operation)
+                backwards.append(operation)
                 wanted |= {each.name for each in operation.inputs if isinstance(each, Value)}
-        return found[::-1]
+        return backwards[::-1]
 
     def codes(self) -> dict[tuple[str, int], int]:
         """For each input that is the number of a row, and each place in it: how many rows there are."""
-        found = {}
+        num_rows = {}
         for operation in self.needed:
             table, *code = (each.name for each in operation.inputs if isinstance(each, Value))
             if operation.kind == "row":
-                found[code[0], operation.sizes["place"]] = len(self.weights[table])
-        return found
+                num_rows[code[0], operation.sizes["place"]] = len(self.weights[table])
+        return num_rows
 
     def initial(self, lanes: int) -> list[Tensor]:
         """Each state before the first step."""

@@ -117,8 +117,8 @@ class _Weights:
     def _product(self, x: Value, of: str, weight: Tensor, bias: Tensor | None) -> Value:
         heads = self.heads if of == "hh" else 1
         gain, sizes = self.extra.get(f"norm_{of}"), {"blocks": heads, "period": self.outputs if heads > 1 else 0}
-        found = x.linear(f"{self.name}.weight_{of}", weight, None if gain is not None else bias, **sizes)
-        return found if gain is None else found.normed(f"{self.name}.norm_{of}", gain, bias, NORM_EPSILON)
+        product = x.linear(f"{self.name}.weight_{of}", weight, None if gain is not None else bias, **sizes)
+        return product if gain is None else product.normed(f"{self.name}.norm_{of}", gain, bias, NORM_EPSILON)
 
 
 def _layer(formula: Formula, model: Model, layer: int, x: Value) -> Value:
@@ -191,12 +191,12 @@ def _pooled(formula: Formula, head: Pooled, y: Value) -> Value:
 
 def _adaptive(formula: Formula, head: AdaptiveSoftmax, y: Value) -> Value:
     first = head.cutoffs[0]
-    found = y.linear("head.head", head.head.weight).log_softmax()
-    parts = [found.part(0, first)]
+    head_logs = y.linear("head.head", head.head.weight).log_softmax()
+    parts = [head_logs.part(0, first)]
     for number, cluster in enumerate(head.tail):
         narrow, wide = (each.weight for each in cluster.children())
-        own = y.linear(f"head.tail.{number}.0", narrow).linear(f"head.tail.{number}.1", wide)  # type: ignore[arg-type]
-        parts.append(own.log_softmax() + found.part(first + number, first + number + 1))
+        tail = y.linear(f"head.tail.{number}.0", narrow).linear(f"head.tail.{number}.1", wide)  # type: ignore[arg-type]
+        parts.append(tail.log_softmax() + head_logs.part(first + number, first + number + 1))
     return formula.joined(parts)
 
 
@@ -204,16 +204,16 @@ def _forecast(formula: Formula, head: Forecast, y: Value, past: Value | None) ->
     """[K · C · Q], as the head arranges it."""
     levels, columns, ahead = len(head.quantiles or (0.5,)), head.outputs, head.horizon
     out = y.linear("head.weight", head.weight, head.bias).turned(ahead * columns)  # level by level, [Q, K, C]
-    found = [out.part(level * ahead * columns, (level + 1) * ahead * columns) for level in range(levels)]
+    by_level = [out.part(level * ahead * columns, (level + 1) * ahead * columns) for level in range(levels)]
     for level in range(1, levels):
-        found[level] = found[level - 1] + (found[level] - math.log(max(1, levels - 1))).softplus()
+        by_level[level] = by_level[level - 1] + (by_level[level] - math.log(max(1, levels - 1))).softplus()
     if past is not None and head.scaled:
         unit = deviation(past, columns)[1].repeated(ahead)
-        found = [each * unit for each in found]
+        by_level = [each * unit for each in by_level]
     if past is not None and head.line is not None:
         line = _line(head, head.line, past)
-        found = [each + line for each in found]
-    return formula.joined(found).turned(levels)
+        by_level = [each + line for each in by_level]
+    return formula.joined(by_level).turned(levels)
 
 
 def _distribution(formula: Formula, head: DistributionForecast, y: Value, past: Value | None) -> Value:
@@ -232,15 +232,15 @@ def _distribution(formula: Formula, head: DistributionForecast, y: Value, past: 
             others = [other * ratio.square() for other in others]
         else:
             mean = _positive(first + (1.0 if base is None else base))
-        found = [mean * _last(sizes, head.outputs).repeated(ahead), *(other + LEAST_DISPERSION for other in others)]
+        parameters = [mean * _last(sizes, head.outputs).repeated(ahead), *(other + LEAST_DISPERSION for other in others)]
     else:
         scale = others[0].softplus() + LEAST_SCALE
         if past is not None and head.scaled:
             unit = deviation(past, head.outputs)[1].repeated(ahead)
             first, scale = first * unit, scale * unit
         location = first if past is None or head.line is None else first + _line(head, head.line, past)
-        found = [location, scale, *((other + FIRST_DF).softplus() + 2.0 for other in others[1:])]
-    return formula.joined(found).turned(each)
+        parameters = [location, scale, *((other + FIRST_DF).softplus() + 2.0 for other in others[1:])]
+    return formula.joined(parameters).turned(each)
 
 
 def _positive(x: Value) -> Value:

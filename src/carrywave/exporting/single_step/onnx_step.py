@@ -34,7 +34,7 @@ class _Graph:
     def build(self, about: str) -> Any:
         nodes, formula = self.nodes, self.formula
         assert formula.result is not None
-        for port in formula.given:
+        for port in formula.step_inputs:
             if len(port.shape) > 2:
                 self.rows[port.name] = nodes.reshape(port.name, 0, -1)
         for operation in formula.needed:
@@ -53,34 +53,34 @@ class _Graph:
             case "linear":
                 return self.product(operation, **sizes)
             case "row":
-                table, codes = (self.given(each) for each in operation.inputs)
+                table, codes = (self.operand(each) for each in operation.inputs)
                 code = nodes.add("Gather", codes, nodes.constant(sizes["place"]), axis=1) if self.several(operation.inputs[1]) else codes
                 return nodes.add("Gather", table, code)
             case "part":
-                return nodes.slice(self.given(operation.inputs[0]), 1, sizes["low"], sizes["low"] + width)
+                return nodes.slice(self.operand(operation.inputs[0]), 1, sizes["low"], sizes["low"] + width)
             case "joined":
-                return nodes.add("Concat", *map(self.given, operation.inputs), axis=1)
+                return nodes.add("Concat", *map(self.operand, operation.inputs), axis=1)
             case "turned":
-                matrix = nodes.reshape(self.given(operation.inputs[0]), 0, sizes["rows"], width // sizes["rows"])
+                matrix = nodes.reshape(self.operand(operation.inputs[0]), 0, sizes["rows"], width // sizes["rows"])
                 return nodes.reshape(nodes.add("Transpose", matrix, perm=[0, 2, 1]), 0, width)
             case "mean":
-                [whole] = map(self.given, operation.inputs)
+                [whole] = map(self.operand, operation.inputs)
                 if width == 1:
                     return nodes.add("ReduceMean", whole, axes=[1], keepdims=1)
                 return nodes.add("ReduceMean", nodes.reshape(whole, 0, width, -1), axes=[2], keepdims=0)
             case "log1p":
-                return nodes.add("Log", nodes.add("Add", self.given(operation.inputs[0]), self.given(1.0)))
+                return nodes.add("Log", nodes.add("Add", self.operand(operation.inputs[0]), self.operand(1.0)))
             case "expm1":
-                return nodes.add("Sub", nodes.add("Exp", self.given(operation.inputs[0])), self.given(1.0))
+                return nodes.add("Sub", nodes.add("Exp", self.operand(operation.inputs[0])), self.operand(1.0))
             case "highest":
-                return nodes.add("ReduceMax", self.given(operation.inputs[0]), axes=[1], keepdims=1)
-        return nodes.add(OPERATORS.get(kind, kind.capitalize()), *map(self.given, operation.inputs))
+                return nodes.add("ReduceMax", self.operand(operation.inputs[0]), axes=[1], keepdims=1)
+        return nodes.add(OPERATORS.get(kind, kind.capitalize()), *map(self.operand, operation.inputs))
 
     def several(self, codes: Value | float) -> bool:
         """True if an input has several codes for each lane, and not one token."""
-        return any(port.name == codes.name and len(port.shape) > 1 for port in self.formula.given if isinstance(codes, Value))
+        return any(port.name == codes.name and len(port.shape) > 1 for port in self.formula.step_inputs if isinstance(codes, Value))
 
-    def given(self, each: Value | float) -> str:
+    def operand(self, each: Value | float) -> str:
         """The name of what an operation reads."""
         if not isinstance(each, Value):
             return self.nodes.constant(each, self.dtype)
@@ -93,9 +93,9 @@ class _Graph:
         assert isinstance(matrix, Value)
         weight = self.formula.weights[matrix.name]
         if blocks == 1:
-            return nodes.linear(self.given(x), matrix.name, weight, None, shared=matrix.name in self.tables)
+            return nodes.linear(self.operand(x), matrix.name, weight, None, shared=matrix.name in self.tables)
         of_blocks = weight.view(-1, blocks, period // blocks, columns).permute(1, 3, 0, 2).flatten(2)
-        apart = nodes.reshape(self.given(x), 0, blocks, 1, columns)
-        found = nodes.add("MatMul", apart, nodes.weight(f"{matrix.name}.blocks", of_blocks))
-        found = nodes.reshape(found, 0, blocks, width // period, period // blocks)
-        return nodes.reshape(nodes.add("Transpose", found, perm=[0, 2, 1, 3]), 0, width)
+        apart = nodes.reshape(self.operand(x), 0, blocks, 1, columns)
+        blocks_out = nodes.add("MatMul", apart, nodes.weight(f"{matrix.name}.blocks", of_blocks))
+        blocks_out = nodes.reshape(blocks_out, 0, blocks, width // period, period // blocks)
+        return nodes.reshape(nodes.add("Transpose", blocks_out, perm=[0, 2, 1, 3]), 0, width)

@@ -28,9 +28,9 @@ class StepModule(nn.Module):
         return self.formula.inputs
 
     def sample(self, lanes: int, steps: int, seed: int) -> list[Tensor]:
-        """Inputs of a first step for so many lanes; all zeros, as no number of them matters to a tracer."""
-        given = (torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.formula.given)
-        return [*given, *(state.clone() for state in self.formula.initial(lanes))]
+        """Inputs of a first step for this many lanes; all zeros, as values do not matter to a tracer."""
+        inputs = (torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.formula.step_inputs)
+        return [*inputs, *(state.clone() for state in self.formula.initial(lanes))]
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """One step."""
@@ -53,12 +53,12 @@ def _shaped(row: Tensor, port: Port) -> Tensor:
 
 def _computed(operation: Operation, rows: Mapping[str, Tensor]) -> Tensor:
     kind, sizes = operation.kind, operation.sizes
-    given: list[Any] = [rows[each.name] if isinstance(each, Value) else each for each in operation.inputs]
+    operands: list[Any] = [rows[each.name] if isinstance(each, Value) else each for each in operation.inputs]
     if kind in UNARY:
-        return (torch.nn.functional.softplus if kind == "softplus" else getattr(torch, kind))(given[0])
+        return (torch.nn.functional.softplus if kind == "softplus" else getattr(torch, kind))(operands[0])
     if kind in BINARY:
-        return _elements(kind, *given)
-    return SHAPED[kind](*given, width=operation.out.width, **sizes)
+        return _elements(kind, *operands)
+    return SHAPED[kind](*operands, width=operation.out.width, **sizes)
 
 
 def _elements(kind: str, left: Tensor | float, right: Tensor | float) -> Tensor:
@@ -69,8 +69,8 @@ def _elements(kind: str, left: Tensor | float, right: Tensor | float) -> Tensor:
         return torch.rsub(right, left)  # type: ignore[arg-type]
     if kind == "div" and not isinstance(left, Tensor):
         return torch.reciprocal(right) * left  # type: ignore[arg-type]
-    found: Tensor = getattr(torch, kind)(left, right)
-    return found
+    result: Tensor = getattr(torch, kind)(left, right)
+    return result
 
 
 def _linear(x: Tensor, weight: Tensor, *, width: int, columns: int, blocks: int, period: int) -> Tensor:
@@ -78,8 +78,8 @@ def _linear(x: Tensor, weight: Tensor, *, width: int, columns: int, blocks: int,
         return torch.nn.functional.linear(x, weight)
     # [periods, blocks, rows of a block, columns]: in each period, each block has some rows.
     per_block = weight.view(-1, blocks, period // blocks, columns).permute(1, 3, 0, 2).flatten(2)
-    found = x.reshape(-1, blocks, 1, columns) @ per_block
-    return found.reshape(-1, blocks, width // period, period // blocks).transpose(1, 2).reshape(-1, width)
+    products = x.reshape(-1, blocks, 1, columns) @ per_block
+    return products.reshape(-1, blocks, width // period, period // blocks).transpose(1, 2).reshape(-1, width)
 
 
 SHAPED: dict[str, Callable[..., Tensor]] = {

@@ -80,8 +80,8 @@ def _weight(formula: Formula, name: str, values: Sequence[float]) -> Value:
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Neighbours among increasing places, as (first, last + 1)."""
     for _, run in groupby(enumerate(places), key=lambda each: each[1] - each[0]):
-        found = [place for _, place in run]
-        yield found[0], found[-1] + 1
+        neighbours = [place for _, place in run]
+        yield neighbours[0], neighbours[-1] + 1
 
 
 def _picked(value: Value, places: Sequence[int]) -> Value:
@@ -100,7 +100,7 @@ def _replaced(value: Value, places: Sequence[int], by: Value) -> Value:
 
 
 def _spread(value: Value, times: int) -> Value:
-    """Each element so many times."""
+    """Each element, repeated this many times."""
     return value.repeated(times).turned(times)
 
 
@@ -114,9 +114,9 @@ class _Forecaster:
 
     def build(self) -> Formula:
         formula, columns = self.formula, len(self.codec.columns)
-        known = len(self.at.known)
+        num_ahead = len(self.at.known)
         mean, std = self.scale()
-        raw = formula.input(Port("x", formula.dtype, (BATCH, columns + self.horizon * known)))
+        raw = formula.input(Port("x", formula.dtype, (BATCH, columns + self.horizon * num_ahead)))
         inputs = {}
         if isinstance(encoder := self.portable.model.encoder, Features):
             inputs["codes"] = formula.input(Port("codes", torch.int64, (BATCH, len(encoder.inputs.places))))
@@ -134,7 +134,7 @@ class _Forecaster:
             changing = self.at.changing.tolist()
             moved, among = _picked(changes, changing), [changing.index(place) for place in scaled]
             x.append(moved if unit is None else _replaced(moved, among, _picked(moved, among) / unit))
-        if known:
+        if num_ahead:
             later, places = raw.part(columns, raw.width), self.at.known.tolist()
             x.append((later - _picked(mean, places).repeated(self.horizon)) / _picked(std, places).repeated(self.horizon))
         inputs["x"] = formula.joined(x)
@@ -205,8 +205,8 @@ class _Forecaster:
             whole = self.formula.joined([before * begun + row.repeated(steps - 1) * (1.0 - begun), row])
             self.formula.end("window", whole.part(row.width, whole.width))
         of_columns = whole.turned(steps).chunk(len(kept))
-        found = [self.formula.joined([of_columns[kept.index(place)] for place in wanted]) for wanted in (self.targets, scaled) if wanted]
-        return found[0], found[-1]
+        windows = [self.formula.joined([of_columns[kept.index(place)] for place in wanted]) for wanted in (self.targets, scaled) if wanted]
+        return windows[0], windows[-1]
 
     def changes(self, now: Value) -> Value | None:
         """How each column has changed since the last season; 0 where there is less than one. Keeps the last season."""

@@ -40,7 +40,7 @@ class Rolling:
         return self.beyond + (self.origins - 1) * self.stride
 
     def before(self, length: int) -> Ints:
-        """How many of so many rows, or times, come before each origin, the first origin first; none or less if there are too few."""
+        """How many of this many rows, or times, come before each origin, the first origin first; 0 or less if there are too few."""
         return length - self.span + np.arange(self.origins, dtype=np.int64) * self.stride
 
 
@@ -72,7 +72,7 @@ def place_origins(table: Table, rolling: Rolling) -> Origins:
         last_O = times[np.maximum(at_O - 1, 0)]
         assert table.times is not None
         keys = [table.times.keys[start : start + length] for start, length in zip(table.starts, table.lengths, strict=True)]
-        known_SO = np.stack([np.searchsorted(own, last_O, side="right") for own in keys]).astype(np.int64)
+        known_SO = np.stack([np.searchsorted(series_keys, last_O, side="right") for series_keys in keys]).astype(np.int64)
         known_SO = np.where(at_O > 0, known_SO, 0)
     return Origins(rolling, known_SO, table.lengths[:, None] - known_SO >= rolling.beyond, last_O)
 
@@ -82,10 +82,10 @@ def _times_in_common(table: Table) -> Keys | None:
     if table.times is None or table.times.frequency is None:
         return None
     keys = table.times.keys
-    found: Keys = np.unique(
+    times: Keys = np.unique(
         np.concatenate([keys[start : start + length] for start, length in zip(table.starts, table.lengths, strict=True)])
     )
-    return found
+    return times
 
 
 def long_enough(table: Table, rolling: Rolling, *, before: int) -> tuple[Table, Origins, tuple[str, ...]]:
@@ -142,20 +142,20 @@ def _end_apart(table: Table) -> bool:
 
 
 def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
-    """The first so many rows of each series, and so many of those that follow, as rows ahead; series without rows are left out."""
+    """The first `lengths` rows of each series, and the next `ahead` as rows ahead; series without rows are left out."""
     counts = np.where(lengths > 0, lengths + ahead, 0)
     kept = np.concatenate([np.arange(start, start + count) for start, count in zip(table.starts, counts, strict=True)])
-    there = np.flatnonzero(lengths)
+    nonempty = np.flatnonzero(lengths)
     return replace(
         table,
         values=table.values[kept],
         codes=None if table.codes is None else table.codes[kept],
         unfilled=None if table.unfilled is None else table.unfilled[kept],
         weights=None if table.weights is None else table.weights[kept],
-        starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[there])[:-1]]),
-        lengths=np.asarray(lengths, np.int64)[there],
-        ahead_rows=np.asarray(ahead, np.int64)[there] if ahead[there].any() else None,
-        names=tuple(table.names[place] for place in there),
+        starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[nonempty])[:-1]]),
+        lengths=np.asarray(lengths, np.int64)[nonempty],
+        ahead_rows=np.asarray(ahead, np.int64)[nonempty] if ahead[nonempty].any() else None,
+        names=tuple(table.names[place] for place in nonempty),
         times=None if table.times is None else table.times.sorted(kept),
     )
 
@@ -169,38 +169,38 @@ def at_origin(table: Table, origins: Origins, number: int | Ints) -> Table:
     at_S = np.broadcast_to(np.asarray(number, np.int64), table.lengths.shape)
     lengths = np.where(at_S < 0, 0, np.take_along_axis(origins.known_SO, np.maximum(at_S, 0)[:, None], axis=1)[:, 0])
     ahead = np.minimum(table.totals - lengths, origins.rolling.beyond if table.choice.known else 0)
-    found = cut(table, lengths, ahead)
+    past = cut(table, lengths, ahead)
     measured = len(table.columns) - len(calendar_columns(table.choice.calendar))
     columns = (*table.columns[:measured], *table.categorical)
-    unread = unread_cells(columns, table.choice, _is_ahead(found))
-    if found.unfilled is None:
-        values, codes = found.values.copy(), None if found.codes is None else np.where(unread[:, measured:], -1, found.codes)
+    unread = unread_cells(columns, table.choice, _is_ahead(past))
+    if past.unfilled is None:
+        values, codes = past.values.copy(), None if past.codes is None else np.where(unread[:, measured:], -1, past.codes)
         values[:, :measured][unread[:, :measured]] = np.nan
-        return replace(found, values=values, codes=codes)
-    of_row = np.repeat(np.arange(len(found.names)), found.totals)
-    cells = filled(found.unfilled, of_row, unread, measured, table.choice.missing)
+        return replace(past, values=values, codes=codes)
+    of_row = np.repeat(np.arange(len(past.names)), past.totals)
+    cells = filled(past.unfilled, of_row, unread, measured, table.choice.missing)
     if (empty := lacking(cells, unread, measured)).any():
         row, column = (int(place) for place in np.argwhere(empty)[0])
         series = int(of_row[row])
-        fact = f"column {columns[column]} is empty in the first {int(found.lengths[series])} rows of series {found.names[series]}"
-        origin = int(at_S[table.names.index(found.names[series])]) + 1
+        fact = f"column {columns[column]} is empty in the first {int(past.lengths[series])} rows of series {past.names[series]}"
+        origin = int(at_S[table.names.index(past.names[series])]) + 1
         raise DataError(f"{table.name}: {fact}, where origin {origin} lies; use fewer origins, or set data.missing=zero")
-    changed: dict[str, Any] = {"values": np.concatenate([cells[:, :measured], found.values[:, measured:]], axis=1)}
-    if found.codes is not None:
+    changed: dict[str, Any] = {"values": np.concatenate([cells[:, :measured], past.values[:, measured:]], axis=1)}
+    if past.codes is not None:
         changed["codes"] = np.where(np.isnan(cells[:, measured:]), -1, cells[:, measured:]).astype(np.int64)
-    return replace(found, unfilled=None, **changed)
+    return replace(past, unfilled=None, **changed)
 
 
 def _is_ahead(table: Table) -> Mask:
     """A mask of the rows ahead."""
-    found = np.zeros(len(table.values), np.bool_)
+    mask = np.zeros(len(table.values), np.bool_)
     for start, length, total in zip(table.starts, table.lengths, table.totals, strict=True):
-        found[start + length : start + total] = True
-    return found
+        mask[start + length : start + total] = True
+    return mask
 
 
 def same_past(early: Table, late: Table) -> Mask:
-    """Which series say the same at an origin as at a later one, of the rows that are known at both; others had cells filled differently."""
+    """Which series have equal rows at an origin and at a later one, where both know them; others had cells filled differently."""
     columns, codes = (np.array([name in early.choice.known for name in names], np.bool_) for names in (early.columns, early.categorical))
     every, every_code = np.ones_like(columns), np.ones_like(codes)
     return np.array(

@@ -94,36 +94,36 @@ def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]
     for reading in readings(table, origins, wanted, saved.task.codec):
         data = series.encoded(reading.table, saved.task.codec, MemoryAppender)
         lasts = {
-            place * many + channel: origins.known_SO[number, list(own)] - 1
-            for place, (number, own) in enumerate(zip(reading.numbers, reading.origins, strict=True))
+            place * many + channel: origins.known_SO[number, list(chosen)] - 1
+            for place, (number, chosen) in enumerate(zip(reading.numbers, reading.origins, strict=True))
             for channel in range(many)
         }
-        if found := outputs.after(data, lasts):
-            made += _in_units(saved, table, origins, reading, data, found)
+        if forecasts := outputs.after(data, lasts):
+            made += _in_units(saved, table, origins, reading, data, forecasts)
     return sorted(made, key=lambda each: (each.series, each.origin))
 
 
 def _in_units(
-    saved: Saved, table: Table, origins: Origins, reading: Reading, data: Sequences, found: dict[int, NDArray[Any]]
+    saved: Saved, table: Table, origins: Origins, reading: Reading, data: Sequences, forecasts: dict[int, NDArray[Any]]
 ) -> Iterator[Rolled]:
     spec, codec, rolling = saved.spec.data, saved.task.codec, origins.rolling
     ahead = np.arange(1, rolling.horizon + 1)
     values = ForecastValues(reading.table, data, codec, spec)
     places, many = values.places, values.many
-    known_then = Sequences(reading.table.values, reading.table.starts, reading.table.lengths)
-    seasonal = Naive(known_then, np.array(places), rolling.horizon, spec.season, "season")
+    past = Sequences(reading.table.values, reading.table.starts, reading.table.lengths)
+    seasonal = Naive(past, np.array(places), rolling.horizon, spec.season, "season")
     change_SC = saved.task.scale.of_series(data, codec.channels).reshape(-1, len(places))
-    for place, (number, own) in enumerate(zip(reading.numbers, reading.origins, strict=True)):
-        known = origins.known_SO[number, list(own)]
-        made_OHCQ = values(place, known, [found[place * many + channel] for channel in range(many)])[:, : rolling.horizon]
-        last_season_OHC = seasonal(reading.table.starts[place] + known - 1)
-        last_OC = values.last(place, known)
-        for at, origin in enumerate(own):
-            came = table.starts[number] + known[at] - 1 + ahead
+    for place, (number, chosen) in enumerate(zip(reading.numbers, reading.origins, strict=True)):
+        before_O = origins.known_SO[number, list(chosen)]
+        made_OHCQ = values(place, before_O, [forecasts[place * many + channel] for channel in range(many)])[:, : rolling.horizon]
+        last_season_OHC = seasonal(reading.table.starts[place] + before_O - 1)
+        last_OC = values.last(place, before_O)
+        for at, origin in enumerate(chosen):
+            came = table.starts[number] + before_O[at] - 1 + ahead
             yield Rolled(
                 number,
                 origin,
-                int(known[at]),
+                int(before_O[at]),
                 made_OHCQ[at],
                 table.values[came][:, places],
                 last_season_OHC[at],

@@ -23,7 +23,7 @@ def scores(forecasts: Sequence[Rolled], columns: Sequence[str], quantiles: Seque
         return []
     steps = forecasts[0].truth_HC.shape[0]
     origins = sorted({each.origin for each in forecasts})
-    found: list[Score] = []
+    rows: list[Score] = []
     for origin, step, column in _groups(origins, range(steps), range(len(columns))):
         names: Score = {
             "origin": None if origin is None else origin + 1,
@@ -31,8 +31,8 @@ def scores(forecasts: Sequence[Rolled], columns: Sequence[str], quantiles: Seque
             "column": None if column is None else columns[column],
         }
         group = [each for each in forecasts if origin is None or each.origin == origin]
-        found.append(names | _score(group, step, column, quantiles, single=column is not None or len(columns) == 1))
-    return found
+        rows.append(names | _score(group, step, column, quantiles, single=column is not None or len(columns) == 1))
+    return rows
 
 
 def _groups(origins: Sequence[int], steps: Sequence[int], columns: Sequence[int]) -> Iterator[tuple[int | None, int | None, int | None]]:
@@ -56,9 +56,9 @@ def _score(
     when, which = slice(None) if step is None else slice(step, step + 1), slice(None) if column is None else slice(column, column + 1)
     truth_NHC = np.stack([each.truth_HC[when, which] for each in group])
     real_NHC = np.broadcast_to(np.stack([_counted(each)[when] for each in group])[..., None], truth_NHC.shape)
-    found: dict[str, float] = {"forecasts": len(group)}
+    figures: dict[str, float] = {"forecasts": len(group)}
     if not real_NHC.any():
-        return found
+        return figures
     # What counts, one after the other (E); in standardised units, in which differences are taken before steps are picked.
     truth_E, naive_E = truth_NHC[real_NHC], np.stack([each.naive_HC[when, which] for each in group])[real_NHC]
     forecast_EQ = np.stack([each.forecast_HCQ[when, which] for each in group])[real_NHC]
@@ -71,30 +71,30 @@ def _score(
     ours = [] if median == -1 else [("", forecast_EQ[:, median or 0], made_EQ[:, median or 0])]
     for prefix, point_E, point_standard_E in (*ours, ("naive_", naive_E, season_E)):
         error_E, scaled_E = point_E - truth_E, point_standard_E - standard_E
-        found |= {f"{prefix}mae": float(np.abs(scaled_E).mean()), f"{prefix}rmse": math.sqrt(float((scaled_E**2).mean()))}
-        known = change_E > 0
-        if known.any():
-            found[f"{prefix}mase"] = float((np.abs(scaled_E[known]) / change_E[known]).mean())
+        figures |= {f"{prefix}mae": float(np.abs(scaled_E).mean()), f"{prefix}rmse": math.sqrt(float((scaled_E**2).mean()))}
+        changing_E = change_E > 0
+        if changing_E.any():
+            figures[f"{prefix}mase"] = float((np.abs(scaled_E[changing_E]) / change_E[changing_E]).mean())
         if single:
-            found |= {
+            figures |= {
                 f"{prefix}mae_in_units": float(np.abs(error_E).mean()),
                 f"{prefix}rmse_in_units": math.sqrt(float((error_E**2).mean())),
             }
             if size:  # of a forecast without spread, half of its error is the loss at every level
-                found[f"{prefix}weighted_quantile_loss"] = float(np.abs(error_E).mean()) / size
+                figures[f"{prefix}weighted_quantile_loss"] = float(np.abs(error_E).mean()) / size
     if quantiles is not None:
         share_Q = np.array(quantiles)
         if single and size:
             gap_EQ = truth_E[:, None] - forecast_EQ
-            found["weighted_quantile_loss"] = 2.0 * float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean()) / size
+            figures["weighted_quantile_loss"] = 2.0 * float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean()) / size
         if 0.1 in quantiles and 0.9 in quantiles:
             low, high = (forecast_EQ[:, list(quantiles).index(level)] for level in (0.1, 0.9))
-            found["within_80"] = float(((low <= truth_E) & (truth_E <= high)).mean())
+            figures["within_80"] = float(((low <= truth_E) & (truth_E <= high)).mean())
         gap_EQ = standard_E[:, None] - made_EQ
-        found["pinball"] = float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean())
+        figures["pinball"] = float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean())
         for place, quantile in enumerate(quantiles):
-            found[f"coverage_{quantile:g}"] = float((truth_E <= forecast_EQ[:, place]).mean())
-    return found
+            figures[f"coverage_{quantile:g}"] = float((truth_E <= forecast_EQ[:, place]).mean())
+    return figures
 
 
 def _counted(each: Rolled) -> NDArray[np.bool_]:

@@ -158,8 +158,8 @@ def _data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[memor
 
 def _seal(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
     """SHA-256 of a file's header and data, without the seal itself."""
-    said = {name: {key: value for key, value in entry.items() if key != SEAL} for name, entry in header.items()}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    unsealed = {name: {key: value for key, value in entry.items() if key != SEAL} for name, entry in header.items()}
+    digest = hashlib.sha256(json.dumps(unsealed, sort_keys=True).encode())
     for piece in data:
         digest.update(piece)
     return digest.hexdigest()
@@ -262,14 +262,14 @@ class HashedLog:
     @classmethod
     def of(cls, path: Path, num_bytes: int | None = None) -> Self:
         """Of an existing file, or of its first `num_bytes` bytes."""
-        found = cls()
+        log = cls()
         if path.is_file():
             with path.open("rb") as file:
                 left = path.stat().st_size if num_bytes is None else num_bytes
                 while block := file.read(min(left, BLOCK_BYTES)):
-                    found.add(block)
+                    log.add(block)
                     left -= len(block)
-        return found
+        return log
 
     def add(self, data: bytes) -> None:
         """Account for the data written next."""

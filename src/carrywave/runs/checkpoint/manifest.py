@@ -74,16 +74,16 @@ class File:
         expected = self.header()[1]
         held = sum(_num_bytes(form) for form in self.tensors.values())
         with _reading(path), path.open("rb") as file:
-            given = file.read(len(expected))
-        if given != expected or len(expected) + held != size:
-            atomic_files.refuse_pickle(path, given[:9])
+            stored = file.read(len(expected))
+        if stored != expected or len(expected) + held != size:
+            atomic_files.refuse_pickle(path, stored[:9])
             raise RunError(f"{path} is damaged: its tensors do not match the manifest; {REMEDY}")
 
     def read(self, path: Path, wanted: Collection[str]) -> dict[str, Tensor]:
         """Read the wanted tensors; every byte of the file is verified, including the other tensors."""
         self.check(path)
         names, header = self.header()
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         with _reading(path), path.open("rb", buffering=0) as file:
             digest = hashlib.sha256(file.read(len(header)))
             spare = bytearray(atomic_files.BLOCK_BYTES)
@@ -92,8 +92,8 @@ class File:
                 left = _num_bytes((dtype, shape))
                 place: memoryview | None = None
                 if name in wanted:
-                    found[name] = torch.empty(shape, dtype=dtype)
-                    place = found[name].reshape(-1).view(torch.uint8).numpy().data if left else None
+                    tensors[name] = torch.empty(shape, dtype=dtype)
+                    place = tensors[name].reshape(-1).view(torch.uint8).numpy().data if left else None
                 while left:
                     start = 0 if place is None else len(place) - left
                     room = memoryview(spare) if place is None else place[start:]
@@ -104,7 +104,7 @@ class File:
                     left -= count
         if digest.hexdigest() != self.sha256:
             raise RunError(f"{path} is damaged: its SHA-256 does not match the manifest; {REMEDY}")
-        return found
+        return tensors
 
 
 @dataclass(frozen=True)

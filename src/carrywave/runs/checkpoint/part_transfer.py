@@ -44,10 +44,10 @@ def receive_part(channel: Channel, draft: Path) -> tuple[dict[str, File], Any]:
     """Write the part that a worker sends into the draft of a snapshot, synced to disk; also returns why the worker failed, if it did."""
     files: dict[str, File] = {}
     failure: Exception | None = None  # everything is received all the same: the sender is not to wait for a full disk
-    while (said := channel.receive_json()) is not None:
-        if "failure" in said:
-            return {}, said["failure"]
-        name, file = said["name"], File.of(said)
+    while (message := channel.receive_json()) is not None:
+        if "failure" in message:
+            return {}, message["failure"]
+        name, file = message["name"], File.of(message)
         if not is_plain(name):
             raise RunError(f"a worker sent the file {name!r}, which is outside the snapshot's folder; start every worker with one version")
         sha256 = ""
@@ -64,7 +64,7 @@ def receive_part(channel: Channel, draft: Path) -> tuple[dict[str, File], Any]:
 
 
 def send_file(channel: Channel, path: Path, num_bytes: int) -> None:
-    """Send so many bytes of a file."""
+    """Send this many bytes of a file."""
     left = num_bytes
     try:
         with path.open("rb", buffering=0) as file:
@@ -111,8 +111,8 @@ def handed_out(world: World, visibility: FolderVisibility, stored: Stored, cache
 def _leaders(world: World, visibility: FolderVisibility, cache: Path) -> dict[int, int]:
     """For each rank apart, the one that receives for it: the first with the same cache folder of the same host. Collective."""
     where = None if visibility.sees(world.rank) else [*_mounts(), str(cache.absolute())]
-    said = all_gather_text(world, json.dumps(where))
-    return {rank: said.index(said[rank]) for rank in visibility.apart}
+    caches = all_gather_text(world, json.dumps(where))
+    return {rank: caches.index(caches[rank]) for rank in visibility.apart}
 
 
 def _mounts() -> list[str]:

@@ -25,25 +25,25 @@ from carrywave.step.trainer import Trainer
 OPTIMIZER, SCALER, ALONE, SYNC = "optimizer/", "scaler/", "alone/", "sync/"
 
 
-def shared_part(trainer: Trainer, own: Collection[str]) -> Groups:
-    """What all replicas agree on of the tensors named in `own`; each worker writes a share of it."""
+def shared_part(trainer: Trainer, names: Collection[str]) -> Groups:
+    """What all replicas agree on of the tensors in `names`; each worker writes a share of it."""
     assert trainer.sync is not None
     outer = trainer.parameters() | trainer.sync.outer
-    shared = {key: tensor for key, tensor in trainer.sync.shared_state().items() if _parameter(key) in own}
-    return {"parameters": {name: tensor for name, tensor in outer.items() if name in own}, "outer": shared}
+    shared = {key: tensor for key, tensor in trainer.sync.shared_state().items() if _parameter(key) in names}
+    return {"parameters": {name: tensor for name, tensor in outer.items() if name in names}, "outer": shared}
 
 
-def own_part(trainer: Trainer, own: Collection[str]) -> Tensors:
+def local_part(trainer: Trainer, names: Collection[str]) -> Tensors:
     """What this replica has of its own."""
     assert trainer.sync is not None
-    state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
-    found = {OPTIMIZER + key: tensor for key, tensor in state.items()}
-    found |= {SYNC + key: tensor for key, tensor in trainer.sync.local_state().items() if _parameter(key) in (*own, NAME)}
+    state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in names])
+    tensors = {OPTIMIZER + key: tensor for key, tensor in state.items()}
+    tensors |= {SYNC + key: tensor for key, tensor in trainer.sync.local_state().items() if _parameter(key) in (*names, NAME)}
     if trainer.mesh.stage == 0:  # all stages of a replica have the same
-        found |= {ALONE + "targets": trainer.sync.targets, ALONE + "in_a_row": trainer.nonfinite.kept[1].clone()}
+        tensors |= {ALONE + "targets": trainer.sync.targets, ALONE + "in_a_row": trainer.nonfinite.kept[1].clone()}
         if trainer.scaler is not None:
-            found |= {SCALER + key: tensor for key, tensor in trainer.scaler.tensors().items()}
-    return {f"{trainer.mesh.replica}/{key}": tensor for key, tensor in found.items()}
+            tensors |= {SCALER + key: tensor for key, tensor in trainer.scaler.tensors().items()}
+    return {f"{trainer.mesh.replica}/{key}": tensor for key, tensor in tensors.items()}
 
 
 def load(trainer: Trainer, stored: Stored, elsewhere: Collection[str]) -> None:
@@ -57,30 +57,30 @@ def load(trainer: Trainer, stored: Stored, elsewhere: Collection[str]) -> None:
     mine = [key.partition("/")[2] for key in names if key.startswith("0/") and _parameter(key) not in elsewhere]
     shared = stored.read("outer", [key for key in stored.manifest.forms("outer") if _parameter(key) not in elsewhere])
     if isinstance(trainer.sync, Pushing):
-        own = _of_replica(stored, trainer.mesh.replica % len(replicas), [key for key in mine if not key.startswith(SYNC)])
+        state = _of_replica(stored, trainer.mesh.replica % len(replicas), [key for key in mine if not key.startswith(SYNC)])
         shares = [key for key in mine if key.startswith(SYNC)]
         trainer.sync.load([under(SYNC, _of_replica(stored, replica, shares)) for replica in replicas])
     elif len(replicas) == trainer.plan.replicas:
-        own = _of_replica(stored, trainer.mesh.replica, mine)
-        targets = own[ALONE + "targets"]
+        state = _of_replica(stored, trainer.mesh.replica, mine)
+        targets = state[ALONE + "targets"]
     else:
         if any(key.startswith(SYNC) for key in mine):
             raise RunError(
                 f"the snapshot has {len(replicas)} replicas, whose weights differ between exchanges of fragments, but "
                 f"plan.replicas={trainer.plan.replicas}; resume with plan.replicas={len(replicas)}, or from the end of an epoch"
             )
-        own = _mean(stored, replicas, mine)
-    optimizers.load_state(trainer.optimizer, trainer.named, under(OPTIMIZER, own))
+        state = _mean(stored, replicas, mine)
+    optimizers.load_state(trainer.optimizer, trainer.named, under(OPTIMIZER, state))
     if isinstance(trainer.sync, Averaging):
-        trainer.sync.load(shared, under(SYNC, own), targets)
-    trainer.nonfinite.forget(int(own[ALONE + "in_a_row"]))
+        trainer.sync.load(shared, under(SYNC, state), targets)
+    trainer.nonfinite.forget(int(state[ALONE + "in_a_row"]))
     if trainer.scaler is not None:
-        trainer.scaler.load(under(SCALER, own))
+        trainer.scaler.load(under(SCALER, state))
 
 
 def _of_replica(stored: Stored, replica: int, keys: Iterable[str]) -> Tensors:
-    found = stored.read("replica", [f"{replica}/{key}" for key in keys])
-    return {key.partition("/")[2]: tensor for key, tensor in found.items()}
+    tensors = stored.read("replica", [f"{replica}/{key}" for key in keys])
+    return {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
 
 
 def _mean(stored: Stored, replicas: Collection[int], keys: Collection[str]) -> Tensors:

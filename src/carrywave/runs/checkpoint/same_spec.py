@@ -44,19 +44,19 @@ def spec_of(snapshot: Stored) -> Spec:
         return of_earlier_version(Spec.model_validate(with_new_names(snapshot.meta["spec"])))
 
 
-def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
+def check_same(new_spec: Spec, spec: Spec, *, files_move: bool = False) -> None:
     """Refuse to resume with a spec that would change the results; how the work is split, and when it ends, may change.
 
     `files_move`: data files may have other names, because their content is compared with that of the snapshot later.
     """
-    before, now = spec.model_dump(mode="json"), asked.model_dump(mode="json")
+    before, now = spec.model_dump(mode="json"), new_spec.model_dump(mode="json")
     for section in ("task", "data", "model", "batch", "train"):
         if section == "task" or not isinstance(now[section], dict):
             pairs = [(section, before[section], now[section])]
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
-            if (name in OPEN and new == OPEN[name]) or (name == FRONT_DROPOUT and asked.model.front == AUTO):
+            if (name in OPEN and new == OPEN[name]) or (name == FRONT_DROPOUT and new_spec.model.front == AUTO):
                 continue  # left out, it keeps its value
             if files_move and name in FILES and old is not None and new is not None:
                 continue
@@ -66,7 +66,7 @@ def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
                 )
 
 
-def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
+def with_choices_of(new_spec: Spec, snapshot: Stored) -> Spec:
     """The spec with the settings of a snapshot where it leaves them open: what was chosen to fit the data and the devices is not chosen
     again.
     """
@@ -74,23 +74,23 @@ def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
     sections: dict[str, Section] = {}
     for key, open_value in OPEN.items():
         section, _, name = key.partition(".")
-        given = sections.get(section, getattr(asked, section))
-        if getattr(given, name) == open_value:
-            sections[section] = given.model_copy(update={name: getattr(getattr(spec, section), name)})
-    if asked.model.front == AUTO:
+        settings = sections.get(section, getattr(new_spec, section))
+        if getattr(settings, name) == open_value:
+            sections[section] = settings.model_copy(update={name: getattr(getattr(spec, section), name)})
+    if new_spec.model.front == AUTO:
         sections["model"] = sections["model"].model_copy(update={"front_dropout": spec.model.front_dropout})
-    return asked.model_copy(update=sections)
+    return new_spec.model_copy(update=sections)
 
 
 def dealing_of(snapshot: Stored | None) -> Dealing:
-    """How lanes get their sequences: as in the snapshot, whose cursor counts windows of that order. Older ones do not say, and mean 1."""
+    """How lanes get their sequences: as in the snapshot, whose cursor counts windows of that order. Older ones lack it, and mean 1."""
     if snapshot is None:
         return LATEST
     with sound():
-        found: Dealing = snapshot.meta.get("dealing", 1)
-        if found not in get_args(Dealing):
-            raise ValueError(f"dealing {found}")
-        return found
+        dealing: Dealing = snapshot.meta.get("dealing", 1)
+        if dealing not in get_args(Dealing):
+            raise ValueError(f"dealing {dealing}")
+        return dealing
 
 
 @contextmanager

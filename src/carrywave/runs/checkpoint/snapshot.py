@@ -58,27 +58,27 @@ class Stored:
 
     def read(self, group: str, names: Collection[str]) -> Tensors:
         """Read tensors of a group from the files that hold them, verifying every byte of those files."""
-        found: Tensors = {}
+        tensors: Tensors = {}
         for name, file in self.manifest.files.items():
             if file.group == group and not file.tensors.keys().isdisjoint(names):
-                found |= file.read(self.folder / name, names)
-        if group == "parameters" and (bad := not_finite(found)) is not None:
+                tensors |= file.read(self.folder / name, names)
+        if group == "parameters" and (bad := not_finite(tensors)) is not None:
             raise RunError(f"snapshot {self.folder}: parameter {bad} is not finite; resume from an older snapshot or start a new run")
-        return found
+        return tensors
 
     def forms(self, group: str) -> dict[str, Form]:
         """The dtypes and shapes of the tensors of a group; of those that several workers wrote by rows, as if one had."""
-        found = self.manifest.forms(group)
-        for name, pieces in row_parts.pieces(found).items():
-            kinds = {(found[key][0], found[key][1][1:]) for _, _, key in pieces}
+        forms = self.manifest.forms(group)
+        for name, pieces in row_parts.pieces(forms).items():
+            kinds = {(forms[key][0], forms[key][1][1:]) for _, _, key in pieces}
             ends = [0, *(end for _, end, _ in pieces)]
-            sizes = [found[key][1][:1] == (end - start,) for start, end, key in pieces]
-            if len(kinds) > 1 or [start for start, _, _ in pieces] != ends[:-1] or not all(sizes) or name in found:
+            sizes = [forms[key][1][:1] == (end - start,) for start, end, key in pieces]
+            if len(kinds) > 1 or [start for start, _, _ in pieces] != ends[:-1] or not all(sizes) or name in forms:
                 raise RunError(f"snapshot {self.folder} does not contain every row of {name} once; {REMEDY}")
             [(dtype, rest)] = kinds
-            found = {key: form for key, form in found.items() if key not in {key for _, _, key in pieces}}
-            found[name] = dtype, (ends[-1], *rest)
-        return found
+            forms = {key: form for key, form in forms.items() if key not in {key for _, _, key in pieces}}
+            forms[name] = dtype, (ends[-1], *rest)
+        return forms
 
     def tensors(self, group: str, wanted: Mapping[str, tuple[int, int] | None]) -> Tensors:
         """Tensors of a group by name, or these rows [first, end) of them, whichever workers wrote them; rows are put together in memory."""
@@ -87,14 +87,16 @@ class Stored:
         for name, rows in wanted.items():
             parts = split.get(name, [])
             keys[name] = [part for part in parts if rows is None or (part[0] < rows[1] and part[1] > rows[0])]
-        given = self.read(group, {key for name in wanted for key in [part[2] for part in keys[name]] or [name]})
-        found: Tensors = {}
+        pieces = self.read(group, {key for name in wanted for key in [part[2] for part in keys[name]] or [name]})
+        tensors: Tensors = {}
         for name, rows in wanted.items():
             parts = keys[name]
             first = parts[0][0] if parts else 0
-            whole = given[name] if not parts else given[parts[0][2]] if len(parts) == 1 else torch.cat([given[key] for _, _, key in parts])
-            found[name] = whole if rows is None else whole[rows[0] - first : rows[1] - first]
-        return found
+            whole = (
+                pieces[name] if not parts else pieces[parts[0][2]] if len(parts) == 1 else torch.cat([pieces[key] for _, _, key in parts])
+            )
+            tensors[name] = whole if rows is None else whole[rows[0] - first : rows[1] - first]
+        return tensors
 
     def pieces(self, name: str) -> list[tuple[int, int, str]]:
         """The ranges of lanes in which a carry tensor was written, as (start, end, key); they cover all lanes."""
@@ -109,8 +111,8 @@ class Stored:
         pieces = self.pieces(name)
         high = pieces[-1][1] if high is None else high
         needed = [piece for piece in pieces if piece[0] < high and piece[1] > low]
-        given = self.read("carry", {key for _, _, key in needed})
-        return torch.cat([given[key][:, max(low - start, 0) : high - start] for start, _, key in needed], dim=1)
+        tensors = self.read("carry", {key for _, _, key in needed})
+        return torch.cat([tensors[key][:, max(low - start, 0) : high - start] for start, _, key in needed], dim=1)
 
 
 def open_stored(path: Path) -> Stored:
@@ -213,23 +215,23 @@ def load_weights(
 
     `renamed`: for names in the file, those that are expected. `wanted`: those to return; the file is mapped, and no others are read.
     """
-    given = {(renamed or {}).get(name, name): tensor for name, tensor in atomic_files.read_tensors(path).items()}
+    weights = {(renamed or {}).get(name, name): tensor for name, tensor in atomic_files.read_tensors(path).items()}
     remedy = "use the weights of a model with the same spec"
     for name, (shape, dtype) in expected.items():
-        if name not in given:
+        if name not in weights:
             raise RunError(f"{path} is from another model: it has no {name}; {remedy}")
-        if tuple(given[name].shape) != tuple(shape):
-            raise RunError(f"{path} is from another model: {name} has shape {list(given[name].shape)}, expected {list(shape)}; {remedy}")
-        if given[name].dtype != dtype:
+        if tuple(weights[name].shape) != tuple(shape):
+            raise RunError(f"{path} is from another model: {name} has shape {list(weights[name].shape)}, expected {list(shape)}; {remedy}")
+        if weights[name].dtype != dtype:
             raise RunError(
-                f"{path}: {name} is {given[name].dtype}, expected {dtype}; use the train.precision it was trained with, or convert it"
+                f"{path}: {name} is {weights[name].dtype}, expected {dtype}; use the train.precision it was trained with, or convert it"
             )
-    if extra := sorted(given.keys() - expected.keys() - {ignored}):
+    if extra := sorted(weights.keys() - expected.keys() - {ignored}):
         raise RunError(f"{path} is from another model: it has {extra[0]}, which this model does not; {remedy}")
-    given = given if wanted is None else {name: given[name] for name in wanted}
-    if (bad := not_finite(given)) is not None:
+    weights = weights if wanted is None else {name: weights[name] for name in wanted}
+    if (bad := not_finite(weights)) is not None:
         raise RunError(f"{path}: {bad} is not finite; use other weights")
-    return {name: given[name] for name in expected if name in given}
+    return {name: weights[name] for name in expected if name in weights}
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -239,8 +241,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
         if tensor.is_floating_point():
             by_device.setdefault(tensor.device, {})[name] = tensor.detach().isfinite().all()
     finite: dict[str, bool] = {}
-    for found in by_device.values():
-        finite |= zip(found, torch.stack(list(found.values())).tolist(), strict=True)  # one read for all tensors of a device
+    for flags in by_device.values():
+        finite |= zip(flags, torch.stack(list(flags.values())).tolist(), strict=True)  # one read for all tensors of a device
     return next((name for name in tensors if not finite.get(name, True)), None)
 
 
@@ -251,12 +253,12 @@ def ranged(name: str, low: int, high: int) -> str:
 
 def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
     """The carry tensors by name, with the ranges of lanes in which they are stored, as (start, end, key)."""
-    found: dict[str, list[tuple[int, int, str]]] = {}
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
     for key in keys:
         name, _, lanes = key.rpartition("/")
         low, _, high = lanes.partition("-")
-        found.setdefault(name, []).append((int(low), int(high), key))
-    return found
+        ranges.setdefault(name, []).append((int(low), int(high), key))
+    return ranges
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:

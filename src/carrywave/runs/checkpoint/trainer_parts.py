@@ -33,14 +33,14 @@ from carrywave.step.worker_setup import tensors_of
 
 def part_of(trainer: Trainer, lanes: int) -> Groups:
     """This worker's part of a snapshot: its share of the parameters and the optimizer state, and the carry that it holds."""
-    own = _owned(trainer)
-    trained = [(name, p) for name, p in trainer.named if name in own]
+    names = _owned(trainer)
+    trained = [(name, p) for name, p in trainer.named if name in names]
     groups: Groups
     if trainer.sync is not None:
-        groups = replica_parts.shared_part(trainer, own)
+        groups = replica_parts.shared_part(trainer, names)
     else:
         state = {} if trainer.pieces is not None else optimizers.state_tensors(trainer.optimizer, trained)
-        groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in own}, "optimizer": state}
+        groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in names}, "optimizer": state}
     whole: Groups = {}
     split: Groups = {}
     for group, tensors in groups.items():
@@ -49,7 +49,7 @@ def part_of(trainer: Trainer, lanes: int) -> Groups:
     mine = _dealt(whole, trainer.mesh.replica, trainer.plan.replicas)
     mine = {group: tensors | split[group] for group, tensors in mine.items()}
     if trainer.sync is not None:
-        mine["replica"] = replica_parts.own_part(trainer, own)
+        mine["replica"] = replica_parts.local_part(trainer, names)
     if trainer.pieces is not None:
         mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in trained if (piece := trainer.pieces.of(p)) is not None])
     low, high = trainer.mesh.share().bounds(lanes)
@@ -86,14 +86,14 @@ def _dealt(groups: Groups, index: int, of: int) -> Groups:
 
 def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     """Load a trainer's part of a snapshot: the parameters, the optimizer state and the carry that it holds."""
-    own, rows = trainer.parameters(), trainer.held.rows
+    parameters, rows = trainer.parameters(), trainer.held.rows
     # Everything in the manifest is checked before any tensor is read.
-    check_forms(own, stored.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys(), rows=rows)
-    state_rows = _own_state_rows(trainer, stored)
+    check_forms(parameters, stored.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys(), rows=rows)
+    state_rows = _local_state_rows(trainer, stored)
     if trainer.sync is not None:
         replica_parts.check_size(trainer, stored)
-    trainer.state = own_state(stored, trainer, lanes)
-    load_parameters(own, stored.tensors("parameters", {name: _range(rows.get(name)) for name in own}), "the snapshot")
+    trainer.state = local_state(stored, trainer, lanes)
+    load_parameters(parameters, stored.tensors("parameters", {name: _range(rows.get(name)) for name in parameters}), "the snapshot")
     if trainer.sync is None:
         saved = bool(stored.manifest.forms("optimizer"))
         load_optimizer(trainer, stored.tensors("optimizer", state_rows), trainer.named, averages=saved)
@@ -105,19 +105,19 @@ def _range(rows: Rows | None) -> tuple[int, int] | None:
     return None if rows is None else (rows.low, rows.high)
 
 
-def _own_state_rows(trainer: Trainer, stored: Stored) -> dict[str, tuple[int, int] | None]:
+def _local_state_rows(trainer: Trainer, stored: Stored) -> dict[str, tuple[int, int] | None]:
     """The optimizer tensors that this worker loads, or their rows: all but those of parameters, or pieces of them, on other workers."""
     rows, wanted = trainer.held.rows, wanted_state(trainer, trainer.named)
     whole = {name for name, _ in trainer.model.named_parameters()}
-    found: dict[str, tuple[int, int] | None] = {}
+    wanted_rows: dict[str, tuple[int, int] | None] = {}
     for name, (_, shape) in stored.forms("optimizer").items():
         if piece_state.needed(name, shape, wanted, whole):
             _, parameter, span = piece_state.parsed(name, whole)
-            found[name] = _range(rows.get(parameter)) if shape and span is None else None
-    return found
+            wanted_rows[name] = _range(rows.get(parameter)) if shape and span is None else None
+    return wanted_rows
 
 
-def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
+def local_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     """This worker's lanes and layers of the carry in a snapshot; None if it has no carry."""
     forms = stored.manifest.forms("carry")
     if not forms:
@@ -138,42 +138,42 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
 
 
 def check_forms(
-    own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str], rows: Mapping[str, Rows] | None = None
+    held: Mapping[str, Tensor], stored: Mapping[str, Form], where: str, *, whole: Collection[str], rows: Mapping[str, Rows] | None = None
 ) -> None:
-    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part;
+    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `held` is a part;
     `rows`: those of which it has only some rows.
     """
-    for name, tensor in own.items():
-        if name not in given:
+    for name, tensor in held.items():
+        if name not in stored:
             raise RunError(f"{where} is from another model: it has no {name}; use the spec it was made with")
         expected = tensor.dtype, whole_shape(name, tensor.shape, rows or {})
-        if given[name] != expected:
-            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], expected))
-            raise RunError(f"{where} has {name} as {there}, expected {here}; use the spec it was made with")
-    if extra := sorted(given.keys() - set(whole)):
+        if stored[name] != expected:
+            theirs, ours = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (stored[name], expected))
+            raise RunError(f"{where} has {name} as {theirs}, expected {ours}; use the spec it was made with")
+    if extra := sorted(stored.keys() - set(whole)):
         raise RunError(f"{where} has {extra[0]}, which the model does not have; use the spec it was made with")
 
 
-def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
-    """Copy tensors by name; names, shapes and dtypes must match. `whole`: the names in the whole model, of which `own` is a part."""
-    forms = {name: form_of(tensor) for name, tensor in given.items()}
-    check_forms(own, forms, where, whole=given.keys() if whole is None else whole)
-    for name, tensor in own.items():
-        tensor.copy_(given[name])
+def load_parameters(held: dict[str, Tensor], stored: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
+    """Copy tensors by name; names, shapes and dtypes must match. `whole`: the names in the whole model, of which `held` is a part."""
+    forms = {name: form_of(tensor) for name, tensor in stored.items()}
+    check_forms(held, forms, where, whole=stored.keys() if whole is None else whole)
+    for name, tensor in held.items():
+        tensor.copy_(stored[name])
 
 
 def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
     """Load a weights file into a model, or those of its units and rows that this worker holds; the tensor `ignored` keeps its value."""
-    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored and not tensor.is_meta}
-    load_parameters(own, cut(read_weights(model, path, ignored=ignored, wanted=own.keys()), split_rows(model)), where)
+    held = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored and not tensor.is_meta}
+    load_parameters(held, cut(read_weights(model, path, ignored=ignored, wanted=held.keys()), split_rows(model)), where)
 
 
 def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
     """The tensors of a weights file, or those `wanted`, checked against the whole model, including what other workers hold."""
-    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
+    tensors = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
     rows = split_rows(model)
-    expected = {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in own.items()}
+    expected = {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in tensors.items()}
     renamed = None
     if isinstance(model, Model) and EXPORTED in weights_metadata(path):
-        renamed = {theirs: ours for ours, theirs in outside(own, model.lstm).items()}
+        renamed = {theirs: ours for ours, theirs in outside(tensors, model.lstm).items()}
     return load_weights(path, expected, ignored, renamed=renamed, wanted=wanted)

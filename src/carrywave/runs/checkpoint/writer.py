@@ -116,8 +116,8 @@ class Writer:
         assert self._job is None
         copied, ready = self._copy(groups)
         draft = self.folder / f"{TEMPORARY}{name}-{self._token}"
-        said = None if meta is None else json.loads(json.dumps(meta))
-        job = _Job(self.folder / name, draft, copied, ready, said, keep, best, before, after)
+        plain_meta = None if meta is None else json.loads(json.dumps(meta))
+        job = _Job(self.folder / name, draft, copied, ready, plain_meta, keep, best, before, after)
         # A daemon: a process that has to exit does not wait for the disk. It leaves a draft.
         job.thread = threading.Thread(target=self._write, args=(job,), name="carrywave-snapshot", daemon=True)
         self._job = job
@@ -134,8 +134,8 @@ class Writer:
             heartbeat.rest()  # a slow disk is no hang, though no step is taken meanwhile
         with raise_on_all(self.world, no_timeout=True):
             job.written.wait()
-        said = all_gather_json(self.world, job.part_failure)
-        failed = [(rank, failure) for rank, failure in enumerate(said) if failure is not None]
+        failures = all_gather_json(self.world, job.part_failure)
+        failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
         if failed:
             job.given_up.set()
         with raise_on_all(self.world, no_timeout=True):
@@ -258,9 +258,9 @@ class Writer:
                     return False
                 time.sleep(POLL_SECONDS)
                 continue
-            said = json.loads(report.read_text())
-            whole = whole and "failure" not in said
-            for name, described in said.get("files", {}).items():
+            reported = json.loads(report.read_text())
+            whole = whole and "failure" not in reported
+            for name, described in reported.get("files", {}).items():
                 file = File.of(described)
                 if not visible(job.draft / name) or (job.draft / name).stat().st_size != file.num_bytes:
                     raise RunError(
@@ -318,11 +318,11 @@ def _failure(target: Path, error: Exception, groups: Groups | None = None) -> Fa
     if lost_contact.lost(error):
         return "RunError", f"snapshot {target} could not be completed: a worker was lost on the way; the previous snapshot is kept"
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-    said = f"snapshot {target} could not be written: {' '.join(reason.split())}; the previous snapshot is kept"
+    fact = f"snapshot {target} could not be written: {' '.join(reason.split())}; the previous snapshot is kept"
     if not isinstance(error, OSError):
-        return "RunError", f"{said}; remove the cause, then resume"
+        return "RunError", f"{fact}; remove the cause, then resume"
     remedy = remedy_for(error, "make the folder writable")
     if error.errno == errno.ENOSPC and groups:
-        own = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
-        remedy += f" in {target.parent} (this worker's part takes {say(own)})"
-    return from_system(error, RunError).__name__, f"{said}; {remedy}, then resume"
+        num_bytes = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
+        remedy += f" in {target.parent} (this worker's part takes {say(num_bytes)})"
+    return from_system(error, RunError).__name__, f"{fact}; {remedy}, then resume"

@@ -40,15 +40,15 @@ class AveragedOutputs:
 
     def of(self, *data: Sequences) -> list[Numbers]:
         """As `Outputs.of`, for the sequences as each of the runs reads them. Empty on ranks other than 0. Collective."""
-        found = [outputs.of(own) for outputs, own in zip(self._each, data, strict=True)]
-        return [self._mean(each) for each in zip(*found, strict=True)]
+        by_run = [outputs.of(sequences) for outputs, sequences in zip(self._each, data, strict=True)]
+        return [self._mean(each) for each in zip(*by_run, strict=True)]
 
     def _mean(self, outs: Sequence[Numbers]) -> Numbers:
         task = self.saved.spec.task
         if task == "regression":
-            own = self.saved.task.codec
+            codec = self.saved.task.codec
             values = np.mean([each.saved.task.codec.restore(out) for each, out in zip(self._each, outs, strict=True)], axis=0)
-            scaled: Numbers = (values - np.array(own.target_mean)) / np.array(own.target_std)
+            scaled: Numbers = (values - np.array(codec.target_mean)) / np.array(codec.target_std)
             return scaled
         logits = [torch.from_numpy(out) for out in outs]
         if self.saved.spec.data.multi_label:

@@ -37,7 +37,7 @@ def evaluate_together(
     meter = first.task.meter(device, parts[0], by_series="series" in details.by, tops=tops)
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
     units = _units(members, parts)
-    for batch, outs, target, given in _side_by_side(members, parts):
+    for batch, outs, target, targets in _side_by_side(members, parts):
         weights = None if batch.weights is None else for_each_target(batch.weights, target, pooled=first.model.pooled)
         if first.spec.task == "language":  # of its many tokens, only the probability of the right one is kept
             logs_TB = torch.logsumexp(torch.stack(outs), dim=0) - math.log(len(outs))
@@ -47,7 +47,7 @@ def evaluate_together(
         if first.spec.data.multi_label:
             out = mean_of_odds(outs)
         else:
-            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, given), batch, units)
+            out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, targets), batch, units)
         loss_sum, count = first.model.head.score(out, target, weights=weights)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:
@@ -67,7 +67,7 @@ def evaluate_together(
 
 
 def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
-    """Refuse runs for which the data has other sequences, steps or targets: each may have held its own rows out of train, say."""
+    """Refuse runs for which the data has other sequences, steps or targets: each may have held out other rows of train, say."""
     for member, part in zip(members, parts, strict=True):
         if (transform := member.task.codec.transform) in LEAST:
             raise DataError(
@@ -95,12 +95,12 @@ def _read(member: Saved, part: Part) -> list[object]:
 
 def _units(members: Sequence[Saved], parts: Sequence[Part]) -> list[Tensor | None]:
     """How many of the first run's units one unit of each run is, for each series and column [S, C]; None where they are the same."""
-    found: list[Tensor | None] = []
+    ratios: list[Tensor | None] = []
     sizes = [_sizes(member, part) for member, part in zip(members, parts, strict=True)]
-    for own in sizes:
-        same = own is sizes[0] or (own is not None and sizes[0] is not None and np.array_equal(own, sizes[0]))
-        found.append(None if same or own is None or sizes[0] is None else torch.from_numpy(own / sizes[0]).to(members[0].mesh.device))
-    return found
+    for size in sizes:
+        same = size is sizes[0] or (size is not None and sizes[0] is not None and np.array_equal(size, sizes[0]))
+        ratios.append(None if same or size is None or sizes[0] is None else torch.from_numpy(size / sizes[0]).to(members[0].mesh.device))
+    return ratios
 
 
 def _sizes(member: Saved, part: Part) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None:
@@ -123,8 +123,8 @@ def _mean_of_numbers(outs: Sequence[Tensor], targets: Sequence[Tensor], batch: B
     target = targets[0].double()
     mean = torch.zeros_like(outs[0], dtype=torch.float64)
     spread = (..., None) if outs[0].ndim > target.ndim else (...,)  # one number for each quantile
-    for out, own, unit_SC in zip(outs, targets, units, strict=True):
-        error = out.double() - own.double()[spread]
+    for out, run_target, unit_SC in zip(outs, targets, units, strict=True):
+        error = out.double() - run_target.double()[spread]
         if unit_SC is not None:
             unit_BC = unit_SC[batch.sequence.clamp(min=0)] if len(unit_SC) > 1 else unit_SC
             error = error * (unit_BC if target.ndim < 4 else unit_BC[:, None])[spread]
@@ -154,7 +154,7 @@ def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[t
     for together in zip(*walks, strict=True):
         shown = [each[-1] for each in seen if each]
         if len(shown) == len(members):  # a worker without lanes of a small batch is shown nothing
-            given = [target if batch.targets is None else batch.targets for (batch, _), (_, target) in zip(together, shown, strict=True)]
-            yield together[0][0], [out for out, _ in shown], shown[0][1], given
+            targets = [target if batch.targets is None else batch.targets for (batch, _), (_, target) in zip(together, shown, strict=True)]
+            yield together[0][0], [out for out, _ in shown], shown[0][1], targets
         for each in seen:
             each.clear()

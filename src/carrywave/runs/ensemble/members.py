@@ -19,14 +19,14 @@ MAY_DIFFER = (
 )
 
 
-def paths_of(given: Paths) -> list[Path | str]:
+def paths_of(runs: Paths) -> list[Path | str]:
     """The runs that are named, at least one."""
-    if isinstance(given, Path | str):
-        return [given]
-    found = list(given)
-    if not found or not all(isinstance(each, Path | str) for each in found):
+    if isinstance(runs, Path | str):
+        return [runs]
+    paths = list(runs)
+    if not paths or not all(isinstance(each, Path | str) for each in paths):
         raise UserError("pass the folder of a run, or a list of several folders")
-    return found
+    return paths
 
 
 def open_members(paths: Sequence[Path | str], device: str, world: World) -> list[Saved]:

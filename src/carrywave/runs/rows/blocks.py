@@ -113,11 +113,11 @@ def shared(world: World, read: Callable[[], Iterator[Block]]) -> Iterator[Block]
             if world.rank == 0:
                 blocks = read() if blocks is None else blocks
                 block = next(blocks, None)
-        given = broadcast(world, {} if block is None else _packed((block.data, *block.others)))
-        if not given:
+        packed = broadcast(world, {} if block is None else _packed((block.data, *block.others)))
+        if not packed:
             return
         if block is None:
-            data, *others = _unpacked(given)
+            data, *others = _unpacked(packed)
             block = Block(data, others=tuple(others))
         yield block
 
@@ -138,9 +138,9 @@ def _packed(read: Sequence[Sequences]) -> dict[str, Tensor]:
     }
 
 
-def _unpacked(given: dict[str, Tensor]) -> list[Sequences]:
+def _unpacked(packed: dict[str, Tensor]) -> list[Sequences]:
     arrays: dict[int, dict[str, Any]] = {}
-    for key, flat in given.items():
+    for key, flat in packed.items():
         number, name, dtype, shape = key.split(" ")
         array = flat.numpy().view(np.dtype(dtype)).reshape([int(size) for size in shape.split("x")])
         arrays.setdefault(int(number), {})[name] = array

@@ -26,7 +26,7 @@ class Sampling:
     """How tokens are drawn. Top-k applies before top-p, which counts the probability that top-k leaves."""
 
     temperature: float = 1.0  # 0 picks the likeliest token
-    top_k: int | None = None  # draw from so many of the likeliest tokens
+    top_k: int | None = None  # draw from this many of the likeliest tokens
     top_p: float | None = None  # draw from the fewest of the likeliest tokens that have this probability together
     seed: int = 1
 

@@ -27,14 +27,14 @@ class KeptColumns:
     @staticmethod
     def of(words: Iterable[str], task: str, *, multi_label: bool = False) -> KeptColumns:
         """Read names such as `id`, or `label=truth` for a column that is to have another name."""
-        taken = (*PREDICTED.get(task, ()), *(("probabilities",) if multi_label else ()))
+        reserved = (*PREDICTED.get(task, ()), *(("probabilities",) if multi_label else ()))
         pairs = [(word, word) if "=" not in word else (word.partition("=")[0], word.partition("=")[2]) for word in words]
         if pairs and task == "forecasting":
             raise UserError(f"{option('keep')} is for rows, but predictions for series have their names and times anyway; remove it")
         for column, name in pairs:
             if not column or not name:
                 raise UserError(f"{option('keep')} has an empty name; write a column, or COLUMN=NAME for another name")
-            if name in taken:
+            if name in reserved:
                 raise UserError(
                     f"{option('keep')} {column}: predictions have a field {name} of their own; "
                     f"choose another name, as in {column}=given_{name}"
@@ -51,11 +51,11 @@ class KeptColumns:
 
     def take(self, row: Mapping[str, Any], where: str) -> Row:
         """The carried fields of a row, under the names it has in the input."""
-        given = row.given if isinstance(row, RenamedRow) else row
-        found: Row = {}
+        fields = row.original if isinstance(row, RenamedRow) else row
+        carried: Row = {}
         for column, name in self.columns:
-            if column not in given:
-                known = ", ".join(str(each) for each in list(given)[:8])
-                raise DataError(f"{where} has no field {column} (fields: {known}); name one that every row has with {option('keep')}")
-            found[name] = given[column]
-        return found
+            if column not in fields:
+                shown = ", ".join(str(each) for each in list(fields)[:8])
+                raise DataError(f"{where} has no field {column} (fields: {shown}); name one that every row has with {option('keep')}")
+            carried[name] = fields[column]
+        return carried

@@ -65,8 +65,8 @@ class Outputs:
                     pieces[owner] = out[: self._answers(length), lane].clone()
                 else:
                     pieces[owner] = out[length - 1, lane].clone()
-        found = self._together(pieces)
-        return [found[number] for number in range(len(data))] if found else []
+        by_number = self._together(pieces)
+        return [by_number[number] for number in range(len(data))] if by_number else []
 
     def _answers(self, length: int) -> int:
         """At how many steps a sequence of this length is answered."""
@@ -80,8 +80,8 @@ class Outputs:
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner >= 0 and length:
                     windows.setdefault(owner, []).append(out[:length, lane].clone())
-        found = self._together({owner: torch.cat(each) for owner, each in windows.items()})
-        return [found[number] for number in range(len(data))] if found else []
+        by_number = self._together({owner: torch.cat(each) for owner, each in windows.items()})
+        return [by_number[number] for number in range(len(data))] if by_number else []
 
     def after(self, data: Sequences, rows: Mapping[int, Ints]) -> dict[int, Numbers]:
         """The forecasts made after the given rows of each series, counted from its first: [rows, horizon, columns, …] by series.
@@ -100,10 +100,10 @@ class Outputs:
                     if before <= row < before + length:
                         pieces[owner, row] = out[row - before, lane].clone()
         places = {(owner, row): number for number, (owner, row) in enumerate((o, r) for o, each in rows.items() for r in each.tolist())}
-        found = self._together({places[key]: out for key, out in pieces.items()})
-        if not found:
+        by_place = self._together({places[key]: out for key, out in pieces.items()})
+        if not by_place:
             return {}
-        return {owner: np.stack([found[places[owner, row]] for row in each.tolist()]) for owner, each in rows.items()}
+        return {owner: np.stack([by_place[places[owner, row]] for row in each.tolist()]) for owner, each in rows.items()}
 
     def _walk(self, data: Sequences) -> Iterator[tuple[Tensor, list[int], list[int]]]:
         """Yield the outputs of each batch, in host memory, with the length and the sequence of each lane."""
@@ -130,23 +130,23 @@ class Outputs:
 
     def _together(self, pieces: Mapping[int, Tensor]) -> dict[int, Numbers]:
         """On rank 0, the pieces of all workers by number."""
-        own: dict[str, Tensor] = {}
+        local: dict[str, Tensor] = {}
         if pieces:
             outs = list(pieces.values())
             ragged = self._ragged
             sizes = [len(out) for out in outs] if ragged else [1] * len(outs)
             # A few large messages instead of one for each sequence.
-            own = {
+            local = {
                 "number": torch.tensor(list(pieces), dtype=torch.int64),
                 "size": torch.tensor(sizes, dtype=torch.int64),
                 "out": torch.cat(outs) if ragged else torch.stack(outs),
             }
-        found: dict[int, Numbers] = {}
-        for given in collect(self.saved.mesh.world, own):
-            if given:
-                parts = torch.split(given["out"], given["size"].tolist())
+        by_number: dict[int, Numbers] = {}
+        for received in collect(self.saved.mesh.world, local):
+            if received:
+                parts = torch.split(received["out"], received["size"].tolist())
                 alone = not self._ragged
-                found |= {
-                    number: (part[0] if alone else part).numpy() for number, part in zip(given["number"].tolist(), parts, strict=True)
+                by_number |= {
+                    number: (part[0] if alone else part).numpy() for number, part in zip(received["number"].tolist(), parts, strict=True)
                 }
-        return found
+        return by_number

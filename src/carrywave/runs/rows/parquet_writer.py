@@ -42,12 +42,12 @@ class ParquetWriter:
         self._out.abandoned = True
 
     def _write(self) -> None:
-        known = {} if self._file is None else dict(zip(self._file.schema.names, self._file.schema.types, strict=True))
-        names = dict.fromkeys(chain.from_iterable(self._rows)) if self._file is None else known
+        types = {} if self._file is None else dict(zip(self._file.schema.names, self._file.schema.types, strict=True))
+        names = dict.fromkeys(chain.from_iterable(self._rows)) if self._file is None else types
         for number, row in enumerate(self._rows, start=self._written + 1):
             if missing := next((name for name in row if name not in names), None):
                 raise UserError(f"{self._path}: row {number} has a column {missing}, which earlier rows have not; {REMEDY}")
-        columns = {name: self._column(name, [row.get(name) for row in self._rows], known.get(name)) for name in names}
+        columns = {name: self._column(name, [row.get(name) for row in self._rows], types.get(name)) for name in names}
         table = pa.table(columns)
         if self._file is None:
             self._file = pa_parquet.ParquetWriter(pa.PythonFile(self._out, mode="w"), table.schema)
@@ -55,22 +55,22 @@ class ParquetWriter:
         self._written += len(self._rows)
         self._rows = []
 
-    def _column(self, name: str, values: list[Any], known: Any) -> Any:
+    def _column(self, name: str, values: list[Any], type_before: Any) -> Any:
         try:
-            column = pa.array(values, type=known)
+            column = pa.array(values, type=type_before)
         except UnicodeEncodeError:  # unpaired surrogates, which JSON can hold and UTF-8 cannot
-            return self._column(name, [_encodable(value) for value in values], known)
+            return self._column(name, [_encodable(value) for value in values], type_before)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            kind = "of one kind" if known is None else f"{known}, as in the rows before"
+            kind = "of one kind" if type_before is None else f"{type_before}, as in the rows before"
             last = self._written + len(values)
             raise UserError(f"{self._path}: the values of {name} up to row {last} are not {kind}; {REMEDY}") from error
-        return column.cast(_known(column.type))
+        return column.cast(_settled_type(column.type))
 
 
-def _known(kind: Any) -> Any:
-    """The type, with text where no row says what there will be: in rows without a value, and in lists that are all empty."""
+def _settled_type(kind: Any) -> Any:
+    """The type, with text where no row shows one: in rows without a value, and in lists that are all empty."""
     if pa.types.is_list(kind):
-        return pa.list_(_known(kind.value_type))
+        return pa.list_(_settled_type(kind.value_type))
     return pa.string() if pa.types.is_null(kind) else kind
 
 

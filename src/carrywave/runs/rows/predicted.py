@@ -32,10 +32,10 @@ def rows_of(outputs: Outputs | AveragedOutputs, block: Block, *, beam: int = 1) 
 
     `beam`: how many beginnings of a transcription are kept at each step; with 1, the most likely class of each step is taken.
     """
-    found = outputs.of(block.data, *block.others)
+    outs = outputs.of(block.data, *block.others)
     spec = outputs.saved.spec
     how = _several if spec.data.multi_label else partial(_transcripts, beam) if spec.task == "transcription" else _PREDICTED[spec.task]
-    predicted = how(outputs.saved, found) if found else ()
+    predicted = how(outputs.saved, outs) if outs else ()
     return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
 
 
@@ -68,8 +68,8 @@ def _transcripts(beam: int, saved: Saved, outputs: list[Numbers]) -> Iterator[Ro
     codec, blank = saved.task.codec, len(saved.task.codec.labels)
     for logs_TV in outputs:
         labels = greedy(logs_TV, blank) if beam == 1 else beam_search(logs_TV, blank, beam)[0][0]
-        given_1L = torch.tensor([labels or [END]])
-        loss_1 = negative_log_likelihood(torch.from_numpy(logs_TV).double()[:, None], given_1L, blank)
+        labels_1L = torch.tensor([labels or [END]])
+        loss_1 = negative_log_likelihood(torch.from_numpy(logs_TV).double()[:, None], labels_1L, blank)
         yield {"labels": codec.transcript(labels), "probability": round(float(loss_1.neg().exp()), 6)}
 
 
@@ -109,7 +109,7 @@ def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
 
 
 def named(table: Table, codec: Codec, number: int) -> Row:
-    """The field that says which series a row is of; none of a single one without a name."""
+    """The field that names a row's series; none for a single series without a name."""
     if codec.series is not None:
         return {codec.series: table.series_name(number)}
     return {BY_PLACE: number} if len(table.names) > 1 else {}  # unnamed series are told apart by their position

@@ -48,15 +48,15 @@ def prompts_of(data: Any, prompt: str | None, spec: Spec, carried: KeptColumns) 
     file = file_of(data, spec)
     if is_standard(data):
         stream = open_stream(spec)
-        found = _lines(stream) if stream.format == "text" else _of_rows(open_rows(stream, numeric_label=False), carried)
+        prompts = _lines(stream) if stream.format == "text" else _of_rows(open_rows(stream, numeric_label=False), carried)
         name = stream.name
     elif file is not None:
-        name, found = file, _of_file(file, spec, carried)
+        name, prompts = file, _of_file(file, spec, carried)
     else:
         texts = [data] if isinstance(data, str) else _texts(data)
-        name, found = "data", (_checked(f"prompt {number}", text) for number, text in enumerate(texts))
+        name, prompts = "data", (_checked(f"prompt {number}", text) for number, text in enumerate(texts))
     count = 0
-    for each in found:
+    for each in prompts:
         count += 1
         if carried.columns and not each.carried:
             each = Prompt(each.where, each.text, carried.take({"text": each.text}, each.where))
@@ -86,10 +86,10 @@ def _of_file(name: str, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     path = Path(name)
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
-    # Of the format that the run's own text has, nothing follows for prompts: they are lines unless the name says otherwise.
+    # The format of the run's own text says nothing about prompts: they are lines unless the name says otherwise.
     kinds = [FORMATS[suffix.lower()] for suffix in path.suffixes if suffix.lower() in FORMATS]
-    asked = spec.data.format if spec.data.format != "auto" else kinds[-1] if kinds else "text"
-    source = find(name, field="INPUT", format=asked)
+    format = spec.data.format if spec.data.format != "auto" else kinds[-1] if kinds else "text"
+    source = find(name, field="INPUT", format=format)
     yield from _lines(source) if source.format == "text" else _of_rows(open_rows(source, numeric_label=False), carried)
 
 
@@ -137,15 +137,17 @@ def continued(members: Sequence[Saved], prompts: Iterator[Prompt], count: int, h
             numbers=[first + number for number in numbers],
             ends=saved.task.document_ends,
         )
-        own = {"number": torch.tensor(list(numbers)), "tokens": torch.tensor(made)} if made and count else {}
-        found = {
+        local = {"number": torch.tensor(list(numbers)), "tokens": torch.tensor(made)} if made and count else {}
+        by_number = {
             number: tokens
-            for given in collect(world, own)
-            if given
-            for number, tokens in zip(given["number"].tolist(), given["tokens"].tolist(), strict=True)
+            for received in collect(world, local)
+            if received
+            for number, tokens in zip(received["number"].tolist(), received["tokens"].tolist(), strict=True)
         }
         yield [
-            _row(codec, prompt, starts[number].tolist(), found.get(number, [])) for number, prompt in enumerate(block) if world.rank == 0
+            _row(codec, prompt, starts[number].tolist(), by_number.get(number, []))
+            for number, prompt in enumerate(block)
+            if world.rank == 0
         ]
         first += len(block)
 
@@ -166,8 +168,8 @@ def _blocks(world: World, prompts: Iterator[Prompt], codec: Codec) -> Iterator[l
             block, waiting = _next_block([*waiting], prompts, codec)
             return [(prompt.where, prompt.text) for prompt in block]
 
-        given = from_rank_0(world, read, no_timeout=True)
-        block = block if world.rank == 0 else [Prompt(where, text) for where, text in given]
+        received = from_rank_0(world, read, no_timeout=True)
+        block = block if world.rank == 0 else [Prompt(where, text) for where, text in received]
         if not block:
             return
         yield block

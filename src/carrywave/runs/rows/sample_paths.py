@@ -105,8 +105,8 @@ def drawn(kind: str, parameters: NDArray[Any], samples: int, draw: np.random.Gen
 def _rows(saved: Saved, values: ForecastValues, table: Table, made: Sequence[Reals], samples: int, steps: int) -> Iterator[Row]:
     codec = saved.task.codec
     for series in range(len(made) // values.many):
-        own = list(made[series * values.many : (series + 1) * values.many])
-        paths_HCS = values.in_units(series, table.lengths[series : series + 1], own)[0]
+        paths = list(made[series * values.many : (series + 1) * values.many])
+        paths_HCS = values.in_units(series, table.lengths[series : series + 1], paths)[0]
         times = table.ahead(series, steps)
         for sample in range(samples):
             for step in range(steps):
@@ -134,7 +134,7 @@ def _ancestral(saved: Saved, data: Sequences, values: ForecastValues, samples: i
 
 
 class _Fed:
-    """Sequences that go on with what is drawn for them."""
+    """Sequences that continue with what is drawn for them."""
 
     def __init__(self, saved: Saved, data: Sequences, samples: int, steps: int, draws: Sequence[np.random.Generator]) -> None:
         assert isinstance(saved.model, Model)
@@ -152,19 +152,19 @@ class _Fed:
         state = State(tuple(type(carry)(*(part.repeat_interleave(self.samples, 1) for part in carry)) for carry in state.carries))
         parameters_LCP = parameters_BCP[lanes]
         grown, free = self._grown(lanes)
-        found_HLC = np.zeros((self.steps, len(lanes), len(self.targets)))
+        values_HLC = np.zeros((self.steps, len(lanes), len(self.targets)))
         base_BC = self._naive(self.data, self.data.starts + self.data.lengths - 1)
         for step in range(self.steps):
-            known = replace(grown, lengths=free + step)
-            last = known.starts + known.lengths - 1
+            past = replace(grown, lengths=free + step)
+            last = past.starts + past.lengths - 1
             value_LC = self._drawn(parameters_LCP)
             if self.spec.data.counts:
-                found_HLC[step] = value_LC
+                values_HLC[step] = value_LC
                 assert grown.units is not None
                 value_LC = value_LC / grown.units[:, self.targets]
             else:
-                value_LC = value_LC + self._naive(known, last)
-                found_HLC[step] = value_LC - base_BC[lanes]
+                value_LC = value_LC + self._naive(past, last)
+                values_HLC[step] = value_LC - base_BC[lanes]
             if step + 1 == self.steps:
                 break
             grown.inputs[last + 1] = grown.inputs[last]
@@ -173,7 +173,7 @@ class _Fed:
             view = self.task.unlabelled(longer)
             y_TLW, state = self.model(self._inputs(view, (last + 1)[None]), state)
             parameters_LCP = self._parameters(y_TLW[0], state, view, last + 1)
-        paths = found_HLC.reshape(self.steps, len(self.data), self.samples, -1)
+        paths = values_HLC.reshape(self.steps, len(self.data), self.samples, -1)
         return [np.moveaxis(paths[:, number], 1, 2)[None] for number in range(len(self.data))]
 
     def _read(self) -> tuple[torch.Tensor, State]:
@@ -215,8 +215,8 @@ class _Fed:
             values = past_values(view, view.history, rows_B[None], np.arange(len(rows_B)))
             past = torch.from_numpy(values).to(self.device, self.model.lstm.dtype).unfold(0, view.history.steps, 1)
         out = self.model.output(y_BW[None], state, past=past)
-        found: Reals = out[0, :, 0].double().cpu().numpy()
-        return found
+        parameters: Reals = out[0, :, 0].double().cpu().numpy()
+        return parameters
 
     def _naive(self, data: Sequences, rows_B: NDArray[np.int64]) -> Reals:
         spec = self.spec.data

@@ -25,7 +25,7 @@ SUFFIXES: dict[Format, str] = {"text": ".txt", "jsonl": ".jsonl", "csv": ".csv",
 
 
 def is_standard(data: Any) -> bool:
-    """True if data is asked to come from standard input."""
+    """True if data is to be read from standard input."""
     return isinstance(data, str | Path) and str(data) == DASH
 
 
@@ -60,9 +60,9 @@ def open_stream(spec: Spec) -> Stream:
 
 
 def _format(head: bytes, spec: Spec) -> Format:
-    asked = spec.data.format
-    if asked != "auto":
-        return asked
+    format = spec.data.format
+    if format != "auto":
+        return format
     if head.startswith(b"PAR1"):
         return "parquet"
     if spec.task == "language":

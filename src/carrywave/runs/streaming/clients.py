@@ -30,9 +30,9 @@ class Clients:
 
     def rows(self, clients: Sequence[Client]) -> Tensor:
         """The row of each of them [B], new ones included."""
-        known = self._rows
-        found = [known[client] if client in known else self._begin(client) for client in clients]
-        return torch.tensor(found, device=self._parts[0].device)
+        rows = self._rows
+        numbers = [rows[client] if client in rows else self._begin(client) for client in clients]
+        return torch.tensor(numbers, device=self._parts[0].device)
 
     def read(self, rows_B: Tensor) -> list[Tensor]:
         """The state of these rows, a copy: [B, …] each."""
@@ -45,14 +45,14 @@ class Clients:
 
     def reset(self, client: Client) -> None:
         """Give a client the initial state again."""
-        self._put(self._known(client), self._initial)
+        self._put(self._row_of(client), self._initial)
 
     def forget(self, client: Client) -> None:
         """Remove a client; its row is for another one."""
-        self._free.append(self._known(client))
+        self._free.append(self._row_of(client))
         del self._rows[client]
 
-    def _known(self, client: Client) -> int:
+    def _row_of(self, client: Client) -> int:
         if client not in self._rows:
             raise UserError(f"there is no client {client!r}; a client is there from its first step until it is forgotten")
         return self._rows[client]

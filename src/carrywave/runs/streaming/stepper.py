@@ -157,17 +157,17 @@ class Stepper:
     def load(self, path: Path | str) -> None:
         """Continue with the clients of a file that `save` wrote, in place of the present ones."""
         path = Path(path)
-        about, given = read_metadata(path), read_tensors(path)
+        about, tensors = read_metadata(path), read_tensors(path)
         initial = self._initial
         if not {"clients", "weights"} <= about.keys():
             raise RunError(f"{path} has no clients in it; pass a file that a stepper has saved")
-        if about["weights"] != self._weights() or given.keys() != initial.keys():
+        if about["weights"] != self._weights() or tensors.keys() != initial.keys():
             raise RunError(f"{path} holds what other weights made of their inputs; pass the file that the stepper of this run has saved")
         clients = Clients([*initial.values()])
         with self._lock, torch.inference_mode():
             names = json.loads(about["clients"])
             if names:
-                clients.write(clients.rows(names), [given[name].to(part) for name, part in initial.items()])
+                clients.write(clients.rows(names), [tensors[name].to(part) for name, part in initial.items()])
             self._clients = clients
 
     def _weights(self) -> str:
@@ -191,16 +191,16 @@ class Stepper:
             ids = [self._token(row, client) for row, client in zip(rows, clients, strict=True)]
             return torch.tensor(ids, device=function.device)
         columns = len(self.codec.columns)
-        given_BF = numbers(rows, "the step", "a stepper")
-        given_BF = given_BF[:, None] if given_BF.ndim == 1 else given_BF
-        if given_BF.shape != (len(clients), columns):
-            raise DataError(f"steps of {len(clients)} clients have shape {list(given_BF.shape)}; pass {columns} numbers for each client")
-        bad_BF = unusable(given_BF)
+        numbers_BF = numbers(rows, "the step", "a stepper")
+        numbers_BF = numbers_BF[:, None] if numbers_BF.ndim == 1 else numbers_BF
+        if numbers_BF.shape != (len(clients), columns):
+            raise DataError(f"steps of {len(clients)} clients have shape {list(numbers_BF.shape)}; pass {columns} numbers for each client")
+        bad_BF = unusable(numbers_BF)
         if bad_BF.any():
             place, column = (int(at) for at in np.argwhere(bad_BF)[0])
-            value, name = given_BF[place, column], self.codec.columns[column]
+            value, name = numbers_BF[place, column], self.codec.columns[column]
             raise DataError(f"client {clients[place]!r}: column {name} is {value}, not a finite number (below 1e25); fill the gap")
-        x_BF = standardise(given_BF, self.codec.mean, self.codec.std, "the step")
+        x_BF = standardise(numbers_BF, self.codec.mean, self.codec.std, "the step")
         return torch.from_numpy(x_BF).to(function.device, function.dtype)
 
     def _token(self, row: Any, client: Client) -> int:
@@ -214,11 +214,11 @@ class Stepper:
         if codec.kind == "int":
             raise DataError(f"client {client!r}: tokens of this model are whole numbers, got {row!r:.40}; pass an id")
         if codec.field == "tokens" and isinstance(codec.tokens, Words):
-            found = codec.tokens.word_ids([row])
+            ids = codec.tokens.word_ids([row])
         else:
-            found = codec.encode(row, f"client {client!r}")
-        if len(found) != 1:
-            raise DataError(f"client {client!r}: {row!r:.40} is {len(found)} tokens; pass one at a time, or the ids of codec.encode(text)")
-        if found[0] < 0:
+            ids = codec.encode(row, f"client {client!r}")
+        if len(ids) != 1:
+            raise DataError(f"client {client!r}: {row!r:.40} is {len(ids)} tokens; pass one at a time, or the ids of codec.encode(text)")
+        if ids[0] < 0:
             raise DataError(f"client {client!r}: token {row!r:.40} is not in the training vocabulary; pass one that is")
-        return int(found[0])
+        return int(ids[0])

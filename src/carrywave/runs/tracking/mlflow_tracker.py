@@ -49,24 +49,24 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
-        found = [Metric(name, value, now, int(row["step"])) for row in rows for name, value in values_of(row)]
-        for first in range(0, len(found), MOST_METRICS):
-            self._client.log_batch(self._id, metrics=found[first : first + MOST_METRICS])
+        metrics = [Metric(name, value, now, int(row["step"])) for row in rows for name, value in values_of(row)]
+        for first in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
 
     def close(self, how: How) -> None:
         """Set the status of the run."""
         self._client.set_terminated(self._id, status=STATUS[how])
 
     def _experiment(self) -> str:
-        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return given
+        if experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return experiment_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
     def _describe(self) -> None:
         from mlflow.entities import Param
 
-        found = [Param(name, value[:LONGEST_VALUE]) for name, value in self.described.settings.items()]
-        for first in range(0, len(found), MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=found[first : first + MOST_PARAMETERS])
+        parameters = [Param(name, value[:LONGEST_VALUE]) for name, value in self.described.settings.items()]
+        for first in range(0, len(parameters), MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])

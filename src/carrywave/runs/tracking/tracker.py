@@ -22,7 +22,7 @@ class NotFound(Exception):
 
 @dataclass(frozen=True)
 class Description:
-    """What a tracker is told of a run when its record begins."""
+    """What a tracker learns of a run when its record begins."""
 
     folder: Path
     settings: Mapping[str, str]  # the resolved spec, by full names
@@ -33,8 +33,8 @@ class Description:
         """Describe a run with its spec."""
         flat: dict[str, str] = {}
         for section, value in spec.model_dump(mode="json").items():
-            pairs = {f"{section}.{key}": given for key, given in value.items()} if isinstance(value, dict) else {section: value}
-            flat |= {name: given if isinstance(given, str) else json.dumps(given) for name, given in pairs.items()}
+            pairs = {f"{section}.{key}": setting for key, setting in value.items()} if isinstance(value, dict) else {section: value}
+            flat |= {name: setting if isinstance(setting, str) else json.dumps(setting) for name, setting in pairs.items()}
         return Description(folder, flat)
 
 

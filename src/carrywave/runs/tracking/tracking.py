@@ -42,7 +42,7 @@ class Tracking:
     def __init__(self, trackers: dict[str, Tracker], metrics: Path, say: Say) -> None:
         self._copies = [_Copy(name, tracker, metrics) for name, tracker in trackers.items()]
         self._say = say
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
         self.how: How = "finished"  # how the run ended
 
     @staticmethod
@@ -81,8 +81,8 @@ class Tracking:
     def _tell(self) -> None:
         """Say, once, that a tracker is not getting what it should."""
         for copy in self._copies:
-            if copy.failure is not None and copy.name not in self._told:
-                self._told.add(copy.name)
+            if copy.failure is not None and copy.name not in self._announced:
+                self._announced.add(copy.name)
                 self._say(f"{copy.name} no longer records this run: {copy.failure}; training goes on, and metrics.jsonl has every row")
 
 
@@ -98,12 +98,12 @@ class _Copy:
         self._awake = False
         self._cut_bytes: int | None = None
         self._how: How | None = None
-        self._known: str | None = None
+        self._earlier_id: str | None = None
         self._id, self._done_bytes = "", 0
 
     def begin(self) -> None:
         # Before the run writes anything: where the file ends now is where a resumed run begins to write.
-        self._known, self._done_bytes = self._read_note()
+        self._earlier_id, self._done_bytes = self._read_note()
         self.thread.start()
 
     def wake(self) -> None:
@@ -127,12 +127,12 @@ class _Copy:
                 pass
             self.tracker.close(how)
         except Exception as error:  # whatever goes wrong in somebody else's package is no reason to end the run
-            said = one_line(error)
-            self.failure = f"{type(error).__name__}: {said}" if said else type(error).__name__
+            line = one_line(error)
+            self.failure = f"{type(error).__name__}: {line}" if line else type(error).__name__
 
     def _open(self) -> None:
         try:
-            self._id = self.tracker.open(self._known)
+            self._id = self.tracker.open(self._earlier_id)
         except NotFound:
             self._id, self._done_bytes = self.tracker.open(None), 0
         self._write_note()
@@ -144,8 +144,8 @@ class _Copy:
             how, self._awake = self._how, False
             if self._cut_bytes is not None:
                 self._done_bytes, self._cut_bytes = min(self._done_bytes, self._cut_bytes), None
-        while (found := self._next_rows())[0]:
-            rows, end_bytes = found
+        while (new := self._next_rows())[0]:
+            rows, end_bytes = new
             self.tracker.send(rows)
             self._done_bytes = end_bytes
             self._write_note()
@@ -168,9 +168,9 @@ class _Copy:
 
     def _read_note(self) -> tuple[str | None, int]:
         try:
-            told: Any = json.loads(self._note.read_bytes())
+            note: Any = json.loads(self._note.read_bytes())
             size = self.metrics.stat().st_size if self.metrics.is_file() else 0
-            return str(told["id"]), min(int(told["bytes"]), size)
+            return str(note["id"]), min(int(note["bytes"]), size)
         except (OSError, ValueError, TypeError, KeyError):
             return None, 0
 

@@ -37,10 +37,10 @@ def beam_search(logs_TV: NDArray[np.floating], blank: int, width: int) -> list[t
     for logs_V in np.asarray(logs_TV, np.float64):
         likely = np.flatnonzero(logs_V > math.log(LEAST)).tolist()
         log_blank = float(logs_V[blank])
-        found: dict[Prefix, list[float]] = {}
+        grown: dict[Prefix, list[float]] = {}
         for prefix, (in_blank, in_label) in kept.items():
             either = _add(in_blank, in_label)
-            same = found.setdefault(prefix, [-math.inf, -math.inf])
+            same = grown.setdefault(prefix, [-math.inf, -math.inf])
             same[0] = _add(same[0], either + log_blank)
             if prefix:
                 same[1] = _add(same[1], in_label + float(logs_V[prefix[-1]]))
@@ -51,9 +51,9 @@ def beam_search(logs_TV: NDArray[np.floating], blank: int, width: int) -> list[t
                 before = in_blank if prefix and prefix[-1] == label else either
                 if before == -math.inf:
                     continue
-                longer = found.setdefault((*prefix, label), [-math.inf, -math.inf])
+                longer = grown.setdefault((*prefix, label), [-math.inf, -math.inf])
                 longer[1] = _add(longer[1], before + float(logs_V[label]))
-        best = heapq.nlargest(width, found.items(), key=lambda item: _add(*item[1]))
+        best = heapq.nlargest(width, grown.items(), key=lambda item: _add(*item[1]))
         kept = {prefix: (scores[0], scores[1]) for prefix, scores in best}
     ranked = sorted(kept.items(), key=lambda item: -_add(*item[1]))
     return [(list(prefix), _add(*scores)) for prefix, scores in ranked]

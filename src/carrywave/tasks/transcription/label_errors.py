@@ -46,7 +46,7 @@ class LabelErrors:
         }
 
     def rows(self, by: str) -> list[Row]:
-        """Return nothing: these metrics are told by nothing."""
+        """Return nothing: these metrics have no breakdown."""
         return []
 
 

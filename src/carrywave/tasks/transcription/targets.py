@@ -29,8 +29,8 @@ def view(name: str, data: Sequences, codec: Codec, model: ModelSpec | None) -> V
         place_L = np.arange(max(1, longest if model is None else min(longest, model.output_steps(steps))))
         first_B1, end_B1 = spans[sequences_B, :1], spans[sequences_B, 1:]
         rows_BL = np.minimum(first_B1 + place_L, max(len(labels) - 1, 0))
-        found_BL = labels[rows_BL] if len(labels) else np.full(rows_BL.shape, END)
-        return np.where(first_B1 + place_L < end_B1, found_BL, END).astype(np.int64)
+        labels_BL = labels[rows_BL] if len(labels) else np.full(rows_BL.shape, END)
+        return np.where(first_B1 + place_L < end_B1, labels_BL, END).astype(np.int64)
 
     return View(data.inputs, data.starts, data.lengths, labels_at=at, weights=data.weights)
 

@@ -45,14 +45,14 @@ def drawn_model(task: Task, prepared: Prepared, start: Start, mesh: Mesh | None)
     return task.model(prepared.train, rows, holding_of(mesh, task.spec.model.layers + 2))
 
 
-def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | OpaqueModel:
+def own_model(user_model: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | OpaqueModel:
     """The user's own model, built if a function builds it, and checked."""
-    model: object = own
-    if not isinstance(own, Model | OpaqueModel):
+    model: object = user_model
+    if not isinstance(user_model, Model | OpaqueModel):
         # Seeded, and isolated from the caller's random state: equal calls give equal weights.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.train.seed)
-            model = own(facts)
+            model = user_model(facts)
             check_loss(loss, model)
     if isinstance(model, nn.Module) and not isinstance(model, Model | OpaqueModel):
         model = OpaqueModel(model, loss, pooled=spec.pooled)
@@ -74,12 +74,12 @@ def own_model(own: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss |
 
 def begin_from(source: str, model: Model | OpaqueModel, world: World) -> None:
     """Load the weights of another run on rank 0, from which all workers take theirs; or the rows that each has of a split vocabulary."""
-    rows, given = split_rows(model), dict[str, Tensor]()
+    rows, weights = split_rows(model), dict[str, Tensor]()
     with raise_on_all(world):
         if world.rank == 0:
             # Class weights follow from this run's spec and data, not from those of the run the weights come from.
-            given = read_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
-    given = broadcast(world, given, cutter(rows)) if rows else given
+            weights = read_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
+    weights = broadcast(world, weights, cutter(rows)) if rows else weights
     with raise_on_all(world):
         if world.rank == 0 or rows:
-            load_parameters({name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}, given, source)
+            load_parameters({name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}, weights, source)

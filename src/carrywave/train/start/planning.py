@@ -48,7 +48,7 @@ class Planned:
     plan: Plan
     prediction: Prediction | None
     predicted: bool  # True if rank 0 has a prediction
-    said: tuple[str, ...] = ()  # why it was chosen
+    reasons: tuple[str, ...] = ()  # why it was chosen
 
 
 @dataclass(frozen=True)
@@ -66,68 +66,68 @@ class PlanRequest:
     whole_head: bool = False  # it reads whole sequences
 
 
-def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
+def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
     prediction: Prediction | None = None
 
     def choose() -> list[Any]:
         nonlocal prediction
-        plan, prediction, said = _plan(world, given, say)
-        return [asdict(plan), prediction is not None, said + _hints(world, given, plan, advised=len(said) > 1)]
+        plan, prediction, reasons = _plan(world, request, say)
+        return [asdict(plan), prediction is not None, reasons + _hints(world, request, plan, advised=len(reasons) > 1)]
 
-    known, predicted, said = from_rank_0(world, choose, no_timeout=True)
-    return Planned(_of_json(known), prediction, predicted, tuple(said))
+    values, predicted, reasons = from_rank_0(world, choose, no_timeout=True)
+    return Planned(_of_json(values), prediction, predicted, tuple(reasons))
 
 
-def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
-    spec, workers, units = given.spec, given.workers, given.units
+def _plan(world: World, request: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
+    spec, workers, units = request.spec, request.workers, request.units
     # If any number of replicas must give the same bytes there is nothing to choose: every worker is a replica. So too where replicas do
     # not exchange at every step, because their number then changes the result.
     auto = spec.plans_itself and not spec.train.reproducible and spec.train.sync == "step"
-    if auto and given.before is not None and given.before.workers == workers:
-        plan = given.before  # a resumed run continues bit for bit
+    if auto and request.before is not None and request.before.workers == workers:
+        plan = request.before  # a resumed run continues bit for bit
     elif auto and units is not None and workers > 1:
         try:
-            return _chosen(world, units, given, say)
+            return _chosen(world, units, request, say)
         except UserError as error:  # training works without a chosen plan
             say(f"no plan could be chosen, so every worker is a replica: {error}")
-            plan = _resolved(given)
+            plan = _resolved(request)
     else:
-        plan = _resolved(given)
-    profile = None if units is None else _known(world, units, workers)
+        plan = _resolved(request)
+    profile = None if units is None else _available_profile(world, units, workers)
     return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
 
 
-def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[Plan, Prediction, list[str]]:
+def _chosen(world: World, units: Units, request: PlanRequest, say: Say) -> tuple[Plan, Prediction, list[str]]:
     """Search for the best plan that uses all workers."""
-    here, kind = _here(world, given.workers), world.device.type
-    profile = _known(world, units, given.workers)
+    here, kind = _here(world, request.workers), world.device.type
+    profile = _available_profile(world, units, request.workers)
     if profile is None:
         if launch_record.with_fewer():
             raise PlanError("this machine was not measured with fewer workers, and cannot be while one is failing; start the run again")
         profile = profile_for(units, device=kind, devices=here, note=say)
-    found = search(units, _cluster(world, given.workers, profile), use_all=True)
-    plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
+    choice = search(units, _cluster(world, request.workers, profile), use_all=True)
+    plan = replace(choice.best.plan, kernel=request.spec.plan_spec.kernel)
     by = f" (using profile {profile.name})" if PROFILE in os.environ else ""
-    return plan, found.best, [f"chosen: {found.why}{by}", *_advice(found.serial, found.best)]
+    return plan, choice.best, [f"chosen: {choice.why}{by}", *_advice(choice.serial, choice.best)]
 
 
-def _resolved(given: PlanRequest) -> Plan:
+def _resolved(request: PlanRequest) -> Plan:
     """The plan that the spec asks for; replicas, if it asks for none."""
-    spec = given.spec
-    asked = fewer(spec.plan_spec, given.workers) if launch_record.with_fewer() else spec.plan_spec
+    spec = request.spec
+    plan_spec = fewer(spec.plan_spec, request.workers) if launch_record.with_fewer() else spec.plan_spec
     lanes = spec.lanes if spec.streams else None
     return resolve(
-        asked,
-        layers=given.layers,
-        workers=given.workers,
+        plan_spec,
+        layers=request.layers,
+        workers=request.workers,
         lanes=lanes,
-        pooled=given.pooled,
-        whole=given.whole_head or spec.reads_whole,
+        pooled=request.pooled,
+        whole=request.whole_head or spec.reads_whole,
     )
 
 
-def _known(world: World, units: Units, workers: int) -> Profile | None:
+def _available_profile(world: World, units: Units, workers: int) -> Profile | None:
     """A profile that is available without measuring."""
     return _named() or known_profile(units, device=world.device.type, workers=_here(world, workers))
 
@@ -144,30 +144,32 @@ def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
     """A note that one device would be about as fast, if it would."""
     if serial is None or serial.seconds * (1 - GAIN_PER_DOUBLING) > best.seconds:
         return []
-    said = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
+    how = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
     return [
-        f"one device would be {said} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms per step instead of {1e3 * best.seconds:.3g} ms, "
+        f"one device would be {how} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms per step instead of {1e3 * best.seconds:.3g} ms, "
         f"according to the measurements; use {option('devices', 1)}"
     ]
 
 
-def _hints(world: World, given: PlanRequest, plan: Plan, *, advised: bool) -> list[str]:
+def _hints(world: World, request: PlanRequest, plan: Plan, *, advised: bool) -> list[str]:
     """A line about settings that would be much faster; none if the run goes on, because they cannot be changed then.
 
     `advised`: one device was compared already.
     """
-    spec, units = given.spec, given.units
+    spec, units = request.spec, request.units
     by_hand = spec.plan_spec.kernel != "auto" or "CARRYWAVE_KERNEL" in os.environ  # the figures are those of other kernels
-    if units is None or given.before is not None or launch_record.attempt() or by_hand or spec.train.sync != "step":
+    if units is None or request.before is not None or launch_record.attempt() or by_hand or spec.train.sync != "step":
         return []
-    known = _measured(_known(world, units, given.workers))
-    of_model = known if PROFILE in os.environ else _measured(_shipped_for(world)) or known
-    found: list[Hint] = []
+    profile = _measured(_available_profile(world, units, request.workers))
+    of_model = profile if PROFILE in os.environ else _measured(_shipped_for(world)) or profile
+    hints: list[Hint] = []
     if of_model is not None:
-        found += other_settings(spec, given.facts or DataFacts(), units, _cluster(world, given.workers, of_model), plan, bf16=given.bf16)
-    if known is not None and not advised:  # the links of this machine matter here, and a shipped profile does not know them
-        found += one_device(units, _cluster(world, given.workers, known), plan)
-    return hint_lines(found)
+        hints += other_settings(
+            spec, request.facts or DataFacts(), units, _cluster(world, request.workers, of_model), plan, bf16=request.bf16
+        )
+    if profile is not None and not advised:  # the links of this machine matter here, and a shipped profile does not know them
+        hints += one_device(units, _cluster(world, request.workers, profile), plan)
+    return hint_lines(hints)
 
 
 def _measured(profile: Profile | None) -> Profile | None:
@@ -184,28 +186,28 @@ def _shipped_for(world: World) -> Profile | None:
 def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
-        known = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
+        recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
         # Older runs do not name what they could not do.
         older = {"split_vocabulary": False}
-        return _of_json({name: (older | known)[name] for name in PlanSpec.model_fields})
+        return _of_json({name: (older | recorded)[name] for name in PlanSpec.model_fields})
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
 def _of_json(values: Mapping[str, Any]) -> Plan:
     """Parse a plan from JSON, validated like that of a spec."""
-    given = PlanSpec.model_validate(values)
-    replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
+    plan_spec = PlanSpec.model_validate(values)
+    replicas, cuts = plan_spec.replicas or 1, tuple(plan_spec.cuts or ())
     return Plan(
         replicas,
-        given.stages,
+        plan_spec.stages,
         cuts,
-        given.chunk_steps,
-        given.micro_batches,
-        given.recompute,
-        given.kernel,
-        given.share_head,
-        given.split_vocabulary,
+        plan_spec.chunk_steps,
+        plan_spec.micro_batches,
+        plan_spec.recompute,
+        plan_spec.kernel,
+        plan_spec.share_head,
+        plan_spec.split_vocabulary,
     )
 
 
@@ -224,13 +226,13 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
     units = Units.of(spec, prepare(spec, note=say).facts)
     try:
         profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
-        found = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
+        choice = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
     except UserError as error:
         say(f"using all {count} GPUs: their benefit could not be estimated ({error})")
         return None
-    if found.best.plan.workers < count:
-        say(f"{found.why}; pass {option('devices', count)} to use all of them")
-    return found.best.plan.workers
+    if choice.best.plan.workers < count:
+        say(f"{choice.why}; pass {option('devices', count)} to use all of them")
+    return choice.best.plan.workers
 
 
 def check_workers(plan: PlanSpec, devices: int) -> None:
@@ -252,7 +254,7 @@ def _here(world: World, workers: int) -> int:
     return min(workers, world.local_size) if world.size > 1 else workers
 
 
-def _as_asked(profile: Profile) -> Profile:
+def _with_set_transport(profile: Profile) -> Profile:
     """The profile with the transport that the environment asks for: over gloo, stages are not recorded."""
     transport = BY_BACKEND.get(os.environ.get(TRANSPORT, ""))
     if transport is not None and profile.within.transport != transport:
@@ -262,6 +264,6 @@ def _as_asked(profile: Profile) -> Profile:
 
 def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
     """The hosts of a run: as many as its workers need, each with as many workers as this one; the last may have fewer."""
-    here, profile = _here(world, workers), _as_asked(profile)
+    here, profile = _here(world, workers), _with_set_transport(profile)
     full, rest = divmod(workers, here)
     return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))

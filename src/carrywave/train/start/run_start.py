@@ -74,7 +74,7 @@ def begin(
     """
     folder: Run | None = None
     snapshot: Stored | None = None
-    found = ""
+    summary = ""
     before: Plan | None = None
     launch_record.next_call()
     # With several hosts, only some may have been told that this is a restart.
@@ -100,16 +100,16 @@ def begin(
                     before = plan_before(folder)
                 codec = given_codec(init, folder, snapshot)
                 reading = {} if init is None else reading_of(init, spec)
-                told = None if snapshot is None else snapshot.to_json()
-                found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told, reading])
-        path, codec_json, told, reading = json.loads(all_gather_text(world, found)[0])
+                snapshot_json = None if snapshot is None else snapshot.to_json()
+                summary = json.dumps([str(folder.path), None if codec is None else codec.to_json(), snapshot_json, reading])
+        path, codec_json, snapshot_json, reading = json.loads(all_gather_text(world, summary)[0])
         launch_record.set_run(Path(path))
         if world.rank == 0 and (warning := launch_record.warning()) is not None:
             watch.say(warning)
         codec = None if codec_json is None else Codec.from_json(codec_json)
         spec = read_alike(spec, reading)
         visibility = look(world, Path(path))
-        stored = None if told is None else receive_snapshot(world, told, visibility)
+        stored = None if snapshot_json is None else receive_snapshot(world, snapshot_json, visibility)
         spec = spec if stored is None else with_choices_of(spec, stored)
         return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, visibility, before)
     except BaseException:
@@ -136,17 +136,18 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
     return prepared, dict(prepared.files)
 
 
-def check_idle(spec: Spec, prepared: Prepared, *, own: bool) -> None:
+def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:
     """Refuse keys that act on nothing with this data, or beside the user's own model."""
     text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
     problem = next(
-        chain(idle_with(spec, prepared.facts, text=text, valid=prepared.valid is not None), idle_beside_own(spec) if own else ()), None
+        chain(idle_with(spec, prepared.facts, text=text, valid=prepared.valid is not None), idle_beside_own(spec) if user_model else ()),
+        None,
     )
     if problem is not None:
         raise SpecError(problem)
 
 
-def asked_spec(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
+def spec_of_call(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
     """The spec that a call from Python asks for: a whole one, or its sections one by one, which take precedence."""
     base: dict[str, Any]
     # Only fields that were set: the others may still be derived from elsewhere.
@@ -184,8 +185,8 @@ def noted(
     labels = prepared.codec.labels
     if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
         shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
-        given = f"the labels {shown} are passed to your loss as 0 to {len(labels) - 1}, in this order"
-        yield f"{given}; number them from 0 to keep them unchanged"
+        fact = f"the labels {shown} are passed to your loss as 0 to {len(labels) - 1}, in this order"
+        yield f"{fact}; number them from 0 to keep them unchanged"
     yield from planned
     yield from prepared.notes
     for part in (parts.valid, parts.test):

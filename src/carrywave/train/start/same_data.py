@@ -17,7 +17,7 @@ from carrywave.parallel.startup.rendezvous import NAMED, on_every_rank
 from carrywave.parallel.world import World, all_gather_json, raise_on_all
 from carrywave.spec.spec import Spec
 
-Hashed = list[hashes.Found]
+Hashed = list[hashes.FileHash]
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ def compare(world: World, spec: Spec, hashed: Hashed) -> None:
         with raise_on_all(world, no_timeout=True), hashes.knowing(alike):
             if turn and seen is None:
                 seen = _look(spec)
-    said = all_gather_json(world, asdict(seen or FilesSeen("")))
-    found = [FilesSeen(each["host"], {key: tuple(file) for key, file in each["files"].items()}, each["failure"]) for each in said]
-    if (problem := difference(found)) is not None:
+    by_rank = all_gather_json(world, asdict(seen or FilesSeen("")))
+    files_seen = [FilesSeen(each["host"], {key: tuple(file) for key, file in each["files"].items()}, each["failure"]) for each in by_rank]
+    if (problem := difference(files_seen)) is not None:
         raise on_every_rank(DataError(problem))
 
 
 def hashed_on_this_host(world: World, hashed: Hashed) -> Hashed:
     """What the workers of this host have hashed so far. Collective."""
-    told = all_gather_json(world, hashed)
+    by_rank = all_gather_json(world, hashed)
     hosts = world.hosts or ("",) * world.size
-    return [found for host, of_rank in zip(hosts, told, strict=True) if host == hosts[world.rank] for found in of_rank]
+    return [file_hash for host, of_rank in zip(hosts, by_rank, strict=True) if host == hosts[world.rank] for file_hash in of_rank]
 
 
 def difference(seen: Sequence[FilesSeen]) -> str | None:
