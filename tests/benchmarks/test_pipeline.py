@@ -42,7 +42,7 @@ SERIAL = [7.6, 7.5, 7.4]
 def timed() -> list[dict[str, Any]]:
     variants = [asdict(each) for each in variants_of(QUICK, 2, quick=True)]
     job = {"what": "time", "case": asdict(QUICK), "variants": variants, "rounds": 1, "seconds": 0.0}
-    return start("pipeline", job, 2)[0]
+    return start("carrywave.benchmarks.pipeline", job, 2)[0]
 
 
 @pytest.mark.slow

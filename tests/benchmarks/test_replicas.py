@@ -18,7 +18,7 @@ def test_all_loops_train_on_as_many_real_tokens() -> None:
     """Workers refuse to time a loop whose losses are not one worker's, so all of them have passed that here."""
     lengths = LabelledLengths(hidden=8, longest=40, tokens=128, sequences=24)
     job = {"cases": [asdict(replicas.QUICK), asdict(lengths)], "rounds": 12, "seconds": 0.0}
-    rows = start("replicas", job, 2)[0]
+    rows = start("carrywave.benchmarks.replicas", job, 2)[0]
     assert [row["loop"] for row in rows] == [
         *("serial", "carrywave", "DDP", "DDP, small buckets"),
         *("serial", "carrywave", "DDP, padded", "DDP, packed"),

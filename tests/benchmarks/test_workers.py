@@ -42,14 +42,14 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_rows_come_back_by_rank_and_nothing_is_left(tmp_path: Path, stand_in: Path) -> None:
-    rows = workers.start("some", {"failures": {}, "seconds": 0}, 3)
+    rows = workers.start("carrywave.benchmarks.some", {"failures": {}, "seconds": 0}, 3)
     assert rows == [[{"rank": str(rank), "bench": "carrywave.benchmarks.some", "threads": "1", "of": "3"}] for rank in range(3)]
     assert list(tmp_path.iterdir()) == [stand_in]
 
 
 def test_a_failure_ends_all_workers_and_is_told_by_its_last_line(tmp_path: Path, stand_in: Path) -> None:
     with pytest.raises(RunError, match="worker 1 of bench some exited with code 1: it is tired"):
-        workers.start("some", {"failures": {"1": "it is tired"}, "seconds": 60}, 2)
+        workers.start("carrywave.benchmarks.some", {"failures": {"1": "it is tired"}, "seconds": 60}, 2)
     assert list(tmp_path.iterdir()) == [stand_in]
 
 
@@ -57,7 +57,7 @@ def test_of_several_failures_the_cause_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(worker_pool, "POLL_SECONDS", 2.0)  # both are seen at once
     failures = {"0": "RuntimeError: Connection closed by peer [127.0.0.1]", "1": "ValueError: the cause"}
     with pytest.raises(RunError, match=r"worker 1 .* the cause"):
-        workers.start("some", {"failures": failures, "seconds": 0}, 2)
+        workers.start("carrywave.benchmarks.some", {"failures": failures, "seconds": 0}, 2)
 
 
 def test_worker_counts_follow_the_cores() -> None:

@@ -84,7 +84,7 @@ def _compare(case: LanguageShape, size: int, *, quick: bool, memory: bool) -> li
     variants = variants_of(case, size, quick=quick)
     rounds, seconds = (2, 0.02) if quick else (3, 0.5)
     job = {"case": asdict(case), "variants": [asdict(each) for each in variants], "rounds": rounds, "seconds": seconds}
-    timed = start("pipeline", {**job, "what": "time"}, size)[0]
+    timed = start(__name__, {**job, "what": "time"}, size)[0]
     kept = [Variant(**row["variant"]) for row in timed]
     peaks: list[list[float] | None] = [None] * len(kept)
     if memory:
@@ -100,7 +100,7 @@ def _compare(case: LanguageShape, size: int, *, quick: bool, memory: bool) -> li
 
 def _peaks(job: Row, size: int) -> list[float]:
     """Peak MiB of each participating worker."""
-    return [row["peak_mib"] for rows in start("pipeline", job, size, exact_memory=True) for row in rows]
+    return [row["peak_mib"] for rows in start(__name__, job, size, exact_memory=True) for row in rows]
 
 
 # In a worker

@@ -52,7 +52,7 @@ def run(*, quick: bool = False, workers: Sequence[int] | None = None) -> list[di
     rows: list[dict[str, object]] = []
     for size in workers or ([2] if quick else crew_sizes()):
         job = {"cases": [asdict(case) for case in cases], "rounds": rounds, "seconds": seconds}
-        timed = start("replicas", job, size)[0]
+        timed = start(__name__, job, size)[0]
         for number, case in enumerate(cases):
             name, target = (f"fixed {case.name}", 1.0) if isinstance(case, LanguageShape) else (case.name, 1.5)
             rows += printed(rows_of(name, size, [row for row in timed if row["case"] == number], target))

@@ -49,7 +49,7 @@ QUICK = SnapshotShape(2, 32, 4, 4, 2000, every=5, rounds=2)
 def run(*, quick: bool = False) -> list[dict[str, object]]:
     """One row."""
     case = QUICK if quick else FULL
-    return [row_of(case, start("snapshot", asdict(case), WORKERS))]
+    return [row_of(case, start(__name__, asdict(case), WORKERS))]
 
 
 def row_of(case: SnapshotShape, rows: list[list[Row]]) -> dict[str, object]:

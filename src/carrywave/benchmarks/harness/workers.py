@@ -112,13 +112,13 @@ def printed(rows: Iterable[R]) -> list[R]:
     return kept
 
 
-def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
-    """Run a benchmark's `work` in `workers` single-threaded processes; returns the rows of each, by rank.
+def start(module: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
+    """Run the `work` of a benchmark's module in `workers` single-threaded processes; returns the rows of each, by rank.
 
     `exact_memory` makes the allocator return freed tensors to the system at once, so that peak memory counts live tensors only.
     """
     extra = RETURN_AT_ONCE if exact_memory else {}
-    return worker_pool.start(f"carrywave.benchmarks.{bench}", job, workers, environment=extra, name=f"bench {bench}")
+    return worker_pool.start(module, job, workers, environment=extra, name=f"bench {module.rpartition('.')[2]}")
 
 
 def crew_sizes(cores: int | None = None) -> list[int]:

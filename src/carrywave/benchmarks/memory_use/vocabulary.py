@@ -36,7 +36,7 @@ WARM_UP = LanguageShape(1, 8, 4, 4, 64)
 def run(*, quick: bool = False) -> list[dict[str, object]]:
     """A row for one worker, and one for those that share the vocabulary."""
     case = QUICK if quick else FULL
-    alone, split = (start("vocabulary", asdict(case), workers, exact_memory=True) for workers in (1, WORKERS))
+    alone, split = (start(__name__, asdict(case), workers, exact_memory=True) for workers in (1, WORKERS))
     return [row_of(case, workers, alone) for workers in (alone, split)]
 
 
