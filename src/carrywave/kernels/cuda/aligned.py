@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from carrywave.kernels import pass_cache
-from carrywave.kernels.cuda.casting import EACH, dense_rows, padded_rows, write_padded
+from carrywave.kernels.cuda.casting import EACH, dense_rows, padded_rows, padded_width, write_padded
 from carrywave.kernels.derivatives import as_saved, only_numbers, plain_only
 
 
@@ -38,7 +38,7 @@ def linear(x: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
 def empty_rows(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised [rows, width] tensor with each row aligned to 16 bytes."""
     rows, width = shape
-    return like.new_empty((rows, _padded(width)), dtype=dtype or like.dtype)[:, :width]
+    return like.new_empty((rows, padded_width(width)), dtype=dtype or like.dtype)[:, :width]
 
 
 def aligned_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,10 +48,6 @@ def aligned_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
     return padded_rows(x_NI, dtype)[:, : x_NI.shape[1]]
 
 
-def _padded(width: int) -> int:
-    return -(-width // EACH) * EACH
-
-
 def _zero_padded(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, J]: the rows with zeros after them."""
     return padded_rows(x_NI, dtype) if x_NI.shape[1] % EACH else aligned_rows(x_NI, dtype)
@@ -59,7 +55,7 @@ def _zero_padded(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _padded_weight(weight_VI: Tensor, dtype: torch.dtype) -> Tensor:
     outputs, inputs = weight_VI.shape
-    w_PJ = weight_VI.new_empty(_padded(outputs), _padded(inputs), dtype=dtype)
+    w_PJ = weight_VI.new_empty(padded_width(outputs), padded_width(inputs), dtype=dtype)
     write_padded(weight_VI, w_PJ[:outputs])
     w_PJ[outputs:].zero_()
     return w_PJ
@@ -68,10 +64,10 @@ def _padded_weight(weight_VI: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_gaps(x_NV: Tensor) -> Tensor:
     """[N, P]: aligned rows, with whatever lies between them in memory."""
     rows, width = x_NV.shape
-    end = x_NV.storage_offset() + max(rows - 1, 0) * x_NV.stride(0) + _padded(width)
-    if (rows > 1 and x_NV.stride(0) < _padded(width)) or end * x_NV.element_size() > x_NV.untyped_storage().nbytes():
+    end = x_NV.storage_offset() + max(rows - 1, 0) * x_NV.stride(0) + padded_width(width)
+    if (rows > 1 and x_NV.stride(0) < padded_width(width)) or end * x_NV.element_size() > x_NV.untyped_storage().nbytes():
         return padded_rows(x_NV, x_NV.dtype)
-    return x_NV.as_strided((rows, _padded(width)), x_NV.stride())
+    return x_NV.as_strided((rows, padded_width(width)), x_NV.stride())
 
 
 def _inputs_gradient(grad_NV: Tensor, w_PJ: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ def _inputs_gradient(grad_NV: Tensor, w_PJ: Tensor) -> Tensor:
 
 def _strides(lead: Sequence[int], width: int) -> list[int]:
     """The strides of a tensor [*lead, width] with rows aligned to 16 bytes."""
-    strides, step = [1], -(-width // EACH) * EACH
+    strides, step = [1], padded_width(width)
     for size in reversed(lead):
         strides.insert(0, step)
         step *= size

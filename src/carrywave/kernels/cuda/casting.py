@@ -25,10 +25,15 @@ MOST = 1 << 30  # the kernel uses 32-bit indices
 _cuda_kernel = nvrtc.Replaceable("casting rows")
 
 
+def padded_width(width: int) -> int:
+    """The next multiple of 16 bytes in half precision."""
+    return -(-width // EACH) * EACH
+
+
 def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
     """[N, J]: the rows in this dtype, zero-padded to `width`, or to the next multiple of 16 bytes in half precision."""
     rows, inputs = x_NI.shape
-    return write_padded(x_NI, x_NI.new_empty(rows, width or -(-inputs // EACH) * EACH, dtype=dtype))
+    return write_padded(x_NI, x_NI.new_empty(rows, width or padded_width(inputs), dtype=dtype))
 
 
 def write_padded(x_NI: Tensor, to_NJ: Tensor) -> Tensor:
