@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from carrywave.parallel.mesh import Mesh
 
-MAGNIFIED = 1e-8
+MAGNIFIED = 1e-8  # the most that rounding may be magnified to; mistakes are far above it
 
 
 def run(case: Case, crew: Crew) -> Run:
