@@ -13,6 +13,8 @@ MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # per block
 WIDE_LANES, WIDE_THREADS = 64, 256  # of `wide.cu`
+STREAM_THREADS = 384  # of `stream.cu`: one warpgroup of three loads
+MOST_STAGES = 32
 SHARED_BYTES = 227 << 10  # per block
 CELLS = {"lstm": 0, "gru": 1, "slstm": 2}  # as `cell.cuh` numbers them
 
@@ -55,16 +57,46 @@ class LayerShape:
     cluster: int = 0  # blocks per cluster, which communicate without global memory: the 4 of a quad in backward, or a whole group; 0: none
     cell: str = "lstm"
     heads: int = 1  # with a recurrent matrix each; several only if each group of one is a cluster
+    streamed: int | None = None  # for layouts of `stream.cu`: how many 64-wide blocks of K each of its two warpgroups has in registers
 
     @property
     def wide(self) -> bool:
         """True if it is a layout of `wide.cu`: 64 lanes in a pass."""
-        return self.lanes == WIDE_LANES
+        return self.lanes == WIDE_LANES and self.streamed is None
+
+    @property
+    def polled(self) -> bool:
+        """True if blocks wait for the data itself, in a buffer that is marked as not yet written."""
+        return not self.near and self.streamed is None
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return WIDE_THREADS if self.wide else THREADS
+        return STREAM_THREADS if self.streamed is not None else WIDE_THREADS if self.wide else THREADS
+
+    @property
+    def stages(self) -> int:
+        """Blocks of K that fit into shared memory at once, in `stream.cu`."""
+        room = max(0, min(MOST_STAGES, (SHARED_BYTES - self._stream_bytes) // (self.lanes * 128 + 16)))
+        return room - room % max(1, self.cluster)
+
+    @property
+    def marks(self) -> int:
+        """Words by which the blocks of `stream.cu` tell each other how far they are."""
+        return self.passes * self.blocks
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of h of two steps, in `stream.cu`; of gate gradients, four times as much."""
+        return 2 * self.groups * self.passes * self.lanes * self.hidden * 2
+
+    @property
+    def _stream_bytes(self) -> int:
+        """Shared memory of `stream.cu` without its stages."""
+        assert self.streamed is not None
+        weights = 2 * (-(-self.hidden // 128) - self.streamed) * 8192
+        slots = -(-14 * self.units * self.lanes // (256 * 16)) * 256 * 16
+        return weights + 2 * self.lanes * 76 * 4 + self.passes * (slots + 2 * 4 * self.lanes + 8 * self.units * self.lanes + 8)
 
     @property
     def width(self) -> int:
@@ -118,6 +150,9 @@ class LayerShape:
         """True if the kernel has this layout."""
         if (self.near and self.passes > 1) or (self.heads > 1 and not self.near):
             return False
+        if self.streamed is not None:
+            whole = self.hidden % 64 == 0 and self.units == 16 and self.cell != "slstm" and self.hidden // 64 % max(1, self.cluster) == 0 and self.lanes in (32, 64)
+            return whole and self.hidden <= MOST_HIDDEN and self.passes <= MOST_PASSES and self.stages >= 4
         if self.wide:
             whole = self.hidden % 64 == 0 and self.units == 16 and self.cell != "slstm" and not self.near
             return whole and self.passes <= MOST_PASSES and self.shared_bytes <= SHARED_BYTES
@@ -129,6 +164,8 @@ class LayerShape:
         return self.valid and self.blocks <= chip.room(self.cluster)
 
     def _bytes(self, sum_buffers: int) -> int:
+        if self.streamed is not None:
+            return self._stream_bytes + self.stages * (self.lanes * 128 + 16)
         if self.wide:
             of_thread = -(-14 * self.units // 64) * 16  # bytes that it fetches for a pass
             kept = self.passes * (of_thread * WIDE_THREADS + 2 * 4 * self.lanes)
@@ -148,11 +185,11 @@ class LayerShape:
         return (
             ("FP16", int(fp16)),
             ("KBLOCKS", self.hidden // 64),
-            ("KREG", self.in_registers),
+            ("KREG", self.in_registers if self.streamed is None else self.streamed),
             ("UNITS", self.units),
             ("LANES", self.lanes),
             ("PASSES", self.passes),
-            ("SUM_BUFFERS", self.sum_buffers),
+            ("SUM_BUFFERS", self.sum_buffers) if self.streamed is None else ("STAGES", self.stages),
             ("CLUSTER", self.cluster),
             ("CELL", CELLS[self.cell]),
             ("HEADS", self.heads),
