@@ -6,38 +6,23 @@
 #else
 #define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
 #endif
+#define MMA_N MMA(64)
 #define D16(d, n)                                                                                                                       \
     "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]), "+f"(d[n + 6]), "+f"(d[n + 7]),          \
         "+f"(d[n + 8]), "+f"(d[n + 9]), "+f"(d[n + 10]), "+f"(d[n + 11]), "+f"(d[n + 12]), "+f"(d[n + 13]), "+f"(d[n + 14]), "+f"(d[n + 15])
-#define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#if LANES == 64
-#define MMA_N MMA(64)
-#define D_LIST "{" LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 #define D_OPS(d) D16(d, 0), D16(d, 16)
-#define R0 "%32"
-#define R1 "%33"
-#define R2 "%34"
-#define R3 "%35"
-#define R4 "%36"
-#else
-#define MMA_N MMA(32)
-#define D_LIST "{" LIST_16 "}"
-#define D_OPS(d) D16(d, 0)
-#define R0 "%16"
-#define R1 "%17"
-#define R2 "%18"
-#define R3 "%19"
-#define R4 "%20"
-#endif
+#define D_LIST                                                                                                                          \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                            \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
 // The operand in a stage: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
 __device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32); }
 
 __device__ __forceinline__ void mma_registers(float (&d)[LANES / 2], const u32 (&a)[4], u64 b) {
-    asm volatile(MMA_N D_LIST ", {" R0 ", " R1 ", " R2 ", " R3 "}, " R4 ", 1, 1, 1, 0;\n" : D_OPS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile(MMA_N D_LIST ", {%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n" : D_OPS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void mma_shared(float (&d)[LANES / 2], u64 a, u64 b) {
-    asm volatile(MMA_N D_LIST ", " R0 ", " R1 ", 1, 1, 1, 0, 0;\n" : D_OPS(d) : "l"(a), "l"(b));
+    asm volatile(MMA_N D_LIST ", %32, %33, 1, 1, 1, 0, 0;\n" : D_OPS(d) : "l"(a), "l"(b));
 }
 
 // The weights of a block: 64 rows. Warpgroup w has every second chunk of K, from chunk w on: the first KREG of them in registers, in the
@@ -46,19 +31,18 @@ struct Weights {
     u32 fragment[KREG > 0 ? KREG : 1][4][4];
     u32 shared;
 
-    // `row0`, `row8`: where this thread's two rows begin in this block's K, which is `turned` by some chunks.
-    __device__ __forceinline__ void load(const u16* row0, const u16* row8, int turned, u32 tiles, int warpgroup, int row, int quarter) {
+    // `row0`, `row8`: where this thread's two rows begin in this block's K.
+    __device__ __forceinline__ void load(const u16* row0, const u16* row8, u32 tiles, int warpgroup, int row, int quarter) {
         shared = tiles + warpgroup * KSHARED * 8192;
 #pragma unroll
         for (int i = 0; i < KPW; i++) {
-            int chunk = 2 * i + warpgroup, from = chunk + turned;
-            from = from >= KBLOCKS ? from - KBLOCKS : from;
+            int chunk = 2 * i + warpgroup;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     int k = j * 16 + half * 8 + quarter * 2;
-                    u32 upper = chunk < KBLOCKS ? *(const u32*)(row0 + from * 64 + k) : 0, lower = chunk < KBLOCKS ? *(const u32*)(row8 + from * 64 + k) : 0;
+                    u32 upper = chunk < KBLOCKS ? *(const u32*)(row0 + chunk * 64 + k) : 0, lower = chunk < KBLOCKS ? *(const u32*)(row8 + chunk * 64 + k) : 0;
                     if (i < KREG) {
                         fragment[i < KREG ? i : 0][j][half * 2] = upper, fragment[i < KREG ? i : 0][j][half * 2 + 1] = lower;
                     } else {
@@ -120,12 +104,8 @@ __device__ __forceinline__ void put(const float (&sums)[LANES / 2], float* both,
     }
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
-// Four neighbouring rows of a lane, or two: added up.
+// Four neighbouring rows of a lane: both added up.
 __device__ __forceinline__ void take(float (&sums)[4], const float* both, int place, int row) {
     float4 a = *(const float4*)(both + place * PITCH + row), b = *(const float4*)(both + (LANES + place) * PITCH + row);
     sums[0] = a.x + b.x, sums[1] = a.y + b.y, sums[2] = a.z + b.z, sums[3] = a.w + b.w;
-}
-__device__ __forceinline__ void take(float (&sums)[2], const float* both, int place, int row) {
-    float2 a = *(const float2*)(both + place * PITCH + row), b = *(const float2*)(both + (LANES + place) * PITCH + row);
-    sums[0] = a.x + b.x, sums[1] = a.y + b.y;
 }

@@ -1,18 +1,20 @@
-// One recurrent layer with many lanes over a whole sequence in one launch, forward and backward, for Hopper (sm_90a): where persistent.cu is bound by latency,
-// this is bound by bandwidth. Who owns which units and lanes is the same there, and what travels between blocks; read that file first.
+// One recurrent layer with many lanes over a whole sequence in one launch, forward and backward, for Hopper (sm_90a): where persistent.cu is bound
+// by latency, this is bound by bandwidth. Who owns which units and lanes is the same there, and what travels between blocks; read that file first.
 //
-// With so many lanes, each step makes several passes, and while the numbers of one travel, the block works on another. Blocks do not poll the data itself:
-// a block writes it to global memory in the layout that the product reads, then publishes how far it has come; a warp that does nothing
-// else waits for that, and copies chunks of 64 numbers of K in bulk into a ring of stages in shared memory. Two warpgroups multiply them, every second chunk
-// each, with weights that stay in registers and in shared memory, add up their sums through shared memory, and compute the cells.
+// With so many lanes, each step makes several passes of 64, and while the numbers of one travel, the block works on another. Blocks do not poll the
+// data itself: a block writes it to global memory in the layout that the product reads, then publishes how far it has come (ring.cuh). A
+// warp that does nothing else waits for that, and copies chunks of 64 numbers of K in bulk into a ring of stages in shared memory, for both
+// blocks of a cluster at once: they need the same ones, and reading each once for two of them halves the traffic, which is what bounds a
+// step. Two warpgroups multiply every second chunk each, with weights that stay in registers and in shared memory (product.cuh), add
+// up their sums through shared memory, and compute the cells.
 //
-// Compile-time constants: FP16, KBLOCKS (H / 64), KREG (chunks of K per warpgroup whose weights are in registers), UNITS (16), LANES (of a pass: 32 or
-// 64), PASSES, STAGES and CELL. No heads, no resets, no noise, no clusters.
+// Compile-time constants: FP16, KBLOCKS (H / 64, even), KREG (chunks of K per warpgroup whose weights are in registers), UNITS (16), LANES (64),
+// PASSES, STAGES, CLUSTER (2) and CELL. No heads, no resets, no noise.
 
 #include "half.cuh"
 
 #define WARPGROUPS 2
-#define THREADS (128 * WARPGROUPS)  // that compute; one warpgroup more, of which one warp loads
+#define THREADS (128 * WARPGROUPS)  // that compute; of one warpgroup more, a warp loads and a thread publishes
 #define HIDDEN (KBLOCKS * 64)
 #define BLOCKS_OF_GROUP (HIDDEN / UNITS)
 #define KPW ((KBLOCKS + 1) / 2)
@@ -32,22 +34,10 @@
 #define STAGED_BYTES (OWNERS * 8)  // of a pass: what the block sends; in backward, four numbers of each unit
 #define BARRIERS_AT (STAGED_AT + PASSES * STAGED_BYTES)
 
-#define COPIES (CLUSTER ? CLUSTER : 1)
-#if CLUSTER
-#define CLUSTERED __cluster_dims__(CLUSTER)
-#else
-#define CLUSTERED
-#endif
-
 #include "cell.cuh"
 #include "lanes.cuh"
 __device__ __forceinline__ void store_pieces(void* address, uint4 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ uint2 load_pair(const void* address) {
-    uint2 v;
-    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address) : "memory");
-    return v;
 }
 #include "stream/ring.cuh"
 #include "stream/product.cuh"
@@ -55,37 +45,21 @@ __device__ __forceinline__ uint2 load_pair(const void* address) {
 // Numbers of a thread's units, as words of two: written and read as one vector.
 struct Words {
     u32 word[EACH / 2];
-    __device__ __forceinline__ void write(void* to) const {
-#if LANES == 64
-        *(uint2*)to = make_uint2(word[0], word[1]);
-#else
-        *(u32*)to = word[0];
-#endif
-    }
+    __device__ __forceinline__ void write(void* to) const { *(uint2*)to = make_uint2(word[0], word[1]); }
     __device__ __forceinline__ void read(const void* from) {
-#if LANES == 64
         uint2 v = *(const uint2*)from;
         word[0] = v.x, word[1] = v.y;
-#else
-        word[0] = *(const u32*)from;
-#endif
     }
 };
 __device__ __forceinline__ void write_floats(float* to, const float (&v)[4]) { *(float4*)to = make_float4(v[0], v[1], v[2], v[3]); }
-__device__ __forceinline__ void write_floats(float* to, const float (&v)[2]) { *(float2*)to = make_float2(v[0], v[1]); }
 __device__ __forceinline__ void read_floats(float (&v)[4], const float* from) {
     float4 x = *(const float4*)from;
     v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
-}
-__device__ __forceinline__ void read_floats(float (&v)[2], const float* from) {
-    float2 x = *(const float2*)from;
-    v[0] = x.x, v[1] = x.y;
 }
 
 // Prefetches what a thread needs for a pass one step ahead, into its own part of shared memory.
 __device__ __forceinline__ void fetch_16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ void fetch_8(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory"); }
-__device__ __forceinline__ void fetch_4(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ void fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Every pass commits one group per step, so the groups of the other passes may still be in flight.
 __device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory"); }
@@ -94,43 +68,29 @@ __device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_gr
 #define FEW_REGISTERS asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #define MANY_REGISTERS asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
-#ifdef CLOCKS
-#define TICKS u32 spent[8] = {}, ticked = clock();
-#define TICK(n) { u32 now = clock(); spent[n] += now - ticked; ticked = now; }
-#define TOLD(to, per) asm volatile("bar.sync 1, 256;" ::: "memory"); if (thread == 0) { _Pragma("unroll") for (int n = 0; n < 8; n++) (to)[n] = spent[n] / (float)(per); }
-#else
-#define TICKS
-#define TICK(n)
-#define TOLD(to, per)
-#endif
-
 // Which block of its group a block is: in forward all read the same chunks; in backward those of a cluster are the same part of neighbouring quads.
 #define IN_ORDER(n) (n)
-#define BY_PARTS(n) (((n) / (4 * COPIES) * COPIES + (n) % COPIES) * 4 + (n) / COPIES % 4)
+#define BY_PARTS(n) (((n) / (4 * CLUSTER) * CLUSTER + (n) % CLUSTER) * 4 + (n) / CLUSTER % 4)
 // A block stays until no other of its cluster can write to it.
 __device__ __forceinline__ void cluster_end() {
-#if CLUSTER
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
 }
 
-#define SETUP(CHUNKS, MEMBER)                                                                                                               \
+#define SETUP(CHUNKS, MEMBER)                                                                                                       \
     extern __shared__ __align__(1024) unsigned char memory[];                                                                       \
     Lanes lanes = {order, lengths, count, groups, steps};                                                                           \
     u32 tiles = shared_address(memory);                                                                                             \
     float* both = (float*)(memory + SUMS_AT);                                                                                       \
     int* places = (int*)(memory + TABLE_AT);                                                                                        \
     Table table = {places, places + LANES * PASSES};                                                                                \
-    int rank = blockIdx.x % COPIES;                                                                                               \
-    Ring ring = {tiles, tiles + BARRIERS_AT, rank};                                                                                       \
+    Ring ring = {tiles, tiles + BARRIERS_AT, (int)(blockIdx.x % CLUSTER)};                                                          \
     int thread = threadIdx.x, warpgroup = thread >> 7, row = (thread >> 5 & 3) * 16 + (thread >> 2 & 7), quarter = thread & 3;      \
-    int group = blockIdx.x / BLOCKS_OF_GROUP, member = MEMBER(blockIdx.x % BLOCKS_OF_GROUP);                                                \
-    /* A warp's threads of one lane lie together; lanes that are read at the same time are four apart, in other banks. */          \
+    int group = blockIdx.x / BLOCKS_OF_GROUP, member = MEMBER(blockIdx.x % BLOCKS_OF_GROUP);                                        \
+    /* A warp's threads of one lane lie together; lanes that are read at the same time are four apart, in other banks. */           \
     int slice = thread % SLICES, warp = thread >> 5;                                                                                \
-    int place = LANES == 64 ? warp * 8 + (thread >> 3 & 3) + (thread >> 2 & 1) * 4                                                  \
-                            : (warp >> 1) * 8 + (warp & 1) * 2 + (thread >> 4 & 1) + (thread >> 3 & 1) * 4;                         \
+    int place = warp * 8 + (thread >> 3 & 3) + (thread >> 2 & 1) * 4;                                                               \
     int column = member * UNITS + slice * EACH;                                                                                     \
-    u32 slot = tiles + SLOTS_AT + thread * 16, staged = tiles + STAGED_AT, number = 0;                                                                          \
+    u32 slot = tiles + SLOTS_AT + thread * 16, staged = tiles + STAGED_AT, number = 0;                                              \
     u64 step_h = (u64)lanes.count * HIDDEN;                                                                                         \
     Exchange<CHUNKS> exchange = {chunks, marks, groups, group};                                                                     \
     table.fill(lanes, group, thread);                                                                                               \
@@ -139,35 +99,35 @@ __device__ __forceinline__ void cluster_end() {
     __syncthreads();                                                                                                                \
     Weights own;
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) forward(
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS + 128, 1) forward(
     const u16* __restrict__ weights, u16* hs, u16* gates, float* memories, const float* first_memory, float* last_memory, const int* order,
     const int* lengths, int count, int groups, int steps, int keep,
     u32* marks,               // [groups, PASSES, BLOCKS_OF_GROUP], zeroed
     unsigned char* chunks) {  // [2, groups, PASSES, KBLOCKS, CHUNK_BYTES]
     SETUP(KBLOCKS, IN_ORDER)
-    int turned = (member >> 2) / COPIES * COPIES, longest = table.length[0];
+    int longest = table.length[0];
     if (thread >= THREADS) {
         FEW_REGISTERS
         if (warp == THREADS / 32) {
             for (int step = 0; step < longest; step++)
                 for (int pass = 0; pass < PASSES; pass++) {
                     int active = table.active(pass, step);
-                    if (active > 0) exchange.load(ring, number, step, pass, 0, turned, step + 1);
+                    if (active > 0) exchange.load(ring, number, step, pass, 0, step + 1);
                 }
-        } else if (PUBLISHER && thread == THREADS + 32) {
+        } else if (thread == THREADS + 32) {
             u32 laps = 0;
             for (int step = 0; step < longest; step++)
                 for (int pass = 0; pass < PASSES; pass++)
                     if (table.length[pass * LANES] > step) exchange.publish(ring, laps, staged, step, pass, member, step + 1);
         }
-    } else {
+    } else {  // to the end: what the threads do that compute
     MANY_REGISTERS
     {
         auto from = [&](int m) {  // a row of the product: the unit of the thread that needs it, its gate
             int unit = (m >> 2) % SLICES * EACH + (m >> 2) / SLICES;
             return weights + (u64)((member * UNITS + unit) * 4 + (m & 3)) * HIDDEN;
         };
-        own.load(from(row), from(row + 8), turned, tiles + WEIGHTS_AT, warpgroup, row, quarter);
+        own.load(from(row), from(row + 8), tiles + WEIGHTS_AT, warpgroup, row, quarter);
     }
     float c[PASSES][EACH];
     int active[PASSES];
@@ -195,10 +155,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) forward
             read_floats(c[pass], first_memory + cell);
         }
         active[pass] = table.active(pass, 0);
-        if (active[pass] > 0) exchange.written(ring, staged, 0, pass, member, 1);
+        if (active[pass] > 0) exchange.collected(ring, pass);
         fetch(0, pass);
     }
-    TICKS
     for (int step = 0; step < longest; step++) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
@@ -211,19 +170,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) forward
             bool real = table.length[at] > step;
             {
                 float sums[LANES / 2];
-                TICK(0)
-#ifdef CLOCKS
-                barrier_wait(ring.full((number + warpgroup) % STAGES), (number + warpgroup) / STAGES);
-                TICK(1)
-#endif
                 own.multiply(sums, ring, number, warpgroup);
-                TICK(2)
                 number += KBLOCKS;
                 put(sums, both, warpgroup, row, quarter);
-                TICK(3)
             }
             await_fetched();
-            TICK(4)
             Words h;
             uint2 kept[EACH];
             float h_of[EACH];
@@ -241,11 +192,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) forward
             }
 #pragma unroll
             for (int n = 0; n < EACH / 2; n++) h.word[n] = pack(h_of[2 * n], h_of[2 * n + 1]);
-            TICK(5)
             if (real) h.write((void*)__cvta_shared_to_generic(exchange.at(staged, pass, place, slice * EACH)));
             active[pass] = table.active(pass, step + 1);
-            if (active[pass] > 0) exchange.written(ring, staged, step + 1, pass, member, step + 2);
-            TICK(6)
+            if (active[pass] > 0) exchange.collected(ring, pass);
             fetch(step + 1, pass);
             if (real) {
                 h.write(hs + cell + step_h);
@@ -255,7 +204,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) forward
                     write_floats(memories + cell, c[pass]);
                 }
             }
-            TICK(7)
         }
     }
 #pragma unroll
@@ -268,19 +216,18 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) forward
             for (int step = table.length[at]; step < lanes.steps; step++) zeros.write(hs + (u64)(step + 1) * step_h + cell);
         }
     }
-    TOLD(last_memory + (u64)table.lane[0] * HIDDEN + member * UNITS, PASSES * longest)
 }
     cluster_end();
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backward(
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS + 128, 1) backward(
     const u16* __restrict__ weights, const u16* gates, const float* memories, const float* first_memory, const u16* grad_y,
     const float* grad_last_h, const float* grad_last_memory, u16* grads, float* grad_first_h, float* grad_first_memory, float* grad_bias,
     const int* order, const int* lengths, int count, int groups, int steps, int after, int before,
     u32* marks,               // [groups, PASSES, BLOCKS_OF_GROUP], then the words of the quads' exchange; zeroed
     unsigned char* chunks) {  // [2, groups, PASSES, 4 * KBLOCKS, CHUNK_BYTES]
     SETUP(4 * KBLOCKS, BY_PARTS)
-    int quad = member >> 2, part = member & 3, turned = quad / COPIES * COPIES;  // as many quads as chunks
+    int quad = member >> 2, part = member & 3;
     int longest = table.length[0];
     bool goes_on = after && longest == lanes.steps;
     // Step -1 computes the gradient of the initial h.
@@ -291,19 +238,19 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
             for (int step = longest - 1; step >= last; step--)
                 for (int pass = 0; pass < PASSES; pass++) {
                     int active = step < longest - 1 ? table.active(pass, step + 1) : goes_on ? table.active(pass, step) : 0;
-                    if (active > 0) exchange.load(ring, number, step + 1, pass, part * KBLOCKS, turned, longest - step);
+                    if (active > 0) exchange.load(ring, number, step + 1, pass, part * KBLOCKS, longest - step);
                 }
-        } else if (PUBLISHER && thread == THREADS + 32) {
+        } else if (thread == THREADS + 32) {
             u32 laps = 0;
             for (int step = goes_on ? longest : longest - 1; step >= 0; step--)
                 for (int pass = 0; pass < PASSES; pass++)
                     if (table.length[pass * LANES] > min(step, longest - 1)) exchange.publish(ring, laps, staged, step, pass, member, longest - step + 1);
         }
-    } else {
+    } else {  // to the end: what the threads do that compute
     MANY_REGISTERS
     {
         const u16* from = weights + (u64)(quad * 64 + row) * 4 * HIDDEN + part * HIDDEN;
-        own.load(from, from + (u64)8 * 4 * HIDDEN, turned, tiles + WEIGHTS_AT, warpgroup, row, quarter);
+        own.load(from, from + (u64)8 * 4 * HIDDEN, tiles + WEIGHTS_AT, warpgroup, row, quarter);
     }
     Swap swap = {marks + groups * PASSES * BLOCKS_OF_GROUP, group * BLOCKS_OF_GROUP + quad * 4, part};
     float dc[PASSES][EACH], c_now[PASSES][EACH], bias[EACH][4];
@@ -318,13 +265,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
             const float* memory_before = step > 0 ? memories + (cell - step_h) : first_memory + lane_cell;
 #pragma unroll
             for (int n = 0; n < EACH / 2; n++) fetch_16(to + n * THREADS * 16, gates + cell * 4 + n * 8);
-#if LANES == 64
             fetch_16(to + 2 * THREADS * 16, memory_before);
             fetch_8(to + 3 * THREADS * 16, grad_y + cell);
-#else
-            fetch_8(to + THREADS * 16, memory_before);
-            fetch_4(to + THREADS * 16 + 8, grad_y + cell);
-#endif
         }
         fetched();
     };
@@ -348,7 +290,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
                 for (int n = 0; n < EACH / 2; n++)
                     store_smem(exchange.at(staged, pass, place, (slice * EACH + n * 2) * 4), *(const uint4*)(grads + ((u64)longest * step_h + cell) * 4 + n * 8));
             }
-            exchange.written(ring, staged, longest, pass, member, 1);
+            exchange.collected(ring, pass);
         }
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++)
@@ -356,7 +298,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
                 for (int n = 0; n < EACH; n += 2) *(uint4*)(grads + ((u64)step * step_h + cell + n) * 4) = make_uint4(0, 0, 0, 0);
         fetch(longest - 1, pass);
     }
-    TICKS
     for (int step = longest - 1; step >= last; step--) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
@@ -368,16 +309,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
             for (int n = 0; n < EACH; n++) recurrent[n] = 0.0f;
             if (active[pass] > 0) {
                 float sums[LANES / 2];
-                TICK(0)
-#ifdef CLOCKS
-                barrier_wait(ring.full((number + warpgroup) % STAGES), (number + warpgroup) / STAGES);
-                TICK(1)
-#endif
                 own.multiply(sums, ring, number, warpgroup);
-                TICK(2)
                 number += KBLOCKS;
                 put(sums, both, warpgroup, row, quarter);
-                TICK(3)
                 swap.give(swaps, of);
             }
             // While the others' sums travel: everything that does not need them.
@@ -386,13 +320,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
             Slopes slopes[EACH];
             float c_before[EACH];
             Words y;
-#if LANES == 64
             read_floats(c_before, (const float*)(from + 2 * THREADS * 16));
             y.read(from + 3 * THREADS * 16);
-#else
-            read_floats(c_before, (const float*)(from + THREADS * 16));
-            y.read(from + THREADS * 16 + 8);
-#endif
 #pragma unroll
             for (int n = 0; n < EACH; n++) {
                 float a[4];
@@ -402,9 +331,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
                 slopes[n] = Slopes(a, c_before[n], c_now[pass][n], quiet);
                 slopes[n].hold();
             }
-            TICK(4)
             if (active[pass] > 0) swap.sum(swaps++, recurrent, of);
-            TICK(5)
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after), real = step >= 0 && length > step;
@@ -428,16 +355,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
                 for (int n = 0; n < EACH / 2; n++)
                     store_smem(exchange.at(staged, pass, place, (slice * EACH + n * 2) * 4), make_uint4(words[n * 4], words[n * 4 + 1], words[n * 4 + 2], words[n * 4 + 3]));
             }
-            TICK(6)
             int next = step < 0 ? 0 : table.active(pass, step);
-            if (next > 0) exchange.written(ring, staged, step, pass, member, longest - step + 1);
+            if (next > 0) exchange.collected(ring, pass);
             if (real) {
 #pragma unroll
                 for (int n = 0; n < EACH / 2; n++)
                     *(uint4*)(grads + ((u64)step * step_h + cell) * 4 + n * 8) = make_uint4(words[n * 4], words[n * 4 + 1], words[n * 4 + 2], words[n * 4 + 3]);
             }
             if (step < 0 && length > 0) write_floats(grad_first_h + cell, dh);
-            TICK(7)
             active[pass] = next;
         }
     }
@@ -466,7 +391,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 128, 1) backwar
         for (int n = 0; n < LANES; n++) sum += both[thread * (LANES + 1) + n];
         grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
     }
-    TOLD(grad_bias + ((u64)group * HIDDEN + member * UNITS) * 4, PASSES * longest)
 }
     cluster_end();
 }
