@@ -5,7 +5,7 @@ Shapes: T time, B lane, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from carrywave.cells.cell import by_name
 from carrywave.kernels import reference
 from carrywave.kernels.hopper import wave
-from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone, heads_for
+from carrywave.kernels.hopper.choice import alone, heads_for
+from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import LayerWeights
 
@@ -136,6 +137,20 @@ def test_a_cell_with_marks_is_the_definition(cell: str, steps: int, lanes: int, 
         for number, (own, wanted) in enumerate(zip(got, expected, strict=True)):
             error = (own.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12)
             assert error <= 1.2e-2, (number, float(error))  # bf16 keeps 8 bits, and errors grow a little from step to step
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("short", [False, True])
+def test_a_cell_in_passes_that_overlap_is_the_definition(cell: str, short: bool) -> None:
+    case = Case(cell, 1, 60, 250, 768, short=short)
+    whole = alone(H200, 768, 250, 60, plain=True)
+    assert whole is not None
+    assert whole.shape.streamed is not None
+    expected = case.defined()
+    for plan in (whole.of_cell(cell), replace(whole.of_cell(cell), chunk_steps=7)):
+        for number, (own, wanted) in enumerate(zip(case.run(plan), expected, strict=True)):
+            error = (own.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12)
+            assert error <= 1.2e-2, (number, float(error))
 
 
 @pytest.mark.parametrize("cell", ["slstm", "lstm", "gru"])

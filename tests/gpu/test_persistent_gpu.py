@@ -26,7 +26,8 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper.chip import chip_of
-from carrywave.kernels.hopper.layout import H200, shape_for
+from carrywave.kernels.hopper.choice import shape_for
+from carrywave.kernels.hopper.layout import H200
 from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
@@ -176,6 +177,9 @@ SOME = [
     Case(9, 100, 40, 1024, torch.float16, varied=True),
     Case(11, 100, 40, 1150, varied=True),  # wide.cu
     Case(7, 128, 64, 1088, torch.float16),
+    Case(150, 256, 40, 1024, varied=True),  # stream.cu
+    Case(60, 200, 30, 900, torch.float16),
+    Case(40, 520, 20, 512, directions=2, varied=True),
     Case(5, 3, 7, 130, directions=2, bias=False, varied=True),
 ]
 

@@ -23,6 +23,12 @@ from carrywave.kernels.weights import LayerWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
+
+def streamed(hidden: int, groups: int, passes: int, in_registers: int) -> LayerShape:
+    """A layout of `stream.cu`."""
+    return LayerShape(hidden, groups, 64, passes, cluster=2, streamed=in_registers)
+
+
 WAVES = [
     (3, 20, 16, 128, Wave(LayerShape(128, 1, 16, 1), 3, 6)),
     (8, 40, 16, 512, Wave(LayerShape(512, 1, 16, 1, 32), 8, 8)),
@@ -31,6 +37,8 @@ WAVES = [
     (3, 30, 20, 256, Wave(LayerShape(256, 3, 8, 1, 16, 16), 2, 7)),
     (2, 20, 150, 256, Wave(LayerShape(256, 1, 64, 3), 1, 8, LayerShape(256, 1, 64, 3, cluster=4))),
     (2, 20, 90, 200, Wave(LayerShape(256, 2, 64, 1), 2, 7, LayerShape(256, 2, 64, 1, cluster=4))),
+    (5, 40, 120, 500, Wave(streamed(512, 1, 2, 4), 4, 9, streamed(512, 1, 2, 3))),
+    (2, 90, 380, 384, Wave(streamed(384, 2, 3, 3), 2, 31)),
 ]
 
 

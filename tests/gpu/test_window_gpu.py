@@ -16,7 +16,8 @@ from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.hopper import wave, windowed
 from carrywave.kernels.hopper.chip import chip_of
-from carrywave.kernels.hopper.layout import LayerShape, Wave, alone
+from carrywave.kernels.hopper.choice import alone
+from carrywave.kernels.hopper.layout import LayerShape, Wave
 from carrywave.kernels.pass_cache import pass_cache
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Window, WindowChunk
@@ -31,6 +32,7 @@ CASES: list[tuple[int, int, int, int, int, int, Wave | None]] = [
     (1, 30, 20, 256, 256, 7, None),  # clusters of a whole group
     (3, 40, 16, 512, 512, 16, Wave(LayerShape(512, 1, 16, 1, 32), 3, 8)),
     (4, 33, 20, 650, 650, 18, Wave(LayerShape(704, 1, 24, 1), 2, 9)),
+    (1, 33, 200, 100, 500, 8, Wave(LayerShape(512, 2, 64, 2, cluster=2, streamed=4), 1, 8)),
 ]
 
 

@@ -348,11 +348,13 @@ def _active(table: Table, shape: LayerShape, turn: int, step: int) -> list[int]:
 
 
 def _multiply(rows_RK: Tensor, gathered: Tensor, shape: LayerShape) -> Tensor:
-    """[N, R]: each warpgroup has every fourth 64-wide block of K, in wide layouts half of each. Lanes that are not active hold rubbish."""
+    """[N, R]: each warpgroup has every fourth 64-wide block of K, in wide layouts half of each, in streamed ones every second. Lanes
+    that are not active hold rubbish.
+    """
     operand_NK = torch.full((shape.lanes, rows_RK.shape[1]), torch.nan, dtype=rows_RK.dtype)
     operand_NK[: len(gathered)] = gathered
     sums = torch.zeros(shape.lanes, len(rows_RK), dtype=rows_RK.dtype)
-    warpgroups, width = (2, 32) if shape.wide else (WARPGROUPS, 64)
+    warpgroups, width = (2, 32) if shape.wide else (WARPGROUPS if shape.streamed is None else 2, 64)
     for warpgroup in range(warpgroups):
         for first in range(warpgroup * width, rows_RK.shape[1], warpgroups * width):
             part = slice(first, first + width)

@@ -161,8 +161,8 @@ def test_what_cudnn_runs_faster_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     wide = (LayerWeights(torch.empty(4096, 3, device="meta"), torch.empty(4096, 1024, device="meta")),)
     assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=128), wide) == "persistent"
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=256), wide) == "aten"
-    assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16, lanes=256), wide) == "persistent"
+    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=512), wide) == "aten"
+    assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16, lanes=512), wide) == "persistent"
     assert BACKENDS.choose("auto", on_gpu(torch.float16, steps=16), LAYER) == "aten"
     assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, steps=16), LAYER) == "persistent"
 

@@ -31,7 +31,8 @@ from carrywave.kernels.backends import backends_of
 from carrywave.kernels.carry import changed
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence
-from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone, heads_for, wide_for
+from carrywave.kernels.hopper.choice import alone, heads_for, wide_for
+from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
@@ -173,6 +174,7 @@ def compile_source(source_name: str, constants: tuple[tuple[str, int], ...], fol
 SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (2048, 16), (2048, 64)]
 # With resets to zeros (1) or to a learned carry (2), with noise from bytes (1) or constants (2).
 WIDE = [(1088, 128, "lstm"), (1150, 100, "gru")]
+STREAMED = [(512, 512, "gru"), (1024, 256, "lstm"), (1000, 200, "gru")]
 KINDS = [("lstm", 1, 0), ("lstm", 2, 0), ("lstm", 1, 1), ("lstm", 1, 2), ("gru", 0, 0), ("gru", 2, 0), ("slstm", 0, 0), ("slstm", 1, 1)]
 
 
@@ -209,10 +211,22 @@ def test_the_source_for_many_lanes_compiles(hidden: int, lanes: int, cell: str, 
 
 
 @pytest.mark.parametrize(
+    ("hidden", "lanes", "cell"), [(128, 1025, "lstm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in STREAMED)]
+)
+def test_the_source_for_many_passes_compiles(hidden: int, lanes: int, cell: str, tmp_path: Path) -> None:
+    used = alone(H200, hidden, lanes, 4, plain=True)
+    assert used is not None
+    assert used.shape.streamed is not None
+    for shape in (used.shape, used.back):
+        compile_source(recurrence.STREAM, replace(shape, cell=cell).constants(fp16=False), tmp_path)
+
+
+@pytest.mark.parametrize(
     ("hidden", "lanes", "pays"),
     [
         (1024, 64, True),
-        (1024, 256, False),  # eight passes, where cuDNN is faster
+        (1024, 256, True),  # stream.cu
+        (1024, 512, False),  # eight passes, where cuDNN is faster
         (1150, 100, True),  # four passes, but rows of 2,300 bytes
         (1152, 100, False),
         (1150, 256, True),  # fits nowhere, which `refusal` says before this is asked

@@ -21,7 +21,8 @@ from _problems import CELLS, Stack, assert_same, each_kind, make, stacks
 from carrywave.errors import UserError
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.hopper import recurrence, stack, wave
-from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave, wave_for
+from carrywave.kernels.hopper.choice import wave_for
+from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.weights import LayerWeights
 
 SHAPE = LayerShape(64, 1, 8, 1)
@@ -113,13 +114,21 @@ def test_what_does_not_fit_together_is_refused(x: tuple[int, ...], lanes: int, m
         wave.run(make(*x), (Carry(make(1, lanes, 20), make(1, lanes, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
 
 
-@given(st.sampled_from([H200, Chip(32, 28, 24, 16)]), st.integers(1, 12), st.integers(1, 1536), st.integers(1, 300), st.integers(1, 600))
-def test_all_that_runs_at_once_fits_the_chip(chip: Chip, layers: int, hidden: int, lanes: int, steps: int) -> None:
-    found = wave_for(chip, layers, hidden, lanes, steps)
+@given(
+    st.sampled_from([H200, Chip(32, 28, 24, 16, 32)]),
+    st.integers(1, 12),
+    st.integers(1, 1536),
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.booleans(),
+)
+def test_all_that_runs_at_once_fits_the_chip(chip: Chip, layers: int, hidden: int, lanes: int, steps: int, plain: bool) -> None:
+    found = wave_for(chip, layers, hidden, lanes, steps, plain=plain)
     if found is None:
         return
     assert found.shape.fits(chip)
-    assert found.streams * found.shape.blocks <= chip.multiprocessors
+    assert found.back.fits(chip)
+    assert found.streams * found.shape.blocks <= chip.room(found.shape.cluster)
     assert 1 <= found.streams <= layers
     assert 1 <= found.chunk_steps <= steps
     assert found.shape.groups * found.shape.lanes * found.shape.passes >= lanes

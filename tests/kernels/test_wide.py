@@ -9,7 +9,8 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from carrywave.kernels.hopper.layout import H200, alone
+from carrywave.kernels.hopper.choice import alone
+from carrywave.kernels.hopper.layout import H200
 
 SOURCE = "".join(files("carrywave.kernels").joinpath("source", name).read_text("utf-8") for name in ("wide/product.cuh", "wide/wide.cu"))
 HIDDEN = 128

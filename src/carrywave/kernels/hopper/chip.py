@@ -27,4 +27,4 @@ def _chip(device: int, kept_free: int) -> Chip:
     count = torch.cuda.get_device_properties(device).multi_processor_count
     # The largest block: whatever leaves room for it leaves room for every other.
     probe = nvrtc.kernel("probe.cu", "probe", (("CLUSTER", 16),), SHARED_BYTES, device)
-    return Chip.with_multiprocessors(count, {size: nvrtc.most_clusters(probe, size, THREADS) for size in (4, 8, 16)}, kept_free)
+    return Chip.with_multiprocessors(count, {size: nvrtc.most_clusters(probe, size, THREADS) for size in (2, 4, 8, 16)}, kept_free)

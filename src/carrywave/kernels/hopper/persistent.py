@@ -19,7 +19,8 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import wave, windowed
 from carrywave.kernels.hopper.chip import chip_of
-from carrywave.kernels.hopper.layout import SHARED_BYTES, Chip, Wave, alone, heads_for, shape_for, wave_for
+from carrywave.kernels.hopper.choice import alone, heads_for, shape_for, wave_for
+from carrywave.kernels.hopper.layout import SHARED_BYTES, Chip, Wave
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, heads_of
@@ -62,15 +63,22 @@ def failure(error: nvrtc.KernelError) -> str:
 
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
-    passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them. It always
-    is if the width is no multiple of 8: then rows of the weights do not start at multiples of 16 bytes, and cuDNN's products are slow.
+    passes through a layer that is too wide for `stream.cu`, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent
+    kernel for them. It always is if the width is no multiple of 8: then rows of the weights do not start at multiples of 16 bytes, and
+    cuDNN's products are slow.
 
     Call `refusal` first: only a GPU that can run the kernels can be asked how much of it they may fill.
     """
     hidden = weights[0].w_hh.shape[1]
-    shape = shape_for(_chip(x_TBI), hidden, x_TBI.shape[1])
+    chip, (steps, lanes) = _chip(x_TBI), x_TBI.shape[:2]
+    shape, plain = shape_for(chip, hidden, lanes), alone(chip, hidden, lanes, steps, plain=True)
     tiny = x_TBI.dtype == torch.float16 and hidden <= 64 and x_TBI.shape[0] < 32
-    few = shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072
+    few = (
+        shape is None
+        or (plain is not None and plain.shape.streamed is not None)
+        or shape.passes <= 2
+        or shape.passes * shape.hidden <= 3072
+    )
     return not tiny and (few or hidden % 8 != 0)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from carrywave.kernels.hopper.marks import LayerMarks
     from carrywave.kernels.step_marks import CellNoise
 
-SOURCE, WIDE, PACKING, LENGTHS = "persistent.cu", "wide/wide.cu", "packing.cu", "lengths.cu"
+SOURCE, WIDE, STREAM, PACKING, LENGTHS = "persistent.cu", "wide/wide.cu", "stream/stream.cu", "packing.cu", "lengths.cu"
 _MOST_SORTED = 1024  # lanes that our own kernel can sort
 
 
@@ -62,7 +62,7 @@ def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     """A buffer for h at every step, [S, B, P]: the first is given, the others are marked as not yet written if blocks poll for them."""
     lanes, hidden = h_BH.shape
     hs_SBP = like.new_empty(steps + 1, lanes, shape.width)
-    words = 0 if shape.near else steps * lanes * shape.width // 8
+    words = steps * lanes * shape.width // 8 if shape.polled else 0
     given = readable(h_BH, like)
     halves = int(given.dtype == like.dtype)
     _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.width, hs_SBP, None, 0)
@@ -72,7 +72,10 @@ def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
 def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
     """Buffers: gate gradients, marked as not yet written if blocks poll for them, and a ring per launch for sums exchanged via memory."""
     grads_NQ = torch.empty_like(gates_NQ)
-    words_of_ring = 0 if shape.cluster else 4 * shape.blocks * 4 * shape.units * shape.lanes
+    of_turn = shape.blocks * 4 * shape.units * shape.lanes
+    if shape.streamed is not None:
+        return grads_NQ, gates_NQ.new_zeros(launches, shape.marks + 2 * of_turn, dtype=torch.int32)
+    words_of_ring = 0 if shape.cluster else 4 * of_turn
     ring = gates_NQ.new_empty(launches, words_of_ring, dtype=torch.int32)
     if shape.near:  # nothing reads it before it is written
         return grads_NQ, ring
@@ -95,6 +98,13 @@ def forward(
     """Compute h, gates and the cell's memory of all steps, and the last memory. Without cells nothing is kept for backward."""
     steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
     run = _recurrent("forward", shape, hs_SBP, marks.kinds)
+    if shape.streamed is not None:
+        run(
+            (shape.blocks, 1, 1), (shape.threads, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
+            *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), hs_SBP.new_zeros(shape.marks, dtype=torch.int32),
+            hs_SBP.new_empty(shape.exchange_bytes, dtype=torch.uint8), cooperative=True,
+        )  # fmt: skip
+        return
     run(
         (shape.blocks, 1, 1), (shape.threads, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
         *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), *_resets(marks), *_noise(marks), cooperative=not shape.near,
@@ -138,6 +148,13 @@ def backward(
     if after_BQ is not None and after_BQ.data_ptr() != grads_NQ.data_ptr() + grads_NQ.nbytes:
         raise ValueError("the gate gradients of the next step do not follow those of this launch in memory")
     run = _recurrent("backward", shape, grads_NQ, marks.kinds)
+    if shape.streamed is not None:
+        run(
+            (shape.blocks, 1, 1), (shape.threads, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ,
+            *grad_first, bias_EQ, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before), ring,
+            grads_NQ.new_empty(4 * shape.exchange_bytes, dtype=torch.uint8), cooperative=True,
+        )  # fmt: skip
+        return
     run(
         (shape.blocks, 1, 1), (shape.threads, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
         bias_EQ, ring, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before),
@@ -283,7 +300,7 @@ def _fp16(like: Tensor) -> bool:
 def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> nvrtc.Kernel:
     resets, noise = kinds
     constants = shape.constants(fp16=_fp16(like), resets=resets, noise=noise)
-    source = WIDE if shape.wide else SOURCE
+    source = STREAM if shape.streamed is not None else WIDE if shape.wide else SOURCE
     return nvrtc.kernel(source, name, constants, shape.shared_bytes + (shape.reset_bytes if resets else 0), like.get_device())
 
 
