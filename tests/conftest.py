@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import defaultdict
+from hashlib import sha256
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: many small tests side by side
@@ -20,7 +22,9 @@ hypothesis.settings.register_profile("carrywave", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("carrywave")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _sample(items)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return
@@ -29,6 +33,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Of the variants of a test marked `sampled(n)`, all but n are slow: always the same ones, drawn by their names."""
+    variants: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            variants[item.nodeid.partition("[")[0]].append(item)
+    for same in variants.values():
+        marker = same[0].get_closest_marker("sampled")
+        assert marker is not None
+        for item in sorted(same, key=lambda each: sha256(each.nodeid.encode()).digest())[marker.args[0] :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

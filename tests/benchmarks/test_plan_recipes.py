@@ -33,6 +33,7 @@ def test_specs_are_those_of_the_examples(name: str) -> None:
     assert without_files(RECIPES[name].spec) == without_files(load(EXAMPLES / f"{name}.yaml", []))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_on_data_that_is_made_up(name: str) -> None:
     recipe = RECIPES[name].suited(made_for_bf16=False).small

@@ -86,6 +86,7 @@ def test_an_lstm_with_everything_is_the_loop_of_the_papers(training: bool, way: 
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(4)
 @every_cell
 @pytest.mark.parametrize("training", [True, False])
 def test_gradients_are_those_of_differences(kind: Any, training: bool) -> None:

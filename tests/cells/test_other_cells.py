@@ -39,6 +39,7 @@ KERNELS = {"rnn": "reference", "gru": "manual"}  # on a CPU
 each_cell = pytest.mark.parametrize("cell", KERNELS)
 
 
+@pytest.mark.sampled(1)
 @each_cell
 def test_a_run_of_it_is_stopped_goes_on_and_is_exported(cell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"

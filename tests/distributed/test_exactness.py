@@ -46,6 +46,7 @@ def strict() -> Iterator[Crew]:
         yield workers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("workers", "examples"), [(1, 6), (2, 6), (3, 6), (4, 6)])
 def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, crew: Crew) -> None:
     check_drawn(workers, examples, crew)
@@ -66,6 +67,7 @@ def test_sequences_in_a_lane_that_are_pooled_give_the_answer_of_one_device(pool:
     check(sequences(task="regression", plan={**PLANS[plan], "chunk_steps": 1, "recompute": "twice"}, model__pool=pool, resets=0.3), crew)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", [*PLANS, "head shared by three"])
 @pytest.mark.parametrize("kind", ["cnn", "lstm"])
 def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str, crew: Crew) -> None:
@@ -89,6 +91,7 @@ def test_weights_of_targets_give_the_answer_of_one_device(plan: str, crew: Crew)
     check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True, plan=ahead, weights="ahead"), crew)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_weights_of_sequences_give_the_answer_of_one_device(task: str, plan: str, crew: Crew) -> None:
@@ -99,6 +102,7 @@ def test_weights_of_sequences_give_the_answer_of_one_device(task: str, plan: str
 STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", STAGES)
 def test_messages_over_pairs_give_the_answer_of_one_device(plan: str, ordered: Crew) -> None:
     """As NCCL gets them, carried by gloo: a group for each pair of stages, in batches, and sums after them."""
@@ -112,6 +116,7 @@ def test_messages_one_at_a_time_give_the_answer_of_one_device(plan: str, strict:
     check(a_case(plan=STAGES[plan]), strict)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS | SHARED)
 def test_messages_written_into_the_neighbours_memory_give_the_answer_of_one_device(plan: str, mapped: Crew) -> None:
     """As between GPUs of one host: read in place, in buffers that are used again, with sums by the same way."""
@@ -176,6 +181,7 @@ def test_any_of_many_plans_gives_the_answer_of_one_device(workers: int, crew: Cr
     check_drawn(workers, 100, crew)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_float32_differs_by_the_order_of_summation(workers: int, crew: Crew) -> None:
     # Some hundreds of terms, each rounded at 6e-8, in another order. Not Adam: it divides a gradient by its own size, so that
@@ -210,6 +216,7 @@ WRONG: list[tuple[str, Case]] = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("mistake", "case"), WRONG, ids=[name for name, _ in WRONG])
 def test_a_mistake_is_seen(mistake: str, case: Case, crew: Crew) -> None:
     check(case, crew)
@@ -222,6 +229,7 @@ def test_every_mistake_is_tried() -> None:
     assert {mistake for mistake, _ in WRONG} == set(MISTAKES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ["tagging", "classification"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew: Crew) -> None:
@@ -229,6 +237,7 @@ def test_several_labels_give_the_answer_of_one_device(plan: str, task: str, crew
     check(sequences(task=task, model__multi_label=True, plan=PLANS[plan], resets=0.3), crew)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("distribution", "past"), [("normal", 0), ("student_t", 4), ("negative_binomial", 1), ("negative_binomial", 4), ("poisson", 4)]
@@ -238,6 +247,7 @@ def test_distributions_give_the_answer_of_one_device(plan: str, distribution: st
     check(a_case(task="forecasting", **how, plan=PLANS[plan]), crew)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize(
     "case",
@@ -280,6 +290,7 @@ CELL_PLANS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cell", "plan"), CELL_PLANS)
 def test_every_cell_gives_the_answer_of_one_device(cell: str, plan: str, crew: Crew) -> None:
     """Streams with lengths, fresh lanes, dropout everywhere and a learned carry, in chunks that are computed twice."""
@@ -296,6 +307,7 @@ def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any]
     check(a_case(plan=plan, model__tie=False, model__adaptive=True), crew)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
     [a_plan(replicas=3), a_plan(stages=2, cuts=[2], micro_batches=3), a_plan(replicas=2, stages=2, cuts=[1], micro_batches=2)],
@@ -350,6 +362,7 @@ def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, 
     check(case, crew, limit=limit, floor=0.05)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "case",
@@ -376,6 +389,7 @@ def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew
     assert all(tensor.isfinite().all() for tensor in odd.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
 @pytest.mark.parametrize(
     "plan",
@@ -395,6 +409,7 @@ def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew)
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS | SHARED)
 @pytest.mark.parametrize(
     ("precision", "limit"),

@@ -100,6 +100,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_change_no_bit(case: str, crew: Crew) -> None:
     alone = on(CASES[case], crew, 1)

@@ -62,6 +62,7 @@ def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Stack, Wave])
     assert_same(given_stack.at_once(how), given_stack.defined())
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.usefixtures("_block_by_block")
 @each_kind
 def test_the_algorithm_of_each_kind_is_the_definition(kind: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ def test_the_algorithm_of_each_kind_is_the_definition(kind: dict[str, Any]) -> N
     assert_same(given_stack.at_once(Wave(LayerShape(128, 2, 8, 2), 1, 3)), given_stack.defined())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("_block_by_block")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(("hidden", "lanes"), [(65, 9), (128, 70), (192, 33), (257, 9)])
@@ -86,6 +88,7 @@ def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int, cel
     assert_same(given_stack.at_once(used), given_stack.defined())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("_block_by_block")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(("units", "heads", "lanes"), [(64, 3, 9), (128, 2, 20), (256, 2, 5)])
@@ -122,6 +125,7 @@ def test_a_layer_in_both_directions_is_the_definition(cell: str, heads: int) -> 
     assert_same(found[1], found[0])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("_block_by_block")
 @pytest.mark.parametrize("noise", ["", "training"])
 @pytest.mark.parametrize("cell", CELLS)

@@ -39,6 +39,7 @@ def test_a_wave_is_the_definition(given_stack: Stack, piece: int) -> None:
     assert_same(given_stack.at_once(Wave(SHAPE, 1, min(piece, given_stack.steps))), given_stack.defined())
 
 
+@pytest.mark.sampled(9)
 @each_kind
 @pytest.mark.parametrize("piece", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_wave_of_each_kind_is_the_definition(kind: dict[str, Any], piece: int) -> None:

@@ -100,6 +100,7 @@ def test_chunks_of_a_window_are_the_definition(given_stack: Windowed, piece: int
     assert_same(given_stack.by_chunks(piece), given_stack.defined())
 
 
+@pytest.mark.sampled(15)
 @each_kind
 @pytest.mark.parametrize("piece", [2, 7])
 def test_chunks_of_each_kind_are_the_definition(kind: dict[str, Any], piece: int) -> None:

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_host_of_another_job_is_turned_away(case: str, scene: Scene) -> None:
     words, variables, line = CASES[case]

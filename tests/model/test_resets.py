@@ -77,6 +77,7 @@ def check_split(layers: Recurrent, kernel: str = "auto") -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(total, list(layers.parameters())), **close)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("learned", [False, True])

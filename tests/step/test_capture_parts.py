@@ -147,6 +147,7 @@ def test_no_more_shapes_are_held_than_wanted_and_the_oldest_goes() -> None:
     assert capture.held("step") == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "train",
     [
@@ -452,6 +453,7 @@ def bucket_part() -> Part:
     return Part("valid", None, View(inputs, np.cumsum(lengths) - lengths, lengths, labels=draw.integers(2, size=40)))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("kind", ["streams", "buckets"])
 @pytest.mark.parametrize("chunk_steps", [None, 3])

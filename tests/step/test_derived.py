@@ -106,6 +106,7 @@ def doubled(lstm: nn.Module) -> None:
     parametrize.register_parametrization(lstm, "weight_ih_l0", Twice())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
 @pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}])
 @pytest.mark.parametrize("change", [pruned, doubled, lambda lstm: nn.utils.weight_norm(lstm, "weight_hh_l0")], ids=["prune", "own", "norm"])

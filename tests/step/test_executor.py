@@ -94,6 +94,7 @@ def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, cell: str, p
 NOISE = {"recurrent_dropout": 0.3, "zoneout": 0.2}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "options",
     [

@@ -79,6 +79,7 @@ def kinds(group: dist.ProcessGroup) -> dict[str, Kind]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["own", "all-reduced", "some all-reduced", "tree"])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=some_passes(), second=some_passes(), static=st.booleans())

@@ -70,6 +70,7 @@ def test_a_changed_share_takes_effect_at_the_next_step_on_every_plan(plan: dict[
     assert alone[1:] != pytest.approx(losses(made(), {})[1:], rel=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("encoder", [nn.ELU(inplace=True), nn.Dropout(0.5, inplace=True)], ids=["ELU", "Dropout"])
 def test_a_layer_that_writes_into_its_input_leaves_the_batch_as_it_was(encoder: nn.Module, plan: dict[str, Any]) -> None:

@@ -76,6 +76,7 @@ def test_the_gradient_is_that_of_the_mean_loss(plan: str) -> None:
     torch.testing.assert_close(trainer.gradient_norm(), nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plan", "optimizer", "reproducible"), [*((plan, "adam", False) for plan in PLANS), ("whole", "sgd", False), ("chunks", "adam", True)]
 )

@@ -67,6 +67,7 @@ def batch() -> cw.Batch:
     return cw.Batch.of(torch.randn(T, B, 2, generator=draw, dtype=torch.float64), torch.randint(CLASSES, (T, B), generator=draw))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}, {"micro_batches": 2}])
 @pytest.mark.parametrize("make", [Judged, Odd, lambda: Smoothed(WIDTH, CLASSES), replaced, lambda: Softmax(WIDTH, CLASSES)])
 def test_an_evaluation_with_metrics_has_the_loss_that_is_trained(make: Any, plan: dict[str, Any]) -> None:

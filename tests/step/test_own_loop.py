@@ -69,6 +69,7 @@ def assert_equal_weights(one: nn.Module, two: nn.Module) -> None:
 # --- Freezing and unfreezing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", CHUNKS)
 @pytest.mark.parametrize("own", [False, True], ids=["the spec's optimizer", "an own one"])
 def test_what_is_frozen_and_unfrozen_between_steps_is_followed(plan: dict[str, Any], own: bool) -> None:

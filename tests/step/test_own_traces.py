@@ -221,6 +221,7 @@ def _reset() -> None:
     counts.__defaults__[0]["calls"] = Defaulted.forward.__defaults__[0][0] = 0  # type: ignore[index]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", [*RESTORABLE, *LOST])
 def test_state_in_any_place_is_refused_when_split_and_left_alone_on_one_device(kind: str) -> None:
     make = (RESTORABLE | LOST)[kind]

@@ -160,6 +160,7 @@ HOOKS: list[Callable[[Any, Any], Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_are_called_at_every_step(register: Callable[[Any, Any], Any]) -> None:
     trainer, _ = pair()

@@ -103,6 +103,7 @@ def test_shards_give_the_answer_of_the_whole() -> None:
         torch.testing.assert_close(numbers(shards)[name], tensor, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_parameter_that_no_shard_reaches_is_left_alone(batches: int, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:

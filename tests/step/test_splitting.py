@@ -164,6 +164,7 @@ def test_what_mixes_lanes_is_refused_with_micro_batches_alone() -> None:
             step(model(Each(centred)), plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("encoder", "words"),
     [
@@ -318,6 +319,7 @@ class PerFrame(nn.Module):
         return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", [SERIAL, CHUNKS, MICRO_BATCHES, {"recompute": True, "chunk_steps": 4}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_good_modules_pass_and_are_left_as_they_were(plan: dict[str, int], precision: str) -> None:
@@ -837,6 +839,7 @@ class Switched(Each):
         return self.linear(super().forward(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("turn", [turn_share, turn_gate, turn_setting, turn_global, turn_hook, turn_forward, turn_frozen])
 def test_what_begins_to_mix_when_something_is_changed_is_refused_at_that_step(
     turn: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch

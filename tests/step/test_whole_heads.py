@@ -73,6 +73,7 @@ def chain() -> Chain:
 heads = pytest.mark.parametrize("make", [chain, Ctc])
 
 
+@pytest.mark.sampled(3)
 @heads
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("plan", [{"micro_batches": 2}, {"micro_batches": 5, "recompute": True}])

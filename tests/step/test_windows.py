@@ -141,6 +141,7 @@ def test_options_survive_chunks(
     assert bool(held) == windows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("piece", [None, 2])
 @pytest.mark.parametrize("options", [{}, {"locked": True, "weight_drop": 0.4}, {"learned_carry": True}])
 def test_nothing_of_a_step_waits_for_the_garbage_collector(

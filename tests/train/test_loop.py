@@ -320,6 +320,7 @@ def places_of(batch: Batch) -> Tensor:
 PLATEAU = {"optimizer": "sgd", "lr": 4.0, "schedule": "plateau", "factor": 0.5, "clip": 1.0, "early_stop": 4}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("keys", "stops"),
     # Just before an evaluation, with it, after it; and with the end of an epoch.

@@ -32,6 +32,7 @@ def test_the_way_back(kind: str) -> None:
     np.testing.assert_allclose(backward(forward(values[1:], kind, values[:1]), kind, values[:1]), values[1:], rtol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("channels", ["joint", "independent"])
 @pytest.mark.parametrize("kind", ["log", "log1p", "diff"])
 def test_metrics_and_scores_are_in_the_units_of_the_file(tmp_path: Path, kind: str, channels: str) -> None:

@@ -49,7 +49,17 @@ TARGETS_MS = {
 }
 WAVE = (8, 512, 16, 256)  # running layers concurrently pays off here: the target is a quarter of the time of cuDNN in a graph
 AWD = (2, 1150, 100, 70)  # the wide layers of AWD-LSTM
-SHAPES = (*TARGETS_MS, WAVE, (1, 512, 512, 128), (4, 768, 128, 128), (2, 1500, 20, 35), (1, 2048, 16, 256), (1, 128, 64, 256), (2, 200, 20, 35), AWD)
+SHAPES = (
+    *TARGETS_MS,
+    WAVE,
+    (1, 512, 512, 128),
+    (4, 768, 128, 128),
+    (2, 1500, 20, 35),
+    (1, 2048, 16, 256),
+    (1, 128, 64, 256),
+    (2, 200, 20, 35),
+    AWD,
+)
 QUICK = ((1, 128, 16, 32), (2, 64, 8, 16))
 GRU_SHAPES = ((1, 512, 64, 256), (2, 650, 20, 35), (1, 1024, 64, 256), (1, 256, 64, 256), (4, 512, 16, 128))
 GRU_RATIOS = {(1, 512, 64, 256): 2.5, (2, 650, 20, 35): 2.5, (1, 1024, 64, 256): 1.7}  # times cuDNN in a graph, at least

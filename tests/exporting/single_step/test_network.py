@@ -28,6 +28,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.model import Model
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_the_model(name: str) -> None:
     portable = stateful(name, torch.float64)
