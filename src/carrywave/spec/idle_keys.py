@@ -222,7 +222,7 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
     if spec.model.front == "none" and is_set(spec, "model.front_dropout"):
-        yield "model.front_dropout is for a front, which such short sequences lack unless it is set, as in model.front=small; do so, or remove it"
+        yield "model.front_dropout is for a front, which such short sequences lack unless it is set; set one, or remove it"
     if spec.task in ("regression", "forecasting") and not facts.vocabulary and not facts.categories and is_set(spec, "model.init_scale"):
         yield "model.init_scale is for embeddings and softmaxes, and this model has none; remove it"
     for key in ("data.standardize", "data.augment"):
