@@ -72,6 +72,10 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
             "data.context is for a part that is cut from the training file, and none is; remove it",
         ),
         (
+            {"task": "regression", "data": {"each_step": True}, "model": {"characters": "cnn"}},
+            "model.characters is for text and tokens, not for",
+        ),
+        (
             {"task": "transcription", "model": {"init_bias": "zero"}},
             "model.init_bias is for language, classification and tagging, not for transcription; remove it",
         ),

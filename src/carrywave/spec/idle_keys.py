@@ -156,7 +156,7 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout_words": _not_forecasting(),
     "model.dropout_rare": _not_forecasting(),
     "model.freeze_embedding": _not_forecasting(),
-    "model.characters": _tasks("classification", "regression", "tagging"),
+    "model.characters": lambda spec: _not_forecasting()(spec) or _tasks("classification", "regression", "tagging")(spec),
     **dict.fromkeys(("model.character_embedding", "model.character_width"), _characters),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
