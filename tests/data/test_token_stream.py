@@ -89,6 +89,12 @@ def test_bpe_does_not_depend_on_blocks(tmp_path: Path) -> None:
     assert Codec.from_json(codecs[0].to_json()).encode(text).tolist() == tokens[0].tolist()
 
 
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_only_words_are_read_in_lower_case(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(SpecError, match=f"data.lowercase is for words, but data.tokens={kind}; set data.tokens=word, or remove it"):
+        learn_stream(source(tmp_path, b"A b"), spec(tokens=kind, lowercase=True), "language")
+
+
 def test_bpe_limits_are_checked(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(SpecError, match=r"data\.vocabulary=100 is too small"):

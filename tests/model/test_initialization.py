@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from carrywave.errors import SpecError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads.classes import Softmax
+from carrywave.model.heads.crf import CRF
+from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.initialization import initialize
@@ -134,6 +136,12 @@ def test_tied_matrix_is_set_once_under_its_first_name() -> None:
     initialize(apart, 4, init_scale=0.1)
     assert torch.equal(encoder.weight, apart.encoder.weight)  # type: ignore[arg-type]
     assert apart.head.weight.abs().max() <= 0.1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("head", [PooledSoftmax(6, 3), Ctc(6, 3), CRF(6, 3)])
+def test_init_scale_is_that_of_every_softmax(head: nn.Module) -> None:
+    initialize(head, 4, init_scale=2.0)
+    assert 1.0 < float(head.get_parameter("weight").detach().abs().max()) <= 2.0
 
 
 def test_unknown_init_is_refused() -> None:

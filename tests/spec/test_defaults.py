@@ -63,6 +63,15 @@ def test_signals_get_a_front_and_short_sequences_none() -> None:
     assert [(model.front, model.front_dropout) for model in fronts] == [("deep", 0.2), ("none", 0.0), ("none", 0.0)]
 
 
+def test_a_linear_part_follows_the_length_of_series_unless_it_is_given() -> None:
+    facts = DataFacts(features=1, outputs=1, sequences=3, steps=108, longest=36)
+    read = [
+        fitted(Spec.model_validate({"task": "forecasting", "data": {"horizon": 4}, "model": {"linear": asked}}), facts).model.linear
+        for asked in (96, 30, 5, 0)
+    ]
+    assert read == [16, 30, 5, 0]  # 96 is the default
+
+
 @pytest.mark.parametrize(
     ("task", "valid", "weights", "early_stop"),
     [

@@ -71,6 +71,18 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
             {"task": "forecasting", "data": {"valid": "valid.csv", "context": 9}},
             "data.context is for a part that is cut from the training file, and none is; remove it",
         ),
+        (
+            {"task": "regression", "data": {"each_step": True}, "model": {"characters": "cnn"}},
+            "model.characters is for text and tokens, not for",
+        ),
+        (
+            {"task": "transcription", "model": {"init_bias": "zero"}},
+            "model.init_bias is for language, classification and tagging, not for transcription; remove it",
+        ),
+        (
+            {"model": {"softmax": "adaptive", "init_bias": "zero"}},
+            "model.init_bias is for the bias of a full softmax, but model.softmax=adaptive; remove it",
+        ),
         ({"model": {"layers": 1, "dropout_hidden": 0.2}}, "model.dropout_hidden is between layers, but model.layers=1; remove it, or use"),
         (
             {"model": {"dropout": 0.1, "dropout_input": 0.1, "dropout_hidden": 0.1, "dropout_output": 0.1}},
@@ -114,6 +126,16 @@ TEXTS = [({"text": "abc"[: number % 3 + 1], "label": number % 2}) for number in 
     [
         (NUMBERS, {"data": {"tokens": "word"}}, "data.tokens is for text, but the data is numbers; remove it"),
         (NUMBERS, {"model": {"dropout_words": 0.1}}, "model.dropout_words is for text and tokens, but the data is numbers; remove it"),
+        (
+            NUMBERS,
+            {"model": {"front_dropout": 0.5}},
+            "model.front_dropout is for a front, which such short sequences lack unless it is set",
+        ),
+        (
+            NUMBERS,
+            {"task": "regression", "model": {"init_scale": 0.5}},
+            "model.init_scale is for embeddings and softmaxes, and this model has none; remove it",
+        ),
         (TEXTS, {"data": {"standardize": "sequence"}}, "data.standardize is for numbers, but the data is tokens; remove it"),
         (NUMBERS, {"data": {"share": 0.0}, "train": {"early_stop": 2}}, "train.early_stop goes by validation data, but there is none; set"),
         (

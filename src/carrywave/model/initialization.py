@@ -22,7 +22,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast, Line
-from carrywave.model.heads.pooled import Pooled
+from carrywave.model.heads.pooled import Pooled, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.vocabulary.spelled_words import SpelledWords
@@ -106,6 +106,8 @@ def _value(
         return _layer(module, name, shape, key, init, forget_bias)
     if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
         return Uniform(scales.of(module), 0 if module.rows is None else module.rows.low)
+    if isinstance(module, (PooledSoftmax, Ctc, CRF)) and name == "weight" and scales.asked is not None:
+        return Uniform(scales.asked)
     if isinstance(module, Tables):
         value = _uniform(key, shape, SHARED_SCALE if scales.asked is None else scales.asked)
         value[0] = 0.0  # of values that train does not contain

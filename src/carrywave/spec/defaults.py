@@ -11,7 +11,8 @@ from typing import Literal
 
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec
+from carrywave.spec.spec import PAST_STEPS, Spec
+from carrywave.spec.task_defaults import FRONT_DROPOUT
 
 AUTO = "auto"
 BF16_CAPABILITY = (8, 0)  # the compute capability from which GPUs have matrix units for bf16; older ones emulate it, slowly
@@ -56,14 +57,18 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
         return spec
     # A front reads over the edges of packed sequences.
     long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1) and not spec.batch.pack
-    front = {"front": "deep"} if long else {"front": "none", "front_dropout": 0.0}
+    # A dropout that is not the default was asked for: it is kept, and refused where there is no front (`idle_keys`).
+    no_front = {"front": "none", **({"front_dropout": 0.0} if spec.model.front_dropout == FRONT_DROPOUT else {})}
+    front = {"front": "deep"} if long else no_front
     return spec.model_copy(update={"model": spec.model.model_copy(update=front)})
 
 
 def _with_line(spec: Spec, facts: DataFacts) -> Spec:
-    """With a linear part that reads no more values than series have before most of their origins."""
+    """With a linear part that, unless another number than the default is given, reads no more values than series have before most of
+    their origins.
+    """
     room = max(1, (-(-facts.steps // max(facts.sequences, 1)) - spec.data.horizon) // 2)
-    if spec.task != "forecasting" or spec.model.linear <= room:
+    if spec.task != "forecasting" or spec.model.linear != PAST_STEPS or room >= PAST_STEPS:
         return spec
     return spec.model_copy(update={"model": spec.model.model_copy(update={"linear": room})})
 

@@ -116,6 +116,12 @@ def _front_dropout(spec: Spec) -> str | None:
     return "is for model.front, which is none; remove it, or set a front" if spec.model.front == "none" else None
 
 
+def _init_bias(spec: Spec) -> str | None:
+    if spec.model.softmax == "adaptive":
+        return "is for the bias of a full softmax, but model.softmax=adaptive; remove it"
+    return _tasks("language", "classification", "tagging")(spec)
+
+
 _pool = _tasks("classification", "regression")
 
 
@@ -150,11 +156,12 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout_words": _not_forecasting(),
     "model.dropout_rare": _not_forecasting(),
     "model.freeze_embedding": _not_forecasting(),
-    "model.characters": _tasks("classification", "regression", "tagging"),
+    "model.characters": lambda spec: _not_forecasting()(spec) or _tasks("classification", "regression", "tagging")(spec),
     **dict.fromkeys(("model.character_embedding", "model.character_width"), _characters),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
     "model.front_dropout": _front_dropout,
+    "model.init_bias": _init_bias,
     "model.softmax": _tasks("language"),
     "model.pool": lambda spec: "is for one target per sequence, not for data.each_step; remove it" if spec.each_step else _pool(spec),
     "model.upsample": _tasks("transcription"),
@@ -181,7 +188,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
         "crf",
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
-        *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "init_bias", "forget_bias", "pretrained"),
+        *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "forget_bias", "pretrained"),
     ),
     "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),
     "train": (
@@ -214,6 +221,10 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Itera
         for key in (*of_text, *of_tokens):
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
+    if spec.model.front == "none" and is_set(spec, "model.front_dropout"):
+        yield "model.front_dropout is for a front, which such short sequences lack unless it is set; set one, or remove it"
+    if spec.task in ("regression", "forecasting") and not facts.vocabulary and not facts.categories and is_set(spec, "model.init_scale"):
+        yield "model.init_scale is for embeddings and softmaxes, and this model has none; remove it"
     for key in ("data.standardize", "data.augment"):
         if facts.vocabulary and spec.task != "language" and is_set(spec, key):
             yield f"{key} is for numbers, but the data is tokens; remove it"

@@ -68,6 +68,8 @@ def choose(counts: Mapping[str, int], data: DataSpec, *, words: bool) -> tuple[s
 
 def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, ...], str | None, int]:
     """Learn (vocabulary, byte-pair tokenizer as JSON, size) from texts that are cut only where it does not change the tokens."""
+    if data.lowercase and kind != "word":
+        raise SpecError(f"data.lowercase is for words, but data.tokens={kind}; set data.tokens=word, or remove it")
     if kind == "char":
         vocabulary = choose(count_chars(texts), data, words=False)
         return vocabulary, None, len(vocabulary)

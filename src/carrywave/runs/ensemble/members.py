@@ -57,7 +57,7 @@ def _check_alike(first: Saved, other: Saved) -> None:
     if first.spec.task == "forecasting":
         differs += [name for name in ("horizon", "levels") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
     if differs:
-        what = "tasks" if differs[0] == "task" else f"{differs[0]}" if differs[0].endswith("s") else f"{differs[0]}s"
+        what = differs[0] if differs[0].endswith("s") else f"{differs[0]}s".replace("ys", "ies")
         raise RunError(
             f"{first.run.path} and {other.run.path} do not predict the same thing: their {what} differ; "
             "pass runs that were trained for the same task on the same kind of data"
