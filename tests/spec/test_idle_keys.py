@@ -33,6 +33,7 @@ def test_for_every_key_it_is_known_where_it_acts() -> None:
             "train.patience is for train.schedule=plateau, which lowers the learning rate, not for cosine; remove it, or to stop after 3 "
             "evaluations without improvement, set train.early_stop=3 instead",
         ),
+        ({"model": {"locked": True}}, "model.locked is for dropout, which is 0 everywhere; remove it, or set model.dropout"),
         ({"train": {"factor": 0.5}}, "train.factor is for train.schedule=plateau or step, not for cosine; remove it"),
         ({"train": {"schedule": "cosine", "every": 3}}, "train.every is for train.schedule=step, not for cosine; remove it"),
         ({"train": {"hold": 3, "schedule": "constant"}}, "train.hold is for train.schedule=cosine or linear, not for constant; remove it"),

@@ -116,6 +116,12 @@ def _front_dropout(spec: Spec) -> str | None:
     return "is for model.front, which is none; remove it, or set a front" if spec.model.front == "none" else None
 
 
+def _locked(spec: Spec) -> str | None:
+    model = spec.model
+    some = model.dropout or model.dropout_hidden or model.dropout_input or model.dropout_output
+    return None if some else "is for dropout, which is 0 everywhere; remove it, or set model.dropout"
+
+
 def _init_bias(spec: Spec) -> str | None:
     if spec.model.softmax == "adaptive":
         return "is for the bias of a full softmax, but model.softmax=adaptive; remove it"
@@ -161,6 +167,7 @@ ACTS: Mapping[str, Rule] = {
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
     "model.front_dropout": _front_dropout,
+    "model.locked": _locked,
     "model.init_bias": _init_bias,
     "model.softmax": _tasks("language"),
     "model.pool": lambda spec: "is for one target per sequence, not for data.each_step; remove it" if spec.each_step else _pool(spec),
@@ -185,7 +192,7 @@ ACTS: Mapping[str, Rule] = {
 ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "weight", "cache"),
     "model": (
-        *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "locked", "tie", "cutoffs"),
+        *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "tie", "cutoffs"),
         "crf",
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "forget_bias", "pretrained"),
