@@ -303,6 +303,7 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
+        self.user_gradients.check_trained()
         trainer_state.load_state_dict(self, state)
         self.user_gradients = UserGradients()
 
