@@ -119,6 +119,20 @@ def test_what_was_frozen_is_so_where_a_state_is_loaded(optimizer: str) -> None:
     assert_equal_weights(goes_on(first, trainer), goes_on(second, again))
 
 
+def test_what_is_unfrozen_just_before_a_state_is_saved_goes_on() -> None:
+    first, second = model(), model()
+    first.encoder.requires_grad_(False)
+    trainer = cw.Trainer(first, {"lr": 0.02, "ema": 0.5})
+    trainer.step(batch(0))
+    first.encoder.requires_grad_(True)
+    state = trainer.state_dict()
+    again = cw.Trainer(second, {"lr": 0.02, "ema": 0.5})
+    again.load_state_dict(state)
+    for each in (trainer, again):
+        each.step(batch(1))
+    assert_equal_weights(first, second)
+
+
 def test_a_frozen_parameter_keeps_no_gradient() -> None:
     net = model()
     trainer = cw.Trainer(net, {"lr": 0.1, "weight_decay": 0.1})
