@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import carrywave as cw
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
@@ -224,6 +225,17 @@ def test_state_without_history() -> None:
     assert not cut.acc[0].requires_grad
     assert torch.equal(cut.acc[0], state.acc[0])
     assert State(state.carries).detach().acc is None
+
+
+@pytest.mark.parametrize("cell", [cw.LSTM, cw.GRU, cw.RNN, cw.SLSTM])
+def test_a_state_of_other_lanes_is_refused(cell: Any) -> None:
+    model = cw.Model(nn.Linear(2, 4), cell(4, 4, 2, kernel="reference"), Softmax(4, 3))
+    x = torch.zeros(3, 4, 2)
+    for some, others in ((x[:, :1], x), (x, x[:, :1]), (x, x[:, :2])):  # the first of these would be spread over the lanes of the state
+        with pytest.raises(UserError, match=f"the state has {others.shape[1]} lanes, but x has {some.shape[1]}; pass the state of these"):
+            model(some, model(others)[1])
+    with pytest.raises(UserError, match="a model reads padded inputs, not a PackedSequence"):
+        model(nn.utils.rnn.pack_sequence([x[:, 0], x[:2, 1]]))
 
 
 def test_model_output_is_the_heads() -> None:

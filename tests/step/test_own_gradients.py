@@ -199,6 +199,23 @@ def test_a_layer_frozen_in_between_is_left_alone() -> None:
     assert moved == {name for name in start if not name.startswith("head.")}
 
 
+def test_a_layer_frozen_for_one_of_two_backwards_keeps_the_gradient_of_the_other() -> None:
+    plain, trainer = Plain(), cw.Trainer(without_dropout(), {"optimizer": "sgd", "lr": 0.5, "clip": 0.3})
+    plain.loss(FIRST).backward()
+    trainer.backward(FIRST)
+    for net in (plain.net, trainer.model):
+        net.head.requires_grad_(False)
+    plain.loss(SECOND).backward()
+    trainer.backward(SECOND)
+    for net in (plain.net, trainer.model):
+        net.head.requires_grad_(True)
+    close(gradients(trainer), {name: p.grad for name, p in plain.net.named_parameters()})
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+    torch.optim.SGD(plain.parameters(), 0.5).step()
+    trainer.apply()
+    close(weights(trainer), {name: p.detach() for name, p in plain.net.named_parameters()})
+
+
 def test_numbers_that_are_not_finite() -> None:
     trainer = trainer_of()
     start = weights(trainer)

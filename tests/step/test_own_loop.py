@@ -120,6 +120,37 @@ def test_what_was_frozen_is_so_where_a_state_is_loaded(optimizer: str) -> None:
     assert_equal_weights(goes_on(first, trainer), goes_on(second, again))
 
 
+def test_what_is_unfrozen_just_before_a_state_is_saved_goes_on() -> None:
+    first, second = model(), model()
+    first.encoder.requires_grad_(False)
+    trainer = cw.Trainer(first, {"lr": 0.02, "ema": 0.5})
+    trainer.step(batch(0))
+    first.encoder.requires_grad_(True)
+    state = trainer.state_dict()
+    again = cw.Trainer(second, {"lr": 0.02, "ema": 0.5})
+    again.load_state_dict(state)
+    for each in (trainer, again):
+        each.step(batch(1))
+    assert_equal_weights(first, second)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_state_of_another_optimizer_is_refused(own: bool) -> None:
+    def trainer_of(kind: type[torch.optim.Optimizer]) -> cw.Trainer:
+        net = model()
+        spec = {} if own else {"optimizer": kind.__name__.lower(), "lr": 0.02}
+        return cw.Trainer(net, spec, optimizer=kind(net.parameters(), lr=0.02) if own else None)
+
+    trainer = trainer_of(torch.optim.Adam)
+    trainer.step(batch(0))
+    state = trainer.state_dict()
+    for kind in (torch.optim.AdamW, torch.optim.SGD):  # with the settings of Adam, AdamW would silently be Adam
+        with pytest.raises(RunError, match=f"whose optimizer is Adam, but this one has {kind.__name__}; use the same in both"):
+            trainer_of(kind).load_state_dict(state)
+    del state["kind"]  # as earlier versions saved it
+    trainer_of(torch.optim.Adam).load_state_dict(state)
+
+
 def test_a_frozen_parameter_keeps_no_gradient() -> None:
     net = model()
     trainer = cw.Trainer(net, {"lr": 0.1, "weight_decay": 0.1})

@@ -163,6 +163,28 @@ def test_torchs_average_in_a_loop_of_ones_own(of: str) -> None:
     assert found != trainer.evaluate(given[:1])
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_weights_to_be_evaluated_are_not_trained_or_saved_as_others(ours: bool) -> None:
+    trainer = cw.Trainer(net := build(), KEYS if ours else {"lr": 0.05})
+    averaged = None if ours else AveragedModel(net)
+    [first, second] = batches(2)
+    trainer.step(first)
+    state, raw = trainer.state_dict(), trainer.gathered()
+    trainer.backward(second)
+    with trainer.evaluation_weights(averaged):
+        for refused in (trainer.apply, lambda: trainer.backward(second), lambda: trainer.load_state_dict(state)):
+            with pytest.raises(UserError, match=r"inside trainer\.evaluation_weights\(\) the model has other weights"):
+                refused()
+    trainer.zero_grad()
+    with trainer.evaluation_weights(averaged):
+        trainer.evaluate([second])
+        for refused in (lambda: trainer.step(second), trainer.state_dict):
+            with pytest.raises(UserError, match=r"inside trainer\.evaluation_weights\(\) the model has other weights"):
+                refused()
+    assert all(torch.equal(tensor, raw[name]) for name, tensor in trainer.gathered().items())
+    trainer.step(second)
+
+
 def test_an_average_of_another_model_or_beside_our_own_is_refused() -> None:
     trainer = cw.Trainer(build(), {"lr": 0.05})
     with (

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
@@ -147,7 +148,12 @@ class Model(nn.Module):
         `lengths`, `fresh` and `lanes` are [B]. Lengths are those of x, also if a front shortens it. `fresh` lanes start from the initial
         state instead of the given one. `resets` [T, B], true or false: a new sequence starts with this step.
         """
+        if isinstance(x, PackedSequence):
+            raise UserError("a model reads padded inputs, not a PackedSequence; pad_packed_sequence gives these, and their lengths")
         steps, count = x.shape[:2]
+        if state is not None and not torch.compiler.is_compiling():  # a program for any number of lanes knows none
+            for part in (part for carry in state.carries for part in carry if part.shape[1] != count):
+                raise UserError(f"the state has {part.shape[1]} lanes, but x has {count}; pass the state of these lanes, or none")
         lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)

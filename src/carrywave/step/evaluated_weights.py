@@ -22,14 +22,25 @@ if TYPE_CHECKING:
 def evaluation_weights(trainer: Trainer, of: nn.Module | None) -> AbstractContextManager[None]:
     """A context inside which the parameters have the values to be evaluated, as `Trainer.evaluation_weights` describes."""
     if of is not None:
-        return _taken_from(of, trainer)
+        return _lent(trainer, _taken_from(of, trainer))
     if trainer.sync is not None:
-        return trainer.sync.swapped()
-    if trainer.user_optimizer:
+        return _lent(trainer, trainer.sync.swapped())
+    if trainer.user_optimizer or not weight_average.averaged(trainer.optimizer):
         return nullcontext()  # torch's ASGD has averages in its state that are the user's business
     if trainer.pieces is not None:
-        return trainer.pieces.averaged(trainer.optimizer)
-    return weight_average.swapped(trainer.optimizer)
+        return _lent(trainer, trainer.pieces.averaged(trainer.optimizer))
+    return _lent(trainer, weight_average.swapped(trainer.optimizer))
+
+
+@contextmanager
+def _lent(trainer: Trainer, weights: AbstractContextManager[None]) -> Iterator[None]:
+    """Use these weights, and have the trainer know that they are not those that it trains."""
+    with weights:
+        outer, trainer.user_gradients.lent = trainer.user_gradients.lent, True
+        try:
+            yield
+        finally:
+            trainer.user_gradients.lent = outer
 
 
 @contextmanager

@@ -299,10 +299,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
         self.user_gradients.check_applied()
+        if self.sync is None:
+            self.follow()  # what has been unfrozen since the last step has a state too, its first
         return trainer_state.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
+        self.user_gradients.check_trained()
         trainer_state.load_state_dict(self, state)
         self.user_gradients = UserGradients()
 

@@ -79,6 +79,7 @@ def state_dict(trainer: TrainerView) -> dict[str, Any]:
         "optimizer": _on_host(_whole(trainer, row_parts.joined(states))),
         "groups": [_settings(group) for group in trainer.optimizer.param_groups] if user_state is None else [],
         "own_optimizer": user_state,
+        "kind": type(trainer.optimizer).__name__,
         "carry": _on_host(_joined(carries)),
         "scaler": {} if trainer.scaler is None else _on_host(trainer.scaler.tensors()),
         "position": {"batches": trainer.uncounted, "lanes": None if trainer.lanes is None else list(trainer.lanes)},
@@ -92,7 +93,7 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
     text, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
-            _check(given, user_optimizer=trainer.user_optimizer)
+            _check(given, trainer.optimizer, user_optimizer=trainer.user_optimizer)
             text, tensors = pack(given)
     text = all_gather_text(world, text)[0]
     state = unpack(text, broadcast(world, tensors))
@@ -156,13 +157,19 @@ def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda pair: pair[0])], dim=1) for name, parts in pieces.items()}
 
 
-def _check(given: Mapping[str, Any], *, user_optimizer: bool) -> None:
+def _check(given: Mapping[str, Any], optimizer: torch.optim.Optimizer, *, user_optimizer: bool) -> None:
     if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
         raise RunError("not a trainer state; pass what trainer.state_dict() returned on rank 0")
     if (given["own_optimizer"] is not None) != user_optimizer:
         kinds = ("your own optimizer", "the spec's optimizer")
         state_kind, trainer_kind = kinds if given["own_optimizer"] is not None else kinds[::-1]
         raise RunError(f"the state is from a trainer with {state_kind}, but this one has {trainer_kind}; use the same in both")
+    # With Adam's settings, AdamW would be Adam. Earlier versions did not save the class.
+    if (kind := given.get("kind", type(optimizer).__name__)) != type(optimizer).__name__:
+        raise RunError(
+            f"the state is from a trainer whose optimizer is {kind}, but this one has {type(optimizer).__name__}; use the same in both, or "
+            'create the trainer from a model with state["weights"] alone'
+        )
 
 
 def _whole(trainer: TrainerView, state: dict[str, Tensor]) -> dict[str, Tensor]:

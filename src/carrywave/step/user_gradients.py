@@ -51,6 +51,7 @@ class UserGradients:
 
     pending: Pending | None = None
     last: Position | None = None  # before the last backward, since the last update
+    lent: bool = False  # True inside `Trainer.evaluation_weights`, where the model has other weights than those that are trained
     _captured: dict[int, Tensor | None] = field(default_factory=dict)  # what captured steps keep in `.grad`, by the parameter's id
     _whole: tuple[Engine, Engine] | None = None  # the trainer's engine, and one like it whose gradients are whole on every worker
 
@@ -66,6 +67,7 @@ class UserGradients:
 
     def backward(self, trainer: Trainer, batches: Sequence[Batch], weight: float, *, again: bool) -> StepResult:
         """One pass over these batches; its gradient is added to what earlier ones left in `.grad`."""
+        self.check_trained()
         if trainer.sync is not None:
             raise UserError(f"train.sync={trainer.spec.sync} exchanges weights after whole steps; use trainer.step, or train.sync=step")
         if again and self.last is None:
@@ -84,6 +86,9 @@ class UserGradients:
                 parameter.grad = kept.get(id(parameter))
             raise
         _add([p for _, p in trainer.named], kept, weight)
+        for parameter in held:
+            if not parameter.requires_grad:  # it may be trained again when the gradients are applied
+                parameter.grad = kept.get(id(parameter))
         sound, codes = result.sound.clone(), result.codes.clone()
         if self.pending is not None:
             sound, codes = sound & self.pending.sound, torch.maximum(codes, self.pending.codes)
@@ -92,15 +97,16 @@ class UserGradients:
 
     def apply(self, trainer: Trainer) -> StepResult:
         """Clip what is in `.grad`, and update."""
+        self.check_trained()
         with raise_on_all(trainer.mesh.world):
             if self.pending is None:
                 raise UserError("there is no gradient to apply; call trainer.backward(batch) before trainer.apply()")
         pending = self.pending
         self.pending = self.last = None
         kept = {id(p): p.grad for p in trainer.held.parameters.values()}
-        if trainer.follow():
-            for _, parameter in trainer.named:
-                parameter.grad = kept[id(parameter)]
+        trainer.follow()
+        for parameter in trainer.held.parameters.values():
+            parameter.grad = kept[id(parameter)] if parameter.requires_grad else None
         with span("update"), trainer.hooks.put_off():
             return self.engine(trainer).update.apply(pending.sound, pending.codes)
 
@@ -111,10 +117,19 @@ class UserGradients:
             parameter.grad = None
 
     def check_applied(self) -> None:
-        """Refuse what would lose gradients that wait to be applied."""
+        """Refuse what would lose gradients that wait to be applied, or the weights that are trained."""
+        self.check_trained()
         if self.pending is not None:
             raise UserError(
                 "gradients of trainer.backward have not been applied; call trainer.apply(), or trainer.zero_grad() to drop them"
+            )
+
+    def check_trained(self) -> None:
+        """Refuse to train or save weights that are only there to be evaluated."""
+        if self.lent:
+            raise UserError(
+                "inside trainer.evaluation_weights() the model has other weights than those that are trained; step, backward, apply, "
+                "state_dict and load_state_dict belong outside of it, and trainer.gathered() gives the weights that it has"
             )
 
     def end(self, trainer: Trainer) -> None:
