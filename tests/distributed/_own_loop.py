@@ -139,6 +139,13 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
     encoder = list(net.encoder.parameters())  # as they are before a trainer gives some up
     own = optimizer_for(case, net)
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
+    keys |= (
+        {"shard_optimizer": True}
+        if case.endswith("in pieces") and "WORLD_SIZE" in os.environ
+        else {"reproducible": True}
+        if case.endswith("in shards")
+        else {}
+    )
     trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case.startswith("one lane") else None)
     net.head.counts_all = case == "one lane, all counted"
     others: list[cw.Trainer] = []
@@ -155,6 +162,8 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
                 parameter.requires_grad_(number not in (1, 2))
         if case == "spares":
             net.head.spares = number == 2
+        if case.startswith("there and back") and number == 2:
+            net.float().double()  # which moves weights and gradients, as to save them in half precision would
         batches = [batch(number)]
         if case.startswith("one lane"):
             batches = [replace(batch(number, 1), fresh=torch.ones(1, dtype=torch.bool), goes_on=False)]

@@ -42,6 +42,9 @@ SAME = (
     "one lane, all counted",
     "few lanes, goes on",
     "any module",
+    "there and back",
+    "there and back, in pieces",
+    "there and back, in shards",
 )
 DIFFERENT = {
     "another batch": "rank 1 got a different batch than rank 0",

@@ -86,3 +86,14 @@ def test_what_its_owner_vouches_for_is_looked_at_for_its_weights_alone() -> None
     model.head.splittable = True
     assert watched(model, CHANGES["head.temperature"]) is None
     assert watched(model, CHANGES["head.out.weight"]) == "head.out.weight"
+
+
+def test_a_model_that_is_in_evaluation_mode_as_after_the_last_step_has_not_changed() -> None:
+    model = made()
+    watch = ModelWatch(model, TrainingModes(model))
+    model.eval()
+    watch.begin()
+    assert watch.changed() is None
+    model.train()  # after an evaluation of the callback's own
+    assert watch.changed() is None
+    assert not model.training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,19 @@ def test_a_learned_carry_is_no_stranger(plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, learned_carry=True), Head()).double()
     cw.Trainer(net, SGD, plan=plan).step(batch())
+
+
+def test_a_learned_carry_learns_from_a_first_batch_that_has_nothing_to_continue() -> None:
+    """Its lanes start a new sequence, whatever they are called."""
+    torch.manual_seed(0)
+    net = cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, learned_carry=True), Head()).double()
+    other = copy.deepcopy(net)
+    x, target = torch.randn(T, B, 2, dtype=torch.float64), torch.randint(CLASSES, (T, B))
+    for each, fresh in ((net, True), (other, False)):
+        trainer = cw.Trainer(each, {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}, plan={"chunk_steps": 2})
+        trainer.backward(cw.Batch.of(x, target, fresh=fresh))
+    for one, same in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(same.grad, one.grad, rtol=0, atol=0)
 
 
 # --- What a trainer is given

@@ -70,8 +70,7 @@ class AllReduce(Gradients):
         for each in wanted:
             # Backward reaches the last layers first.
             buffers = FlatBuffers(by_dtype(each.parameters[::-1]), allocate=each.group.zeros if isinstance(each.group, GroupSum) else None)
-            self._flats += buffers.flats
-            self._summed |= buffers.by_id
+            self._summed |= self._kept_in(buffers)
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):
                 start = 0
                 for run in _runs(part, bucket_bytes or (BUCKET_BYTES if each.group.overlaps else DEVICE_BUCKET_BYTES)):

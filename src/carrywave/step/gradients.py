@@ -74,6 +74,7 @@ class Gradients:
         self._summed: dict[int, Tensor] = {}  # views of the buffers of summed gradients, by the parameter's id
         self._spare: dict[int, Tensor] = {}  # the same for the others, where they need one; allocated on first use
         self._flats: list[Tensor] = []
+        self._homes: list[tuple[Tensor, Tensor]] = []  # each view with another one of the same place, which no one else has
         self._views: dict[int, Tensor] = {}  # those in use in this shard
         self._versions: list[int] | None = None  # of the gradients after the last pass, if passes add to them in place
 
@@ -88,6 +89,9 @@ class Gradients:
     def begin_shard(self, passes: int, *, static: bool = False) -> None:
         """Start a shard with this many passes. `static`: its gradients must have fixed addresses, because passes are captured."""
         self.given = [False] * len(self.trained)
+        for view, home in self._homes:
+            if view.data_ptr() != home.data_ptr():
+                view.data = home  # `model.half()` and back, or `model.cpu()` and back, move a `.grad` away without replacing it
         self._views, self._versions = self._summed, None
         if static or passes > 1:
             self._views = self._summed | self._allocated()
@@ -152,10 +156,14 @@ class Gradients:
     def _allocated(self) -> dict[int, Tensor]:
         missing = [p for p in self.trained if id(p) not in self._summed and id(p) not in self._spare]
         if missing:
-            buffers = FlatBuffers(by_dtype(missing))
-            self._flats += buffers.flats
-            self._spare |= buffers.by_id
+            self._spare |= self._kept_in(FlatBuffers(by_dtype(missing)))
         return self._spare
+
+    def _kept_in(self, buffers: FlatBuffers) -> dict[int, Tensor]:
+        """Use these buffers; returns their views by the ids of their parameters."""
+        self._flats += buffers.flats
+        self._homes += [(view, view.detach()) for view in buffers.views]
+        return buffers.by_id
 
     def _now(self) -> list[int]:
         return [self._views[id(p)]._version for p in self.trained]

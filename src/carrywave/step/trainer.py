@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -215,6 +216,8 @@ class Trainer:
         lanes = local_batches[0].lanes.shape[0]
         if self.keep_state and (self.state is None or lanes_of(self.state, lanes) != lanes):
             self.state = self.stage.start(lanes, self.device).detach()
+            # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.
+            local_batches[0] = replace(local_batches[0], fresh=torch.ones_like(local_batches[0].fresh))
         return local_batches, keys
 
     def _run(self, local_batches: Sequence[Batch], keys: Sequence[Tensor], *, applies: bool) -> StepResult:

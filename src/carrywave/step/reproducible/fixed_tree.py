@@ -166,7 +166,8 @@ class FixedTree(Gradients):
                 torch._foreach_zero_(root.flats)
         self._root = root
         for parameter, view in zip(self.parameters, root.views, strict=True):
-            parameter.grad = None if id(parameter) in self.unreached and not self.reduces(parameter) else view
+            # Another view of the same place: `model.half()` and back would move this one away from its buffer.
+            parameter.grad = None if id(parameter) in self.unreached and not self.reduces(parameter) else view.detach()
         views = root.by_id
         local_norms = norm_of_each([views[id(p)] for p in self._watched])
         self.local = dict(zip(map(id, self._watched), local_norms.unbind(), strict=True))

@@ -31,16 +31,22 @@ class ModelWatch:
         self._names = list(own)
         self._changes = ModuleChanges(list(own.values()), [model.given_loss] if isinstance(model, OpaqueModel) else [])
         self._before: dict[str, list[Any]] | None = None
+        self._trains = True  # False: at the last look, the model was in evaluation mode, as it is after the run's last step
 
     def begin(self) -> None:
         """Take the model as it is now."""
         if self._before is None:
             self._changes.settle()
-        self._before = self._now()
+        self._before, self._trains = self._now(), self._modes.model.training
 
     def changed(self) -> str | None:
-        """The name of something that has changed since `begin`; None if nothing has. `model.eval()` is undone, as before every step."""
-        self._modes.resume()
+        """The name of something that has changed since `begin`; None if nothing has. `model.eval()` is undone, as before every step; so is
+        `model.train()` if the model was in evaluation mode.
+        """
+        if self._trains:
+            self._modes.resume()
+        else:
+            self._modes.model.eval()
         before, after = self._before or {}, self._now()
         return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
 
