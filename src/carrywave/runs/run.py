@@ -222,22 +222,29 @@ class Run:
         data = json.dumps(value, indent=1).encode() + b"\n"
         self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
 
-    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
         """Replace weights.safetensors, now or when there is room; no snapshot is published before.
 
-        Its metadata holds the spec and the codec, so that the file is self-contained.
+        Its metadata holds the spec and the codec, so that the file is self-contained, and the step that the weights are of.
         """
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
         metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-        metadata["format"] = "pt"
+        metadata |= {"format": "pt", "step": str(step)}
 
         def later() -> Callable[[], None]:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
             return lambda: write_weights(self.weights, copies, metadata)
 
         self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
+
+    def has_weights_of(self, step: int) -> bool:
+        """True if weights.safetensors is sound and of this step; or if it does not say, having been written by an older version."""
+        try:
+            return atomic_files.read_metadata(self.weights).get("step", str(step)) == str(step)
+        except RunError:
+            return False
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
