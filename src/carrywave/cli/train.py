@@ -30,7 +30,7 @@ from carrywave.cli.workers import (
     start_workers,
 )
 from carrywave.data.files.remote import Store, is_address
-from carrywave.errors import RunError, UserError
+from carrywave.errors import ResourceError, RunError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
@@ -177,7 +177,8 @@ def _train_seeds(
         typer.echo(f"{result.ending}; resume with: carrywave train --seeds {seeds} --resume --run {result.run}")
         raise typer.Exit(ENDINGS[result.ending])
     if result.failed:
-        raise RunError(f"{result.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {result.run}")
+        kind = ResourceError if result.later else RunError
+        raise kind(f"{result.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {result.run}")
     typer.echo(f"predict with all of them: carrywave predict {result.run}/seed-* INPUT")
 
 
