@@ -39,7 +39,7 @@ from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
 from carrywave.runs.watcher import Silent
 from carrywave.spec.defaults import AUTO, suited, with_precision
-from carrywave.spec.load import dump, load, parse, read_values, with_overrides
+from carrywave.spec.load import dump, load, parse, read_own, with_overrides
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
 
@@ -196,7 +196,7 @@ def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
         if not keeps_the_run(where):
             return {}
         raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
-    return read_values(path)
+    return read_own(path)
 
 
 def _run_exists(run: str | None) -> bool:
