@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.json"
+STOPPED = ("interrupted", "terminated")  # endings of a process, not of the run
 TAIL_BYTES = 1 << 16  # of a log: enough for its last line
 
 
@@ -43,14 +44,15 @@ def last_trace(timing: Path) -> Trace | None:
 
 
 def unended(folder: Path) -> bool:
-    """True if the process that was started last recorded no end: it was killed, or it failed."""
+    """True if the process that was started last recorded no end of the run: it was killed, it failed, or it was asked to stop."""
     if not (folder / HISTORY).is_file():
         return False
     try:
-        events = [json.loads(line)["event"] for line in (folder / HISTORY).read_text().splitlines()]
-    except (OSError, ValueError, TypeError, KeyError):
+        rows = [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+        last = next((row for row in reversed(rows) if row["event"] in ("start", "end")), {"event": "end"})
+        return last["event"] == "start" or last.get("ending") in STOPPED
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
-    return next((event == "start" for event in reversed(events) if event in ("start", "end")), False)
 
 
 def start_row(step: int, before: Trace | None, *, attempt: int, workers: int, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
