@@ -91,5 +91,8 @@ def test_real_runs_are_trained_searched_and_joined(tmp_path: Path) -> None:
     searched = ["tune", *words, "train.lr=1e-3..1e-1", "--trials", "2", "--run", str(tmp_path / "s"), "--device", "cpu"]
     shown = invoke(app, searched)
     assert shown.exit_code == 0, shown.output
+    (tmp_path / "text.txt").write_text("the carry goes on and on\n" * 61)
+    shown = invoke(app, ["tune", "--resume", "--trials", "3", "--run", str(tmp_path / "s"), "--device", "cpu"])
+    assert shown.exit_code == 2, shown.output
     shown = invoke(app, ["train", str(tmp_path / "s" / "best.yaml"), "--run", str(tmp_path / "best"), "--device", "cpu"])
     assert shown.exit_code == 0, shown.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -126,6 +127,22 @@ def test_a_trial_that_goes_on_without_its_killed_search_is_waited_for(tmp_path: 
     assert left.process.poll() == 75
     assert [row["state"] for row in found.rows] == ["finished"]
     assert "trial-1 is still being trained by a process that was started before; waiting for it to end" in lines[0]
+
+
+def test_a_search_is_not_resumed_on_other_data_than_its_trials_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text('{"steps": [[1.0]], "label": "x"}\n')
+    tune(tmp_path / "s", {"train.lr": RATES}, trials=2)
+    digest = hashlib.sha256(Path("b.jsonl").read_bytes()).hexdigest()
+    (tmp_path / "s" / "trial-1" / "facts.json").write_text(json.dumps({"files": {"valid": digest}}))
+    tune(tmp_path / "s", {"train.lr": RATES}, trials=3, resume=True)
+    with Path("b.jsonl").open("a") as file:
+        file.write('{"steps": [[2.0]], "label": "y"}\n')
+    with pytest.raises(
+        RunError, match=r"the data has changed since trial 1 of .* \(b.jsonl\).*; restore the old data, or start a new search"
+    ):
+        tune(tmp_path / "s", {"train.lr": RATES}, trials=4, resume=True)
 
 
 def test_a_search_in_which_all_fail_ends(tmp_path: Path) -> None:

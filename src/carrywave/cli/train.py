@@ -146,8 +146,9 @@ def _train(
             dry_run=dry_run,
             **how,
         )
-    # After a restart, evaluations from earlier attempts of this launch are only in the run's metrics file.
-    write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
+    # Evaluations of earlier processes, before a resume or a restart, are only in the run's metrics file.
+    earlier = json_file is not None and not dry_run and (resume or launch_record.attempt())
+    write_rows(json_file, _evaluations(result.run) if earlier else watch.rows)
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from carrywave.data.prepare import digests_of
 from carrywave.errors import ResourceError, RunError, SpecError, UserError, option
 from carrywave.report.tune_page import render_search
 from carrywave.runs import output_file
@@ -129,6 +130,7 @@ def run_search(
             output_file.write(folder / BASE, dump_yaml(_plain(base or {})))
             journal.begin(search)
             trials = []
+        _check_data(folder, trials, read_values(folder / BASE))
         going = _Going(folder, search, read_values(folder / BASE), how, journal, trials)
         until = None if how.seconds is None else time.monotonic() + how.seconds
         why = run_jobs(going.next_job, places, going.look, going.ended, until=until, say=how.say)
@@ -163,6 +165,20 @@ def _check_same(folder: Path, search: Search, base: Mapping[str, Any] | None, sp
     ):
         if given is not None and given != known:
             raise RunError(f"{folder} is a search with another {what}; leave it out to go on with that one, or use another {option('run')}")
+
+
+def _check_data(folder: Path, trials: Sequence[Trial], base: Mapping[str, Any]) -> None:
+    """Refuse to go on with other data than the trials so far were judged on: their values would be compared with those of new ones."""
+    for trial in trials:
+        facts = folder / f"trial-{trial.number}" / "facts.json"
+        if trial.values and facts.is_file():
+            before = json.loads(facts.read_bytes()).get("files", {})
+            now = {key.removeprefix("data."): file for key, file in digests_of(spec_with(base, trial.keys)).items()}
+            for part, (name, digest) in now.items():
+                if before.get(part, digest) != digest:
+                    fact = f"the data has changed since trial {trial.number} of {folder} ({name}), so that trials could not be compared"
+                    raise RunError(f"{fact}; restore the old data, or start a new search")
+            return
 
 
 class _Going:
