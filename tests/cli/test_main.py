@@ -278,7 +278,7 @@ def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> N
         return SimpleNamespace(ending="done")
 
     install("carrywave.train.fit", train=train)
-    (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\n")
+    (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\nplan: auto\n")
     assert call("train", "--resume", "--run", str(tmp_path), "train.epochs=3")[0] == 0
     assert seen == [parse({"model": {"hidden": 8}, "train": {"epochs": 3}}, own=True)]
 
