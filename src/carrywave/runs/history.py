@@ -7,6 +7,7 @@ Both depend on the clock, and neither is truncated on resume: steps that were co
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
@@ -48,11 +49,19 @@ def unended(folder: Path) -> bool:
     if not (folder / HISTORY).is_file():
         return False
     try:
-        rows = [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+        lines = (folder / HISTORY).read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a power cut may tear the last one
         last = next((row for row in reversed(rows) if row["event"] in ("start", "end")), {"event": "end"})
         return last["event"] == "start" or last.get("ending") in STOPPED
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
+
+
+def drop_torn(folder: Path) -> None:
+    """Cut off a last line without its end: the next one must not be joined to it."""
+    path = folder / HISTORY
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def start_row(step: int, before: Trace | None, *, attempt: int, workers: int, device: str, versions: Mapping[str, str]) -> dict[str, Any]:

@@ -26,6 +26,9 @@ class NullRun(Run):
     def write_metrics(self, row: Mapping[str, Value]) -> None:
         """Do nothing."""
 
+    def write_history(self, row: Mapping[str, Value]) -> None:
+        """Do nothing."""
+
     def write_timeline(self, value: Any) -> None:
         """Do nothing."""
 

@@ -27,7 +27,7 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.atomic_files import HashedLog
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
 from carrywave.runs.event_log import EventLog
-from carrywave.runs.history import HISTORY, TIMELINE
+from carrywave.runs.history import HISTORY, TIMELINE, drop_torn
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run_place import check_name, check_place, free_place, never_began, refuse_occupied, remove_empty
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
@@ -214,6 +214,9 @@ class Run:
 
     def write_history(self, row: Mapping[str, Value]) -> None:
         """Append a line to history.jsonl."""
+        if row["event"] == "start":
+            with suppress(OSError):  # what cannot be written now waits
+                drop_torn(self.path)
         self._append(HISTORY, row)
 
     def write_timeline(self, value: Any) -> None:
