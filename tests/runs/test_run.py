@@ -305,7 +305,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
         assert files(tmp_path / "x") == ["owner.json"]
         return
     for _ in range(2):
-        getattr(run, act)(values[act])
+        getattr(run, act)(*values[act])
     assert files(tmp_path / "x") == ["owner.json"]
     [line] = said
     assert re.search("could not be written: No space left on device; the run continues, and keeps it in memory; free disk space$", line)
