@@ -310,7 +310,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
     [line] = said
     assert re.search("could not be written: No space left on device; the run continues, and keeps it in memory; free disk space$", line)
     monkeypatch.undo()
-    getattr(run, act)(values[act])
+    getattr(run, act)(*values[act])
     assert said[1:] == [f"{tmp_path / 'x'}: all that was kept in memory is written"]
     [made] = [name for name in files(tmp_path / "x") if name != "owner.json"]
     rows = 3 if act != "write_weights" else None
