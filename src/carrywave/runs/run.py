@@ -242,13 +242,6 @@ class Run:
 
         self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
 
-    def has_weights_of(self, step: int) -> bool:
-        """True if weights.safetensors is sound and of this step; or if it does not say, having been written by an older version."""
-        try:
-            return atomic_files.read_metadata(self.weights).get("step", str(step)) == str(step)
-        except RunError:
-            return False
-
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
         if self._events is not None:

@@ -17,7 +17,7 @@ from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import Manifest
 from carrywave.runs.checkpoint.part_transfer import handed_out
 from carrywave.runs.checkpoint.same_spec import sound
-from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored, snapshot_of_best, under
+from carrywave.runs.checkpoint.snapshot import Stored, are_of, mend_best, open_stored, snapshot_of_best, under
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
@@ -135,7 +135,7 @@ class Checkpointer:
         """
 
         def found() -> Sequence[Any] | None:
-            if state.weights_step < 0 or self.folder.has_weights_of(state.weights_step):
+            if state.weights_step < 0 or are_of(self.folder.weights, state.weights_step):
                 return []
             best = snapshot_of_best(self.folder.snapshots, state.numbers())
             return None if best is None else best.to_json()
