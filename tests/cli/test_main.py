@@ -242,6 +242,17 @@ def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
     assert out.startswith(dump(load(None, ["model.hidden=8", "train.precision=fp32"])))
 
 
+def test_a_resumed_run_writes_its_earlier_evaluations_too(install: Install, tmp_path: Path) -> None:
+    run, rows = tmp_path / "run", [{"split": split, "epoch": 1, "step": 5, "loss": 0.5} for split in ("train", "valid", "test")]
+    run.mkdir()
+    (run / "spec.yaml").write_text(dump(Spec()))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done", run=run))
+    words = ("train", "--run", str(run), "--resume", "--device", "cpu", "--json", str(tmp_path / "rows.json"))
+    assert call(*words)[0] == 0
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows[1:]
+
+
 def test_continue_resumes_what_is_there(install: Install, tmp_path: Path) -> None:
     seen: list[bool] = []
 
@@ -267,7 +278,7 @@ def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> N
         return SimpleNamespace(ending="done")
 
     install("carrywave.train.fit", train=train)
-    (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\n")
+    (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\nplan: auto\n")
     assert call("train", "--resume", "--run", str(tmp_path), "train.epochs=3")[0] == 0
     assert seen == [parse({"model": {"hidden": 8}, "train": {"epochs": 3}}, own=True)]
 

@@ -70,7 +70,7 @@ def test_a_killed_run_that_is_resumed_with_less_to_do_records_its_end(tmp_path: 
     train(3)
     log = tmp_path / "run" / "history.jsonl"
     start, _ = log.read_text().splitlines(keepends=True)
-    log.write_text(start)  # as a kill leaves it
+    log.write_text(start + '{"event": "e')  # as a power cut leaves it
     train(2, resume=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["event"] for row in rows] == ["start", "start", "end"]

@@ -269,7 +269,7 @@ def test_weights_carry_spec_and_codec(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "x", "language")
     run.write_spec(Spec())
     run.write_json("codec.json", {"tokens": ["ä"]})
-    run.write_weights({"w": torch.ones(2)})
+    run.write_weights({"w": torch.ones(2)}, 1)
     assert load_weights(run.weights, {"w": ((2,), torch.float32)})["w"].tolist() == [1.0, 1.0]
     told = atomic_files.read_metadata(run.weights)
     assert told["spec"] == dump(Spec())
@@ -282,16 +282,16 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
         raise OSError(errno.ENOSPC, "No space left on device")
 
     values: dict[str, Any] = {
-        "write_spec": Spec(),
-        "write_metrics": ROW,
-        "write_timing": ROW,
-        "write_weights": {"w": torch.ones(1)},
+        "write_spec": (Spec(),),
+        "write_metrics": (ROW,),
+        "write_timing": (ROW,),
+        "write_weights": ({"w": torch.ones(1)}, 1),
     }
     run = Run.create(tmp_path / "x", "language", events=False)
     monkeypatch.setattr(Path, "open", full)
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(ResourceError, match=r"could not be written: No space left on device; free disk space"):
-        getattr(run, act)(values[act])
+        getattr(run, act)(*values[act])
     monkeypatch.undo()
     assert files(tmp_path) == []
     run.make()
@@ -305,12 +305,12 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
         assert files(tmp_path / "x") == ["owner.json"]
         return
     for _ in range(2):
-        getattr(run, act)(values[act])
+        getattr(run, act)(*values[act])
     assert files(tmp_path / "x") == ["owner.json"]
     [line] = said
     assert re.search("could not be written: No space left on device; the run continues, and keeps it in memory; free disk space$", line)
     monkeypatch.undo()
-    getattr(run, act)(values[act])
+    getattr(run, act)(*values[act])
     assert said[1:] == [f"{tmp_path / 'x'}: all that was kept in memory is written"]
     [made] = [name for name in files(tmp_path / "x") if name != "owner.json"]
     rows = 3 if act != "write_weights" else None
@@ -369,7 +369,7 @@ def test_weights_that_found_no_room_are_those_of_their_step(tmp_path: Path, monk
     weight = torch.ones(2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        run.write_weights({"w": weight})
+        run.write_weights({"w": weight}, 1)
         with pytest.raises(ResourceError, match=r"weights\.safetensors could not be written"):
             run.sync()
     weight.add_(1)  # training goes on

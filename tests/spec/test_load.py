@@ -333,6 +333,13 @@ specs = st.builds(
 )
 
 
+@pytest.mark.parametrize("lines", [0, 1, 30])
+def test_a_run_s_own_spec_that_lost_its_end_is_refused(lines: int, spec_file: Path) -> None:
+    spec_file.write_text("".join(dump(Spec()).splitlines(keepends=True)[:lines]))
+    with pytest.raises(SpecError, match="is damaged: its end is missing; restore it"):
+        load_own(spec_file)
+
+
 @given(specs)
 def test_what_is_dumped_loads_to_an_equal_spec(tmp_path_factory: pytest.TempPathFactory, spec: Spec) -> None:
     path = tmp_path_factory.mktemp("spec") / "spec.yaml"

@@ -122,6 +122,8 @@ def test_a_stop_in_an_evaluation_is_a_stop_like_any_other(part: str, case: dict[
     again = go(asked, tmp_path / "left", resume=True)
     assert (again.ending, again.metrics) == (whole.ending, whole.metrics)
     assert state(tmp_path / "left") == state(tmp_path / "whole")
+    history = [json.loads(line) for line in (tmp_path / "left" / "history.jsonl").read_text().splitlines()]
+    assert [row.get("ending", row["event"]) for row in history] == ["start", "terminated", "start", whole.ending]
 
 
 def test_the_test_row_names_the_end_and_the_step_of_the_weights(tmp_path: Path) -> None:

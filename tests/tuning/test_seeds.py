@@ -52,6 +52,12 @@ def test_a_seed_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quick_runs")
+def test_seeds_that_the_machine_failed_may_be_tried_again(tmp_path: Path) -> None:
+    assert train_seeds(SPEC, 2, run=tmp_path / "s", device="cpu", words=["model.hidden=26"]).later
+    assert not train_seeds(SPEC, 2, run=tmp_path / "t", device="cpu", words=["model.hidden=13"]).later
+
+
+@pytest.mark.usefixtures("_quick_runs")
 def test_the_command_says_how_to_predict_with_all(tmp_path: Path) -> None:
     words = ["train", "task=classification", "data.train=a.jsonl", "data.valid=b.jsonl", "--seeds", "2", "--run", str(tmp_path / "r")]
     shown = CliRunner().invoke(app, [*words, "--device", "cpu", "--json", str(tmp_path / "rows.json")])
@@ -85,5 +91,8 @@ def test_real_runs_are_trained_searched_and_joined(tmp_path: Path) -> None:
     searched = ["tune", *words, "train.lr=1e-3..1e-1", "--trials", "2", "--run", str(tmp_path / "s"), "--device", "cpu"]
     shown = invoke(app, searched)
     assert shown.exit_code == 0, shown.output
+    (tmp_path / "text.txt").write_text("the carry goes on and on\n" * 61)
+    shown = invoke(app, ["tune", "--resume", "--trials", "3", "--run", str(tmp_path / "s"), "--device", "cpu"])
+    assert shown.exit_code == 2, shown.output
     shown = invoke(app, ["train", str(tmp_path / "s" / "best.yaml"), "--run", str(tmp_path / "best"), "--device", "cpu"])
     assert shown.exit_code == 0, shown.output

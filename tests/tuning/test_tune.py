@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 import carrywave as cw
 from carrywave.cli.main import app
-from carrywave.errors import PlanError, RunError, SpecError, UserError, WorkerError
+from carrywave.errors import PlanError, ResourceError, RunError, SpecError, UserError, WorkerError
 from carrywave.spec.load import load
 from carrywave.tuning import child_runs, study
 from carrywave.tuning.study import Journal, Search, Trial
@@ -99,6 +100,49 @@ def test_a_run_that_dies_ends_only_its_trial(tmp_path: Path) -> None:
     assert "SIGKILL" in why[14]
     assert found.best is not None
     assert found.best.model.hidden == 4
+
+
+@pytest.mark.parametrize("hidden", [26, 27])
+def test_a_trial_that_the_machine_or_somebody_else_ended_goes_on_with_the_search(hidden: int, tmp_path: Path) -> None:
+    keys = {"model.hidden": [4, hidden]}
+    with pytest.raises(ResourceError, match=r"1 of 2 trials ended before their end, the first with: .*exit code 7[45].*go on with resume"):
+        tune(tmp_path / "s", keys)
+    assert load(tmp_path / "s" / "best.yaml").model.hidden == 4
+    found = tune(tmp_path / "s", keys, resume=True)
+    assert [row["state"] for row in found.rows] == ["finished", "finished"]
+    assert found.best is not None
+    assert found.best.model.hidden == hidden
+
+
+def test_a_trial_that_goes_on_without_its_killed_search_is_waited_for(tmp_path: Path) -> None:
+    lines: list[str] = []
+    folder, keys = tmp_path / "s", {"model.hidden": [4, 8]}
+    tune(folder, keys, trials=1)
+    Journal(folder / "tune.jsonl").write(Trial(1, {"model.hidden": 4}))  # as a search that was killed leaves it
+    (folder / "trial-1" / "metrics.jsonl").unlink()
+    left = child_runs._start(child_runs.Job(folder / "trial-1", ("model.hidden=15",)), {})
+    assert left is not None
+    threading.Timer(0.5, left.stop).start()
+    found = tune(folder, keys, trials=1, resume=True, say=lines.append)
+    assert left.process.poll() == 75
+    assert [row["state"] for row in found.rows] == ["finished"]
+    assert "trial-1 is still being trained by a process that was started before; waiting for it to end" in lines[0]
+
+
+def test_a_search_is_not_resumed_on_other_data_than_its_trials_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text('{"steps": [[1.0]], "label": "x"}\n')
+    tune(tmp_path / "s", {"train.lr": RATES}, trials=2)
+    digest = hashlib.sha256(Path("b.jsonl").read_bytes()).hexdigest()
+    (tmp_path / "s" / "trial-1" / "facts.json").write_text(json.dumps({"files": {"valid": digest}}))
+    tune(tmp_path / "s", {"train.lr": RATES}, trials=3, resume=True)
+    with Path("b.jsonl").open("a") as file:
+        file.write('{"steps": [[2.0]], "label": "y"}\n')
+    with pytest.raises(
+        RunError, match=r"the data has changed since trial 1 of .* \(b.jsonl\).*; restore the old data, or start a new search"
+    ):
+        tune(tmp_path / "s", {"train.lr": RATES}, trials=4, resume=True)
 
 
 def test_a_search_in_which_all_fail_ends(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from carrywave.cli.workers import (
     start_workers,
 )
 from carrywave.data.files.remote import Store, is_address
-from carrywave.errors import RunError, UserError
+from carrywave.errors import ResourceError, RunError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
@@ -39,7 +39,7 @@ from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
 from carrywave.runs.watcher import Silent
 from carrywave.spec.defaults import AUTO, suited, with_precision
-from carrywave.spec.load import dump, load, parse, read_values, with_overrides
+from carrywave.spec.load import dump, load, parse, read_own, with_overrides
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
 
@@ -146,8 +146,9 @@ def _train(
             dry_run=dry_run,
             **how,
         )
-    # After a restart, evaluations from earlier attempts of this launch are only in the run's metrics file.
-    write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
+    # Evaluations of earlier processes, before a resume or a restart, are only in the run's metrics file.
+    earlier = json_file is not None and not dry_run and (resume or launch_record.attempt())
+    write_rows(json_file, _evaluations(result.run) if earlier else watch.rows)
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 
@@ -177,7 +178,8 @@ def _train_seeds(
         typer.echo(f"{result.ending}; resume with: carrywave train --seeds {seeds} --resume --run {result.run}")
         raise typer.Exit(ENDINGS[result.ending])
     if result.failed:
-        raise RunError(f"{result.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {result.run}")
+        kind = ResourceError if result.later else RunError
+        raise kind(f"{result.failed}; to train what is missing: carrywave train --seeds {seeds} --resume --run {result.run}")
     typer.echo(f"predict with all of them: carrywave predict {result.run}/seed-* INPUT")
 
 
@@ -195,7 +197,7 @@ def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
         if not keeps_the_run(where):
             return {}
         raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
-    return read_values(path)
+    return read_own(path)
 
 
 def _run_exists(run: str | None) -> bool:

@@ -7,6 +7,7 @@ Both depend on the clock, and neither is truncated on resume: steps that were co
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.json"
+STOPPED = ("interrupted", "terminated")  # endings of a process, not of the run
 TAIL_BYTES = 1 << 16  # of a log: enough for its last line
 
 
@@ -43,14 +45,23 @@ def last_trace(timing: Path) -> Trace | None:
 
 
 def unended(folder: Path) -> bool:
-    """True if the process that was started last recorded no end: it was killed, or it failed."""
+    """True if the process that was started last recorded no end of the run: it was killed, it failed, or it was asked to stop."""
     if not (folder / HISTORY).is_file():
         return False
     try:
-        events = [json.loads(line)["event"] for line in (folder / HISTORY).read_text().splitlines()]
-    except (OSError, ValueError, TypeError, KeyError):
+        lines = (folder / HISTORY).read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a power cut may tear the last one
+        last = next((row for row in reversed(rows) if row["event"] in ("start", "end")), {"event": "end"})
+        return last["event"] == "start" or last.get("ending") in STOPPED
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
-    return next((event == "start" for event in reversed(events) if event in ("start", "end")), False)
+
+
+def drop_torn(folder: Path) -> None:
+    """Cut off a last line without its end: the next one must not be joined to it."""
+    path = folder / HISTORY
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def start_row(step: int, before: Trace | None, *, attempt: int, workers: int, device: str, versions: Mapping[str, str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.atomic_files import HashedLog
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
 from carrywave.runs.event_log import EventLog
-from carrywave.runs.history import HISTORY, TIMELINE
+from carrywave.runs.history import HISTORY, TIMELINE, drop_torn
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run_place import check_name, check_place, free_place, never_began, refuse_occupied, remove_empty
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
@@ -214,6 +214,9 @@ class Run:
 
     def write_history(self, row: Mapping[str, Value]) -> None:
         """Append a line to history.jsonl."""
+        if row["event"] == "start":
+            with suppress(OSError):  # what cannot be written now waits
+                drop_torn(self.path)
         self._append(HISTORY, row)
 
     def write_timeline(self, value: Any) -> None:
@@ -222,16 +225,16 @@ class Run:
         data = json.dumps(value, indent=1).encode() + b"\n"
         self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
 
-    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
         """Replace weights.safetensors, now or when there is room; no snapshot is published before.
 
-        Its metadata holds the spec and the codec, so that the file is self-contained.
+        Its metadata holds the spec and the codec, so that the file is self-contained, and the step that the weights are of.
         """
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
         metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-        metadata["format"] = "pt"
+        metadata |= {"format": "pt", "step": str(step)}
 
         def later() -> Callable[[], None]:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}

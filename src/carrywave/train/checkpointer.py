@@ -11,12 +11,13 @@ from typing import Any
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
 from carrywave.errors import Diverged, RunError, UserError, option
+from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, from_rank_0, raise_on_all
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import Manifest
 from carrywave.runs.checkpoint.part_transfer import handed_out
 from carrywave.runs.checkpoint.same_spec import sound
-from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored, under
+from carrywave.runs.checkpoint.snapshot import Stored, are_of, mend_best, open_stored, snapshot_of_best, under
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
@@ -126,6 +127,42 @@ class Checkpointer:
             if self.world.rank == 0:
                 mend_best(stored)
         return state
+
+    def mend_weights(self, state: LoopState, stored: Stored) -> None:
+        """After `restore`: have the file of the best weights be that of the best evaluation so far. Collective.
+
+        It may be of a later one: of a run that goes on from an older snapshot, or was killed before it had published the next.
+        """
+
+        def found() -> Sequence[Any] | None:
+            if state.weights_step < 0 or are_of(self.folder.weights, state.weights_step):
+                return []
+            best = snapshot_of_best(self.folder.snapshots, state.numbers())
+            return None if best is None else best.to_json()
+
+        sent = from_rank_0(self.world, found, no_timeout=True)
+        if sent == []:
+            return
+        fact = f"{self.folder.weights} does not hold the best weights so far, which are of step {state.weights_step}"
+        if sent is None:
+            if not state.trains(self.spec.train):
+                gone = f"{fact}, and their snapshot is gone"
+                raise on_every_rank(RunError(f"{gone}; resume from another snapshot, or restore the file from a copy"))
+            self.watch.say(f"{fact}, and their snapshot is gone: the next evaluation counts as the best")
+            state.best, state.best_step = None, -1
+            return
+        source = receive_snapshot(self.world, sent, self.visibility)
+        for snapshot in (source,) if source.folder == stored.folder else (source, stored):
+            with handed_out(self.world, self.visibility, snapshot, cache.folder(self.spec.data.cache)) as readable:
+                if source.folder != stored.folder:
+                    with raise_on_all(self.world, same_message=True, no_timeout=True), sound():
+                        load_state(self.trainer, readable, self.spec.lanes)
+            if snapshot is source:
+                with self.trainer.evaluation_weights():
+                    named = self.trainer.gathered(each_once=True)
+                    with raise_on_all(self.world, same_message=True, no_timeout=True):
+                        self.folder.write_weights(named, state.weights_step)
+        self.watch.say(f"{fact}: they were restored from their snapshot")
 
     @contextmanager
     def watched(self) -> Iterator[None]:

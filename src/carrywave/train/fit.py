@@ -282,6 +282,7 @@ def _train(
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)
             state.extend(spec.train)
+            checkpointer.mend_weights(state, start.snapshot)
             resuming = f"resuming from step {state.step} (epoch {state.epoch + 1})"
             watch.say(resuming if state.trains(spec.train) else state.over(spec.train))
         with raise_on_all(world):

@@ -6,6 +6,7 @@ a run prints is kept in a file beside its folder.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from carrywave.runs.run_place import check_name, check_place, refuse_occupied
 LOGS = "logs"
 COMMAND = (sys.executable, "-m", "carrywave", "train")
 POLL_SECONDS = 0.2
+PASSING = (74, 75, 130, 143)  # exit codes of runs that may succeed later: the machine lacked something, or they were asked to stop
 SHOWN_CHARACTERS = 300  # of the last line of a run that failed
 
 Place = Mapping[str, str]  # the variables of the environment that give a run its devices
@@ -69,6 +71,10 @@ class ChildRun:
             self.process.send_signal(signal.SIGTERM)
         self.asked = True
 
+    def can_go_on(self, code: int) -> bool:
+        """True if a run that has ended before its end is worth starting again: nothing in its input was wrong."""
+        return code != 0 and (self.asked or code in PASSING)
+
     def complaint(self, code: int) -> str:
         """Why a run ended that nobody asked to: the last line that it printed, and its exit code."""
         lines = [line.strip() for line in self.job.log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
@@ -84,22 +90,37 @@ def run_jobs(
     ended: Callable[[ChildRun, int], None],
     *,
     until: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Why | None:
     """Train runs until there are no more: returns None then, or why they were stopped before.
 
     `next_job` is asked for a job whenever a place is free, None if there is none. `look` is shown every run that goes on, and a last time
-    when it has ended; it returns True to stop it. `until` is the time on the monotonic clock at which all are stopped.
+    when it has ended; it returns True to stop it. `until` is the time on the monotonic clock at which all are stopped. A run that a process
+    of an earlier, killed search still trains is waited for, and `say` told so.
     """
     free, running = list(places), list[ChildRun]()
     why: Why | None = None
+    held: Job | None = None  # an earlier process still trains it
     with Stop() as stop:
         try:
             while True:
-                while free and why is None and (job := next_job()) is not None:
-                    running.append(_start(job, free.pop(0)))
-                if not running:
+                while free and why is None and (job := held or next_job()) is not None:
+                    child = _start(job, free[0])
+                    if child is None:
+                        if held is None:
+                            say(f"{job.folder} is still being trained by a process that was started before; waiting for it to end")
+                        held = job
+                        break
+                    held = None
+                    running.append(child)
+                    free.pop(0)
+                if not running and (held is None or why is not None):
                     return why
                 time.sleep(POLL_SECONDS)
+                if why is None and (stop.asked is not None or (until is not None and time.monotonic() > until)):
+                    why = stop.asked or "time"
+                    for child in running:  # before any of them is looked at: a cluster may have asked them too
+                        child.stop()
                 for child in [*running]:
                     code = child.process.poll()
                     if look(child) and code is None:
@@ -108,10 +129,6 @@ def run_jobs(
                         running.remove(child)
                         free.append(child.place)
                         ended(child, code)
-                if why is None and (stop.asked is not None or (until is not None and time.monotonic() > until)):
-                    why = stop.asked or "time"
-                    for child in running:
-                        child.stop()
         finally:  # a second Ctrl-C, or a fault of ours
             for child in running:
                 child.process.kill()
@@ -119,10 +136,17 @@ def run_jobs(
                 child.process.wait()
 
 
-def _start(job: Job, place: Place) -> ChildRun:
+def _start(job: Job, place: Place) -> ChildRun | None:
+    """Start a run; None if a process of an earlier search, which was killed, still trains it."""
     command = [*COMMAND, *job.words, "--run", str(job.folder), "--continue"]
     job.log.parent.mkdir(exist_ok=True)
     with job.log.open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the run, which inherits it, until it has ended
+        except BlockingIOError:
+            return None
+        except OSError:
+            pass  # a file system without locks
         # A session of its own: Ctrl-C in a terminal reaches this process, which stops its runs in order.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **place}, start_new_session=True

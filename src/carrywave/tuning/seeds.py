@@ -33,6 +33,7 @@ class SeedsResult:
     summary: str  # their median and spread
     failed: str  # the first that failed, and why; empty if none did
     ending: Why | None  # why they were stopped
+    later: bool = False  # what failed may succeed later: nothing in the input was wrong
 
 
 def train_seeds(
@@ -72,22 +73,24 @@ def train_seeds(
             )
             for number in range(1, seeds + 1)
         ]
-        waiting, complaints = list(jobs), list[str]()
+        waiting, complaints = list(jobs), list[tuple[str, bool]]()
 
         def ended(child: ChildRun, code: int) -> None:
             name = child.job.folder.name
             if code and not child.asked:
-                complaints.append(f"{name} failed: {child.complaint(code)}")
-                say(complaints[-1])
+                complaints.append((f"{name} failed: {child.complaint(code)}", child.can_go_on(code)))
+                say(complaints[-1][0])
             elif not code:
                 say(f"{name}: {_in_words(_best(child.job.folder, spec), spec)}")
 
-        why = run_jobs(lambda: waiting.pop(0) if waiting else None, places, lambda _: False, ended)
+        why = run_jobs(lambda: waiting.pop(0) if waiting else None, places, lambda _: False, ended, say=say)
         rows = []
         for number, job in enumerate(jobs):
             best = _best(job.folder, spec)
             rows.append({"run": str(job.folder), "seed": spec.train.seed + number, **(best or {})})
-    return SeedsResult(folder, rows, _summary(rows, spec), complaints[0] if complaints else "", why)
+    return SeedsResult(
+        folder, rows, _summary(rows, spec), complaints[0][0] if complaints else "", why, all(later for _, later in complaints)
+    )
 
 
 def _best(folder: Path, spec: Spec) -> dict[str, Any] | None:

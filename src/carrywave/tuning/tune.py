@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from carrywave.errors import RunError, SpecError, UserError, option
+from carrywave.data.prepare import digests_of
+from carrywave.errors import ResourceError, RunError, SpecError, UserError, option
 from carrywave.report.tune_page import render_search
 from carrywave.runs import output_file
 from carrywave.runs.run_place import free_place
@@ -129,9 +130,10 @@ def run_search(
             output_file.write(folder / BASE, dump_yaml(_plain(base or {})))
             journal.begin(search)
             trials = []
+        _check_data(folder, trials, read_values(folder / BASE))
         going = _Going(folder, search, read_values(folder / BASE), how, journal, trials)
         until = None if how.seconds is None else time.monotonic() + how.seconds
-        why = run_jobs(going.next_job, places, going.look, going.ended, until=until)
+        why = run_jobs(going.next_job, places, going.look, going.ended, until=until, say=how.say)
         return going.result(why)
 
 
@@ -163,6 +165,20 @@ def _check_same(folder: Path, search: Search, base: Mapping[str, Any] | None, sp
     ):
         if given is not None and given != known:
             raise RunError(f"{folder} is a search with another {what}; leave it out to go on with that one, or use another {option('run')}")
+
+
+def _check_data(folder: Path, trials: Sequence[Trial], base: Mapping[str, Any]) -> None:
+    """Refuse to go on with other data than the trials so far were judged on: their values would be compared with those of new ones."""
+    for trial in trials:
+        facts = folder / f"trial-{trial.number}" / "facts.json"
+        if trial.values and facts.is_file():
+            before = json.loads(facts.read_bytes()).get("files", {})
+            now = {key.removeprefix("data."): file for key, file in digests_of(spec_with(base, trial.keys)).items()}
+            for part, (name, digest) in now.items():
+                if before.get(part, digest) != digest:
+                    fact = f"the data has changed since trial {trial.number} of {folder} ({name}), so that trials could not be compared"
+                    raise RunError(f"{fact}; restore the old data, or start a new search")
+            return
 
 
 class _Going:
@@ -227,6 +243,8 @@ class _Going:
         elif child.asked and code != 0:
             self._put(replace(trial, state="stopped"))
             return
+        elif child.can_go_on(code):
+            trial = replace(trial, state="stopped", why=child.complaint(code))
         elif code != 0:
             trial = replace(trial, state="failed", why=child.complaint(code))
         elif trial.best(self.search.metric) is None:
@@ -244,9 +262,10 @@ class _Going:
         best, keys = trial.best(self.search.metric), " ".join(overrides_of(trial.keys))
         reached = "" if best is None else f" {self.search.metric} {best:.4g}"
         self.how.say(f"trial {trial.number} {trial.state}:{reached} {keys}{f'; {trial.why}' if trial.why else ''}")
-        failed = [each for each in self.trials.values() if each.state == "failed"]
+        failed = [each for each in self.trials.values() if each.why]
         if len(failed) >= MOST_FAILURES and not any(each.state in ("finished", "pruned") for each in self.trials.values()):
-            raise RunError(f"the first {len(failed)} trials failed, the first with: {failed[0].why}")
+            kind = ResourceError if all(each.state == "stopped" for each in failed) else RunError
+            raise kind(f"the first {len(failed)} trials failed, the first with: {failed[0].why}")
 
     def _put(self, trial: Trial) -> None:
         self.trials[trial.number] = trial
@@ -265,16 +284,25 @@ class _Going:
             if trial.state in ("finished", "stopped") and (value := trial.best(metric)) is not None
         ]
         rows = [_row(trial, metric) for trial in self.trials.values()]
+        unfinished = [trial for trial in self.trials.values() if trial.state == "stopped" and trial.why]
         if not judged:
-            if why is None:
+            if why is None and not unfinished:
                 raise RunError(f"no trial of {self.folder} was evaluated; the first failed with: {next(iter(self.trials.values())).why}")
+            self._demand(unfinished, why)
             return TuneResult(self.folder, None, None, rows, why)
         value, best = min(judged, key=lambda pair: score(metric, pair[0]))
         spec = spec_with(self.base, best.keys)
         output_file.write(self.folder / BEST, dump(spec))
         page = render_search(str(self.folder), metric, list(self.search.space), rows, best.number, higher=metric in HIGHER)
         output_file.write(self.folder / PAGE, page)
+        self._demand(unfinished, why)
         return TuneResult(self.folder, spec, value, rows, why)
+
+    def _demand(self, unfinished: Sequence[Trial], why: Why | None) -> None:
+        """Raise if trials that can go on have ended before their end, and nobody asked the search to stop."""
+        if unfinished and why is None:
+            fact = f"{len(unfinished)} of {len(self.trials)} trials ended before their end, the first with: {unfinished[0].why}"
+            raise ResourceError(f"{fact}; remove the cause, then go on with {option('resume')}")
 
 
 def _row(trial: Trial, metric: str) -> dict[str, Any]:

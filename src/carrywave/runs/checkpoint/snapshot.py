@@ -191,6 +191,21 @@ def mend_best(stored: Stored) -> None:
         _point(folder, BEST, stored.folder.name)
 
 
+def snapshot_of_best(folder: Path, progress: Mapping[str, Any]) -> Stored | None:
+    """The snapshot of the best evaluation that `progress` knows of, which `best` names from now on; None if it is gone."""
+    step = progress["best_step"] if progress["best"] is not None else progress["judged"]
+    for entry in sorted(folder.glob(f"step-{step:08d}*")):
+        with suppress(RunError):
+            stored = open_stored(entry)
+            at = stored.meta["progress"]
+            # A run that went back may have reached the same step in another way.
+            if at["step"] == step and at["judged"] == step and at["best"] == progress["best"]:
+                if at["best"] is not None:
+                    _point(folder, BEST, entry.name)
+                return stored
+    return None
+
+
 def refuse_not_finite(path: Path, parameters: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not finite: they are never written."""
     if (bad := not_finite(parameters)) is not None:
@@ -331,6 +346,14 @@ def _retire(path: Path) -> None:
 
 def _steps(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", name)], name
+
+
+def are_of(weights: Path, step: int) -> bool:
+    """True if a file of weights is sound and of this step; or if it does not say, having been written by an older version."""
+    try:
+        return atomic_files.read_metadata(weights).get("step", str(step)) == str(step)
+    except RunError:
+        return False
 
 
 def weights_metadata(path: Path) -> dict[str, str]:
