@@ -69,9 +69,9 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 2, 2, generator=generator, dtype=DOUBLE), torch.randint(3, (6, 2), generator=generator)
 
 
-def made(head: nn.Module) -> cw.Model:
+def made(head: Callable[[], nn.Module]) -> cw.Model:
     torch.manual_seed(0)
-    return cw.Model(nn.Linear(2, 3), cw.LSTM(3, 4, 2), head).double()
+    return cw.Model(nn.Linear(2, 3), cw.LSTM(3, 4, 2), head()).double()
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
@@ -83,7 +83,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_a_gradient_within_a_loss(again: bool, plan: dict[str, int]) -> None:
     torch.manual_seed(1)
-    ours = made(Penalized(again))
+    ours = made(lambda: Penalized(again))
     theirs = copy.deepcopy(ours)
     train(ours, plan)
     by_hand(theirs)
@@ -113,17 +113,17 @@ def doubled(lstm: nn.Module) -> None:
 def test_weights_that_are_made_of_others(change: Callable[[Any], Any], plan: dict[str, int]) -> None:
     models = []
     for way in (lambda model: train(model, plan), by_hand):
-        models.append(made(Plain()))
+        models.append(made(Plain))
         change(models[-1].lstm)
         way(models[-1])
     same(*models)
-    before = made(Plain())
+    before = made(Plain)
     change(before.lstm)
     assert not any(torch.equal(now, then) for now, then in zip(models[0].parameters(), before.parameters(), strict=True))
 
 
 def test_what_pruning_leaves_goes_with_its_layer() -> None:
-    whole, part = made(Plain()), made(Plain())
+    whole, part = made(Plain), made(Plain)
     pruned(whole.lstm)
     pruned(part.lstm)
     held = hold(part, Holding(0, 2, torch.device("cpu")), DOUBLE)
