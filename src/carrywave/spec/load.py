@@ -73,17 +73,23 @@ def set_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 def load_own(path: Path) -> Spec:
     """Read a spec that a run has written. If an older version wrote it, keys that were renamed since are read under their new names."""
-    spec = parse(with_new_names(read_values(path)), own=True)
-    read_own(path)
+    values = read_values(path)
+    spec = parse(with_new_names(values), own=True)
+    _check_whole(path, values)
     return spec
 
 
 def read_own(path: Path) -> dict[str, Any]:
-    """The values in a spec that a run has written: all of them. What is missing in a damaged file would take its default without a word."""
+    """The values in a spec that a run has written."""
     values = read_values(path)
-    if "plan" not in values:  # the last one
-        raise SpecError(f"{path} is damaged: its end is missing; restore it, for example from the metadata of weights.safetensors")
+    _check_whole(path, values)
     return values
+
+
+def _check_whole(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a run's own spec that has lost its end: what is missing would take its default without a word."""
+    if "plan" not in values:  # the last section
+        raise SpecError(f"{path} is damaged: its end is missing; restore it, for example from the metadata of weights.safetensors")
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def heads_for(chip: Chip, hidden: int, heads: int, lanes: int, cell: str) -> Lay
     return at_once[0] if at_once else shapes[-1] if shapes else None
 
 
+@cache
 def alone(chip: Chip, hidden: int, lanes: int, steps: int, *, plain: bool = False) -> Wave | None:
     """A single layer over all of its steps; None if no layout fits. `plain`: it has nothing that `wide.cu` and `stream.cu` do not run."""
     near, shape = near_for(chip, hidden, lanes), shape_for(chip, hidden, lanes)

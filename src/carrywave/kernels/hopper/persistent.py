@@ -72,14 +72,10 @@ def pays(x_TBI: Tensor, weights: Layer) -> bool:
     hidden = weights[0].w_hh.shape[1]
     chip, (steps, lanes) = _chip(x_TBI), x_TBI.shape[:2]
     shape, plain = shape_for(chip, hidden, lanes), alone(chip, hidden, lanes, steps, plain=True)
-    tiny = x_TBI.dtype == torch.float16 and hidden <= 64 and x_TBI.shape[0] < 32
-    few = (
-        shape is None
-        or (plain is not None and plain.shape.streamed is not None)
-        or shape.passes <= 2
-        or shape.passes * shape.hidden <= 3072
-    )
-    return not tiny and (few or hidden % 8 != 0)
+    tiny = x_TBI.dtype == torch.float16 and hidden <= 64 and steps < 32
+    few = shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072
+    streamed = plain is not None and plain.shape.streamed is not None
+    return not tiny and (few or streamed or hidden % 8 != 0)
 
 
 @cache
