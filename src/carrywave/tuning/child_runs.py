@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from carrywave.errors import PlanError, RunError, WorkerError, option
 from carrywave.launch.engines import surroundings
+from carrywave.launch.exit_reports import INTERRUPTED, RESOURCE, STOPPED
 from carrywave.launch.hardware import cores, visible
 from carrywave.launch.signals import Reason, Stop
 from carrywave.runs import owner
@@ -30,7 +31,8 @@ from carrywave.runs.run_place import check_name, check_place, refuse_occupied
 LOGS = "logs"
 COMMAND = (sys.executable, "-m", "carrywave", "train")
 POLL_SECONDS = 0.2
-PASSING = (74, 75, 130, 143)  # exit codes of runs that may succeed later: the machine lacked something, or they were asked to stop
+# Exit codes of runs that may succeed later: the machine lacked something, or they were asked to stop.
+PASSING = (RESOURCE, STOPPED, INTERRUPTED, 128 + signal.SIGTERM)
 SHOWN_CHARACTERS = 300  # of the last line of a run that failed
 
 Place = Mapping[str, str]  # the variables of the environment that give a run its devices
