@@ -169,6 +169,7 @@ def _load() -> None:
 
     assert carrywave.train.fit
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)  # loads what any optimizer loads when it is first made
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
 
 
 def _let_go(looking: selectors.BaseSelector, *lines: socket.socket) -> None:
