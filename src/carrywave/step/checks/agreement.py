@@ -201,8 +201,11 @@ class Agreement:
         if column == ATTRIBUTES:
             theirs, ours = told[rank][2], told[first][2]
             only = [next((each for each in these if each not in those), None) for these, those in ((theirs, ours), (ours, theirs))]
-            mine, other = (f"has set {short(each)}" if each else "has not" for each in only)
-            return f"since the last step rank {rank} {mine}, but rank {first} {other}"
+            ranked = list(zip((rank, first), only, strict=True))
+            setter, other = (
+                f"rank {at} has {f'set {short(each)}' if each else 'not'}" for at, each in (ranked if only[0] else ranked[::-1])
+            )
+            return f"since the last step {setter}, but {other}"
         which = 0 if column == BATCHES else 1
         theirs, ours = _apart(told[rank][which], told[first][which])
         verb = "got" if column == BATCHES else "has"
