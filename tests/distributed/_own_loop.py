@@ -79,6 +79,8 @@ MADE: dict[str, dict[str, Any]] = {
     "made in another order": {"names": ("b", "a")},
     "made with another table": {"table": 1.5},
     "made with another buffer": {"passing": 1.5},
+    "made with another seed": {},
+    "made with another option": {},
 }
 
 
@@ -86,7 +88,10 @@ def made(case: str, plan: dict[str, Any], rank: int, device: str) -> dict[str, A
     """A model whose encoder rank 1 has made in another way."""
     net = model()
     net.encoder = Features(**MADE[case if rank == 1 else "made alike"]).double()
-    return {"losses": [float(cw.Trainer(net, {"lr": 0.02}, plan=plan, device=device).step(batch(0)))]}
+    if rank == 1 and case == "made with another option":
+        net.lstm.dropout = 0.3
+    seed = 1 + rank if case == "made with another seed" else 1
+    return {"losses": [float(cw.Trainer(net, {"lr": 0.02, "seed": seed}, plan=plan, device=device).step(batch(0)))]}
 
 
 def module() -> Labels:
@@ -262,6 +267,12 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
             trainer.set_lr(0.5)
         case "another buffer":
             net.head.scale.fill_(3.0)
+        case "another attribute":
+            net.lstm.dropout = 0.5
+        case "another mode":
+            net.lstm.eval()
+        case "another hook":
+            net.head.out.register_forward_hook(lambda module, given, out: out * 2)
         case "another evaluation":
             trainer.evaluate([batch(0), batch(9)])
         case "a longer evaluation":

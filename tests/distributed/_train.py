@@ -24,14 +24,14 @@ from carrywave.train.fit import train
 
 def own_loop(own: bool, encoder: nn.Module | None = None, plan: dict[str, Any] | None = None, turned_on: int | None = None) -> None:
     """A user's program: all workers are given one batch, or each one of its own, as with DDP. `turned_on`: after three steps the encoder
-    begins to mix, on this rank.
+    begins to mix, on this rank, or on all of them (-1).
     """
     model = cw.Model(encoder or nn.Linear(2, 4), cw.LSTM(4, 4), Head())
     trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1}, device="cpu", plan=plan)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]) if own else 7)
     batch = cw.Batch.of(torch.randn(5, 6, 2, generator=generator), torch.zeros(5, 6, 4))
     for number in range(1 if turned_on is None else 6):
-        if number == 4 and turned_on == int(os.environ["RANK"]):
+        if number == 4 and turned_on in (int(os.environ["RANK"]), -1):
             model.encoder.share = 1.0
         trainer.step(batch)
     leave(trainer.mesh.world)

@@ -273,12 +273,16 @@ def mistakes(folder: Path) -> list[tuple[dict[str, Any], str]]:
         *(
             (
                 {"turned_on": rank, "dim": 1, "plan": {"replicas": 3}},
-                "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work",
+                f"WorkerError: since the last step rank {rank} has set encoder.share 1.0, but rank {other} has not (step 5 of the trainer)",
             )
-            for rank in (0, 2)
+            for rank, other in ((0, 1), (2, 0))
         ),
         (
-            {"turned_on": 0, "dim": 0, "plan": {"stages": 3, "chunk_steps": 2}},
+            {"turned_on": -1, "dim": 1, "plan": {"replicas": 3}},
+            "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work",
+        ),
+        (
+            {"turned_on": -1, "dim": 0, "plan": {"stages": 3, "chunk_steps": 2}},
             "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step",
         ),
         (

@@ -60,6 +60,24 @@ def shared(model: Model, cuts: Sequence[int], *, share_head: bool = False) -> li
     return [Shared(name, tuple(stages)) for name, stages in places.items() if len(stages) > 1 and name in trained]
 
 
+class Released(nn.Parameter):
+    """An empty parameter in the place of one that another worker holds: it says so to whoever wants its values, such as an average of the
+    whole model.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+        except NotImplementedError as error:  # torch's, if a tensor on the meta device is to be copied to another
+            raise UserError(
+                "a parameter that another worker holds has no values here; make a copy of the model, such as torch's AveragedModel, after "
+                "the Trainer, or call trainer.gathered() on every worker"
+            ) from error
+        return found.as_subclass(cls) if func is Tensor.detach else found
+
+
 @dataclass(frozen=True)
 class Holding:
     """The units [first, last) of a model that a worker holds, and the head too with `share_head`; and the device that they are on."""
@@ -122,7 +140,7 @@ def hold(model: Model, holding: Holding, dtype: torch.dtype) -> dict[str, Tensor
                         empty = emptied.get(id(tensor))
                         if empty is None:
                             bare = torch.empty_like(tensor, device="meta", dtype=kind)
-                            empty = nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+                            empty = Released(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
                             emptied[id(tensor)] = empty
                             if isinstance(tensor, nn.Parameter):
                                 # Code that still refers to the original parameter may freeze or unfreeze it there.

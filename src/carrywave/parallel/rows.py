@@ -16,7 +16,7 @@ import torch.distributed as dist
 from carrywave.errors import WorkerError
 from carrywave.parallel.startup.rendezvous import on_every_rank
 
-NUMBERS = 5  # most numbers that an exchange has for its row
+NUMBERS = 6  # most numbers that an exchange has for its row
 
 
 class Exchange(IntEnum):

@@ -23,7 +23,6 @@ from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.world import check_agreement
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
@@ -32,6 +31,7 @@ from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import (
     as_model,
+    check_alike,
     check_batches,
     check_lanes,
     check_optimizer,
@@ -116,7 +116,7 @@ class Trainer:
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
         if mesh is None:
-            check_agreement(self.mesh.world, {"train.precision": self.spec.precision})  # what follows is collective if it is auto
+            check_alike(self.mesh.world, self.spec, optimizer, keep_state=keep_state)  # what follows is collective if precision is auto
         self.spec = with_settled_precision(self.spec, self.mesh.world, self.model)
         check_sync(self.plan, self.spec.sync, shard_optimizer=self.spec.shard_optimizer)
         self.within = within_step(self.mesh, self.spec)

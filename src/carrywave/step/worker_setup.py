@@ -30,6 +30,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.own_modules.object_walk import is_foreign
 from carrywave.step.checks.own_modules.shared_objects import hidden_reference, shared_memory
 from carrywave.step.checks.own_modules.unregistered_values import unregistered_values
 from carrywave.step.checks.reached import ReachedParameters
@@ -331,7 +332,16 @@ def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.o
 
 
 def _check_values(model: Model | OpaqueModel, world: World) -> None:
-    """Refuse modules that hold other numbers than those of rank 0 beside their parameters and saved buffers."""
+    """Refuse modules that are of other classes, have other options or hold other numbers than those of rank 0 beside their parameters and
+    saved buffers.
+    """
+    # An option of a user's own may well be a rank or a path.
+    options = {
+        f"as the model's {name or 'module'}": type(module).__name__
+        + (f"({module.extra_repr()})" if is_foreign(type(module).__module__) else "")
+        for name, module in model.named_modules()
+    }
+    check_agreement(world, options, "make the model with the same modules and options on all workers")
     roots = (
         {"module": model.module, **model.separate_loss}
         if isinstance(model, OpaqueModel)

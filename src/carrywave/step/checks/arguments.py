@@ -18,6 +18,7 @@ from carrywave.model.over_time.front import Front
 from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import check_resets
 from carrywave.model.vocabulary.spelled_words import SpelledWords
+from carrywave.parallel.world import World, check_agreement
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -200,6 +201,15 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             check_targets(batch, model)
         elif batch.part_of is None and batch.targets is None:
             raise no_targets()
+
+
+def check_alike(world: World, spec: TrainSpec, optimizer: Optimizer | None, *, keep_state: bool | None) -> None:
+    """Refuse workers that were given other settings than rank 0. Collective: every rank must call it."""
+    settings = {f"train.{key}": repr(value) for key, value in spec.model_dump(mode="json").items()}
+    settings["keep_state"] = repr(keep_state)
+    if optimizer is not None:
+        settings["as optimizer"] = f"{type(optimizer).__name__} with a state for {len(optimizer.state)} parameters"
+    check_agreement(world, settings, "pass the same to every worker's Trainer; a seed too, for masks differ by lane and not by rank")
 
 
 def check_lanes(batches: Sequence[Batch], before: Lanes | None) -> Lanes | None:

@@ -82,7 +82,7 @@ class _Marks:
             self._count += 1
             if self._count > _MOST_MARKS:
                 return
-            self._mark(met, *_marks_of(met.value))
+            self._mark(met, *marks_of(met.value))
             if isinstance(met.value, nn.Module) and not isinstance(met.value, torch.jit.ScriptModule):  # which cannot be tried either
                 self._note_module(met, met.value)
 
@@ -104,7 +104,7 @@ class _Marks:
             self.values.setdefault(met.within, {})[met.path] = switch, value
 
 
-def _marks_of(value: Any) -> tuple[Hashable, Any]:
+def marks_of(value: Any) -> tuple[Hashable, Any]:
     """What tells whether something was switched, and whether a value has changed, without what it holds."""
     if isinstance(value, bool | str | bytes | None.__class__ | np.bool_ | type):
         return value, None

@@ -1,0 +1,96 @@
+"""Notices which attributes of a model a user's loop has set between two steps, so that workers can compare it: what only one of them sets
+would be trained with by that one alone.
+
+What steps and evaluations themselves leave behind in an attribute is the last piece's, on every worker another, and is not looked at; nor
+are parameters and saved buffers, which are compared as weights, objects of libraries, such as a tracker that only one worker has, and parts
+that their owner vouches for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import OpaqueModel
+from carrywave.step.checks.own_modules.module_changes import marks_of
+from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, is_users, own_classes, walk
+from carrywave.step.checks.own_modules.parts import VOUCHED
+from carrywave.step.checks.own_modules.stepwise import HOOKS
+
+_MOST = 5000  # values to look at in all
+
+Marks = dict[str, list[Any]]
+
+
+class BetweenSteps:
+    """Compares the attributes of a model with what they were after the last step or evaluation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = ("encoder", "lstm", "head") if isinstance(model, Model) else ("module",) if isinstance(model, OpaqueModel) else ()
+        self._parts: dict[str, nn.Module] = {name: getattr(model, name) for name in names}
+        self._left: set[str] = set()  # behind, by steps
+        self._after = self._before = self._now()
+
+    def changes(self, *, modes: bool) -> list[str]:
+        """What has been set since the last step, with its value if that is a number. `modes`: and all that is in evaluation mode."""
+        self._before = self._now()
+        set_since = _differing(self._after, self._before).keys() - self._left
+        evaluating = [f"{path}.training False" for path, module in self._modules() if not module.training] if modes else []
+        found = [*evaluating, *(f"{name}{_worded(self._before.get(name, []))}" for name in set_since)]
+        vouched = {path for path, part in self._parts.items() if getattr(part, VOUCHED, False) is True}
+        return sorted(each for each in found if each.partition(".")[0] not in vouched)
+
+    def settle(self) -> None:
+        """A step or an evaluation that began at the last look has ended."""
+        self._after = self._now()
+        self._left |= _differing(self._before, self._after).keys()
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return (each for path, part in self._parts.items() for each in part.named_modules(prefix=path))
+
+    def _now(self) -> Marks:
+        found: Marks = {}
+        for met in islice(self._met(), _MOST):
+            value = met.value
+            mark = value if isinstance(value, PLAIN) and value == value else marks_of(value)
+            found.setdefault(".".join(map(str, met.within or met.path)), []).append(mark)
+        return found
+
+    def _met(self) -> Iterator[Met]:
+        held = [Met((path, name), value) for path, module in self._modules() for name, value in _attributes(module).items()]
+        libraries: set[Path] = set()
+        for met in walk(held, foreign=False):
+            if any(met.path[:end] in libraries for end in range(2, len(met.path))):
+                continue
+            if _of_library(met.value):
+                libraries.add(met.path)
+            yield met
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What decides what a module computes, beside what it has registered."""
+    of_classes = {name: value for kind in own_classes(module) for name, value in vars(kind).items() if isinstance(value, PLAIN)}
+    passing = {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}
+    hooks = {store: len(getattr(module, store)) for store in HOOKS}
+    own = {name: value for name, value in vars(module).items() if name not in TORCHS and name != "training"}
+    return {name: value for name, value in of_classes.items() if not name.startswith("__")} | passing | hooks | own
+
+
+def _of_library(value: object) -> bool:
+    """True for an object of a class that has been installed."""
+    return is_users(value) and "site-packages" in str(getattr(sys.modules.get(type(value).__module__), "__file__", ""))
+
+
+def _differing(first: Marks, second: Marks) -> dict[str, None]:
+    return {name: None for name in {**first, **second} if first.get(name) != second.get(name)}
+
+
+def _worded(marks: list[Any]) -> str:
+    """The number that an attribute is; nothing about all else, in which workers may differ."""
+    alone = marks[0] if len(marks) == 1 else None
+    return f" {alone!r}" if isinstance(alone, bool | int | float) else ""
