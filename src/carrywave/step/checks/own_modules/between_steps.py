@@ -23,6 +23,7 @@ from carrywave.step.checks.own_modules.parts import VOUCHED
 from carrywave.step.checks.own_modules.stepwise import HOOKS
 
 _MOST = 5000  # values to look at in all
+_NOT_SET = TORCHS | {"training"}  # attributes of modules that are looked at as what they are, or not at all
 
 Marks = dict[str, list[Any]]
 
@@ -55,14 +56,18 @@ class BetweenSteps:
 
     def _now(self) -> Marks:
         found: Marks = {}
-        for met in islice(self._met(), _MOST):
-            value = met.value
-            mark = value if isinstance(value, PLAIN) and value == value else marks_of(value)
-            found.setdefault(".".join(map(str, met.within or met.path)), []).append(mark)
+        held: list[Met] = []  # what may hold something else
+        for path, module in self._modules():
+            for name, value in _attributes(module).items():
+                if isinstance(value, PLAIN):  # nearly all, at every step
+                    found[f"{path}.{name}"] = [value]
+                else:
+                    held.append(Met((path, name), value))
+        for met in islice(self._met(held), _MOST):
+            found.setdefault(".".join(map(str, met.within or met.path)), []).append(_mark(met.value))
         return found
 
-    def _met(self) -> Iterator[Met]:
-        held = [Met((path, name), value) for path, module in self._modules() for name, value in _attributes(module).items()]
+    def _met(self, held: list[Met]) -> Iterator[Met]:
         libraries: set[Path] = set()
         for met in walk(held, foreign=False):
             if any(met.path[:end] in libraries for end in range(2, len(met.path))):
@@ -74,11 +79,19 @@ class BetweenSteps:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What decides what a module computes, beside what it has registered."""
-    of_classes = {name: value for kind in own_classes(module) for name, value in vars(kind).items() if isinstance(value, PLAIN)}
+    of_classes = {
+        name: value
+        for kind in own_classes(type(module))
+        for name, value in vars(kind).items()
+        if isinstance(value, PLAIN) and not name.startswith("__")
+    }
+    own = vars(module)
     passing = {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}
-    hooks = {store: len(getattr(module, store)) for store in HOOKS}
-    own = {name: value for name, value in vars(module).items() if name not in TORCHS and name != "training"}
-    return {name: value for name, value in of_classes.items() if not name.startswith("__")} | passing | hooks | own
+    return of_classes | passing | {store: len(own[store]) for store in HOOKS} | {name: own[name] for name in own.keys() - _NOT_SET}
+
+
+def _mark(value: object) -> Any:
+    return value if isinstance(value, PLAIN) and value == value else marks_of(value)
 
 
 def _of_library(value: object) -> bool:
@@ -87,7 +100,7 @@ def _of_library(value: object) -> bool:
 
 
 def _differing(first: Marks, second: Marks) -> dict[str, None]:
-    return {name: None for name in {**first, **second} if first.get(name) != second.get(name)}
+    return {} if first == second else {name: None for name in {**first, **second} if first.get(name) != second.get(name)}
 
 
 def _worded(marks: list[Any]) -> str:

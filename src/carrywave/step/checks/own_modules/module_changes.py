@@ -91,7 +91,7 @@ class _Marks:
         for name, parameter in module._parameters.items():
             trained, value = (None, None) if parameter is None else (parameter.requires_grad, _marks_of_tensor(parameter))
             self._mark(Met((*met.path, name), parameter, met.within), trained, value)
-        held = {name: value for kind in own_classes(module) for name, value in vars(kind).items() if not name.startswith("__")}
+        held = {name: value for kind in own_classes(type(module)) for name, value in vars(kind).items() if not name.startswith("__")}
         held |= {name: value for name, value in vars(module).items() if name not in TORCHS} | module._buffers
         held |= {name: each for name, each in module._modules.items() if each is not None}
         hooks = [(store, key, hook) for store in HOOKS for key, hook in getattr(module, store).items()]

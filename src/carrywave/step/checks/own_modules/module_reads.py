@@ -71,7 +71,7 @@ def reached_by(roots: Sequence[object]) -> Iterator[Met]:
     """What modules and functions reach other than by registered parameters, buffers and modules."""
     modules = modules_of(roots)
     held = [Met((name,), value) for module in modules for name, value in vars(module).items() if name not in REGISTERED]
-    held += [Met((kind.__name__,), kind) for module in modules for kind in own_classes(module)]
+    held += [Met((kind.__name__,), kind) for module in modules for kind in own_classes(type(module))]
     held += [Met(("loss",), each) for each in roots if not isinstance(each, nn.Module)]
     held += [Met(("hooks",), hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()]
     held += [Met((variable.name,), variable.read()) for variable in variables_read_by(roots)]
@@ -111,5 +111,5 @@ def _functions(root: object) -> Iterator[FunctionType]:
     roots = [root, *(vars(type(root)).values() if is_users(root) else ())]
     if isinstance(root, nn.Module):
         modules = list(root.modules())
-        roots = [value for module in modules for kind in (module, *own_classes(module)) for value in vars(kind).values()]
+        roots = [value for module in modules for kind in (module, *own_classes(type(module))) for value in vars(kind).values()]
     return (met.value for met in walk(Met((), value) for value in roots) if isinstance(met.value, FunctionType))

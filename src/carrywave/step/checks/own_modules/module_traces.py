@@ -193,7 +193,7 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
                 found |= {(path, inner): held(tensor) for inner, tensor in value.items()}
             elif name not in TORCHS or name in HOOKS:
                 found[path, name] = held(value)
-        for kind in own_classes(module):
+        for kind in own_classes(type(module)):
             found |= {
                 (path, f"class attribute {kind.__name__}.{name}"): held(value)
                 for name, value in sorted(class_values(kind).items(), key=_is_code)

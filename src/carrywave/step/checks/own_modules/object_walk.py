@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper, cache, partial
 from itertools import islice
 from threading import local
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -64,9 +64,10 @@ def is_foreign(name: str | None) -> bool:
     return str(name).partition(".")[0] in _FOREIGN
 
 
-def own_classes(module: nn.Module) -> list[type]:
-    """The user's classes that a module is made of."""
-    return [kind for kind in type(module).__mro__ if not is_foreign(kind.__module__)]
+@cache
+def own_classes(kind: type) -> list[type]:
+    """The user's classes that a class is made of."""
+    return [each for each in kind.__mro__ if not is_foreign(each.__module__)]
 
 
 def is_users(value: object) -> bool:
