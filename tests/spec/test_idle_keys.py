@@ -139,6 +139,11 @@ TEXTS = [({"text": "abc"[: number % 3 + 1], "label": number % 2}) for number in 
             {"task": "regression", "model": {"init_scale": 0.5}},
             "model.init_scale is for embeddings and softmaxes, and this model has none; remove it",
         ),
+        (
+            np.arange(200.0)[:, None],
+            {"task": "forecasting", "data": {"horizon": 2, "scale": "change"}},
+            "data.scale=change is the unit of each of several series, but the data is one series, or not standardised; remove it",
+        ),
         (TEXTS, {"data": {"standardize": "sequence"}}, "data.standardize is for numbers, but the data is tokens; remove it"),
         (NUMBERS, {"data": {"share": 0.0}, "train": {"early_stop": 2}}, "train.early_stop goes by validation data, but there is none; set"),
         (

@@ -237,8 +237,12 @@ def idle_in_files(spec: Spec, formats: Set[str]) -> Iterator[str]:
             yield f"data.{key} is for {meant}, but the data is {found}; remove it"
 
 
-def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Iterator[str]:
-    """Lines for keys that act on nothing with the data at hand. `text`: it has to be cut into tokens; `valid`: there is validation data."""
+def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool, by_change: bool) -> Iterator[str]:
+    """Lines for keys that act on nothing with the data at hand. `text`: it has to be cut into tokens; `valid`: there is validation data;
+    `by_change`: series are scaled by their changes.
+    """
+    if spec.task == "forecasting" and spec.data.scale == "change" and not by_change:
+        yield "data.scale=change is the unit of each of several series, but the data is one series, or not standardised; remove it"
     if not spec.reads_series:
         kind = "numbers" if not facts.vocabulary else "tokens already"
         of_text = () if text else ("data.tokens",)

@@ -139,10 +139,11 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
 def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:
     """Refuse keys that act on nothing with this data, or beside the user's own model."""
     text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
+    valid, by_change = prepared.valid is not None, prepared.codec.scale_season > 0
     problem = next(
         chain(
             idle_in_files(spec, prepared.formats),
-            idle_with(spec, prepared.facts, text=text, valid=prepared.valid is not None),
+            idle_with(spec, prepared.facts, text=text, valid=valid, by_change=by_change),
             idle_beside_own(spec) if user_model else (),
         ),
         None,
