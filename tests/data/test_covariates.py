@@ -153,6 +153,8 @@ def changed(**columns: Any) -> pd.DataFrame:
         ),
         (shops(), {"columns": ["price"], "known": ["price"]}, "no column is left to forecast; set data.targets"),
         (np.zeros((9, 2)), {"static": ["0"]}, r"train is a list of numbers, but data\.static names columns; use a CSV"),
+        (np.zeros((9, 2)), {"frequency": "D"}, r"train is a list of numbers without times and names, but data\.frequency is D; use a CSV"),
+        (np.zeros((9, 2)), {"series": "shop"}, r"train is a list of numbers without times and names, but data\.series is shop; use a CSV"),
     ],
 )
 def test_misuse(frame: Any, data: dict[str, Any], message: str) -> None:

@@ -163,7 +163,13 @@ def test_what_is_compressed_is_called_so(tmp_path: Path, name: str, content: byt
     with pytest.raises(DataError, match=message) as refused:
         find(str(tmp_path / name), field="data.train")
     assert "\n" not in str(refused.value)
-    assert find(str(tmp_path / name), field="data.train", any_bytes=True).head() == content[:16]
+    assert find(str(tmp_path / name), field="data.train", format="text", any_bytes=True).head() == content[:16]
+
+
+def test_rows_are_text_also_if_their_tokens_are_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text|label\n")
+    source = find(str(tmp_path / "a.csv"), field="data.train", any_bytes=True, encoding="latin-1", separator="|")
+    assert (source.encoding, source.separator()) == ("latin-1", "|")
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,21 @@ def test_rows_that_are_refused(rows: list[dict[str, Any]], message: str) -> None
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        ({"frequency": "D"}, "train is a list of numbers without times and names, but data.frequency is D; use a CSV"),
+        ({"time": "ds"}, "train is a list of numbers without times and names, but data.time is ds; use a CSV"),
+        ({"series": "basin"}, "item 0: the field basin is missing"),
+        ({"context": 8}, "data.context is for a part that is cut from every series, but rows of steps are held out whole; remove it"),
+    ],
+)
+def test_keys_about_columns_are_refused_beside_rows_of_steps(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_python({"train": [{"steps": [1.0, 2.0], "labels": [1.0, 2.0]}] * 9}, spec(**data))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"targets": ["flow"], "label": "flow"}, "train is a table, whose targets data.targets names, but data.label is flow; remove it"),
         ({}, "train is a table, but data.targets does not say what to estimate at every step; set it to a column or several"),
         ({"targets": ["flux"]}, r"no column 'flux' \(data.targets\); use one of unique_id, ds, rain, size, flow"),
         ({"targets": ["flow"], "columns": ["rain", "flow"]}, "data.columns and data.targets both name 'flow'"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import carrywave as cw
+from carrywave.data.prepare import prepare
 from carrywave.errors import SpecError
 from carrywave.spec.describe import keys
 from carrywave.spec.idle_keys import ACTS, ALWAYS, idle
@@ -16,6 +17,7 @@ from carrywave.spec.load import dump, load_own, parse
 from carrywave.spec.spec import Spec
 from carrywave.spec.sync_keys import READ_BY
 from carrywave.train.fit import train
+from carrywave.train.start.run_start import check_idle
 
 
 def test_for_every_key_it_is_known_where_it_acts() -> None:
@@ -137,6 +139,11 @@ TEXTS = [({"text": "abc"[: number % 3 + 1], "label": number % 2}) for number in 
             {"task": "regression", "model": {"init_scale": 0.5}},
             "model.init_scale is for embeddings and softmaxes, and this model has none; remove it",
         ),
+        (
+            np.arange(200.0)[:, None],
+            {"task": "forecasting", "data": {"horizon": 2, "scale": "change"}},
+            "data.scale=change is the unit of each of several series, but the data is one series, or not standardised; remove it",
+        ),
         (TEXTS, {"data": {"standardize": "sequence"}}, "data.standardize is for numbers, but the data is tokens; remove it"),
         (NUMBERS, {"data": {"share": 0.0}, "train": {"early_stop": 2}}, "train.early_stop goes by validation data, but there is none; set"),
         (
@@ -174,3 +181,34 @@ def test_the_command_line_refuses_them_too(tmp_path: Path) -> None:
     spec = {"task": "classification", "data": {"train": str(tmp_path / "rows.csv"), "share": 0.0, "cache": str(tmp_path)}}
     with pytest.raises(SpecError, match="goes by validation data"):
         train(parse({**spec, "train": {"early_stop": 2}}), run=tmp_path / "run", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "message"),
+    [
+        ("rows.jsonl", {"separator": ";"}, "data.separator is for CSV, but the data is JSON lines; remove it"),
+        ("rows.jsonl", {"decimal": ","}, "data.decimal is for CSV, but the data is JSON lines; remove it"),
+        ("rows.txt", {"separator": "tab"}, "data.separator is for CSV, but the data is text; remove it"),
+        ("rows.txt", {"tokens": "byte", "encoding": "latin-1"}, "data.encoding is for text, JSON lines and CSV, but the data is raw bytes"),
+        ("builtin:python-topics", {"format": "jsonl"}, "data.format is for files, but the data is built-in text; remove it"),
+        ("rows.txt", {"text": "review"}, "data.text is for JSON lines, CSV, Parquet and datasets, but the data is text; remove it"),
+        ("rows.jsonl", {"tokens": "byte", "encoding": "latin-1"}, None),
+        ("rows.jsonl", {"valid": "rows.csv", "separator": ";"}, None),
+        ("rows.jsonl", {"valid": "rows.csv", "encoding": "latin-1", "separator": ";"}, None),
+    ],
+)
+def test_keys_about_files_are_refused_where_the_files_are_of_other_formats(
+    file: str, data: dict[str, Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_bytes('{"text": "añ abca", "label": 1}\n'.encode("latin-1" if "encoding" in data else "utf-8") * 9)
+    (tmp_path / "rows.csv").write_text("text;label\n" + "abc;x\nbca;y\n" * 9)
+    (tmp_path / "rows.txt").write_text("abc bca\n" * 90)
+    spec = parse({"data": {"train": file, "cache": "cache", **data}, "batch": {"lanes": 1, "steps": 4}})
+    prepared = prepare(spec)
+    if message is None:
+        check_idle(spec, prepared, user_model=False)
+    else:
+        with pytest.raises(SpecError) as no:
+            check_idle(spec, prepared, user_model=False)
+        assert str(no.value).startswith(message)

@@ -13,7 +13,7 @@ import numpy as np
 
 from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
-from carrywave.data.files import cache, hashes
+from carrywave.data.files import cache, hashes, hub_datasets
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.label_sets import NONE
 from carrywave.data.files.rows import NO_WEIGHT, Rows, open_rows
@@ -27,6 +27,7 @@ from carrywave.data.text import token_stream
 from carrywave.data.text.documents import BLANK_LINE, ROW
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
 from carrywave.spec.spec import Spec
 
 SMALL_BYTES = 16 << 20  # a file to predict from is read into memory up to this size, so that nothing is written to the cache
@@ -86,6 +87,7 @@ class Prepared:
     fingerprint: str  # hash of the files' content and of how they are read
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
     files: Mapping[str, str] = field(default_factory=dict)  # the SHA-256 of each part's file, for parts that are files
+    formats: frozenset[str] = frozenset()  # of the files; none if the data was passed as objects
 
 
 def _silent(_: str) -> None:
@@ -110,7 +112,7 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
 
     entry = cache.fetch(place, key, build)
     file_digests = {part: digest for part, digest in files.items() if sources[part].path is not None}
-    return replace(bundle(entry, key, note), files=file_digests)
+    return replace(bundle(entry, key, note), files=file_digests, formats=frozenset(_how_read(source, spec) for source in sources.values()))
 
 
 def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
@@ -214,8 +216,17 @@ def check_codec(codec: Codec | None, spec: Spec) -> None:
 
 
 def _reads_bytes(spec: Spec) -> bool:
-    """True if a file is read as raw bytes, whatever it contains."""
+    """True if a file of text is read as raw bytes, whatever it contains."""
     return spec.task == "language" and spec.data.tokens == "byte" and spec.streams
+
+
+def _how_read(source: Source, spec: Spec) -> str:
+    """The format of a file, as far as keys about files act on it."""
+    if source.path is None:
+        return BUILTIN
+    if hub_datasets.is_name(source.name):
+        return DATASET
+    return BYTES if source.format == "text" and _reads_bytes(spec) else source.format
 
 
 def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:

@@ -6,13 +6,23 @@ older version may have written what is refused today.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 Rule = Callable[[Spec], str | None]  # why the key acts on nothing, and what to do instead; None if it acts
 LABELS = ("classification", "tagging")
+BYTES, BUILTIN, DATASET = "bytes", "builtin", "dataset"  # formats of what is read as it is, and of what is no file
+FORMATS = {"text": "text", BYTES: "raw bytes", "jsonl": "JSON lines", "csv": "CSV", "parquet": "Parquet"}
+FORMATS |= {DATASET: "datasets", BUILTIN: "built-in text"}
+READ_FROM = {  # keys about how files are read, and the formats that they act on
+    "format": ("text", BYTES, "jsonl", "csv", "parquet"),
+    "text": ("jsonl", "csv", "parquet", DATASET),
+    "encoding": ("text", "jsonl", "csv"),
+    "separator": ("csv",),
+    "decimal": ("csv",),
+}
 
 
 def _and(names: Sequence[str], word: str = "and") -> str:
@@ -218,8 +228,21 @@ def idle(spec: Spec, given: Collection[str]) -> list[str]:
     return [f"{key} {why}" for key, rule in ACTS.items() if key in given and is_set(spec, key) and (why := rule(spec)) is not None]
 
 
-def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool) -> Iterator[str]:
-    """Lines for keys that act on nothing with the data at hand. `text`: it has to be cut into tokens; `valid`: there is validation data."""
+def idle_in_files(spec: Spec, formats: Set[str]) -> Iterator[str]:
+    """Lines for keys that act on nothing in files of these formats. Beside objects, which have none, they act on files to predict from."""
+    found = _and([name for kind, name in FORMATS.items() if kind in formats]) if formats else ""
+    for key, acts_on in READ_FROM.items():
+        if formats and is_set(spec, f"data.{key}") and not formats & set(acts_on):
+            meant = "files" if key == "format" else _and([FORMATS[name] for name in acts_on])
+            yield f"data.{key} is for {meant}, but the data is {found}; remove it"
+
+
+def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool, by_change: bool) -> Iterator[str]:
+    """Lines for keys that act on nothing with the data at hand. `text`: it has to be cut into tokens; `valid`: there is validation data;
+    `by_change`: series are scaled by their changes.
+    """
+    if spec.task == "forecasting" and spec.data.scale == "change" and not by_change:
+        yield "data.scale=change is the unit of each of several series, but the data is one series, or not standardised; remove it"
     if not spec.reads_series:
         kind = "numbers" if not facts.vocabulary else "tokens already"
         of_text = () if text else ("data.tokens",)

@@ -209,7 +209,7 @@ def find(
     encoding: str = "auto",
     separator: str | None = None,
 ) -> Source:
-    """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text.
+    """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: plain text may be any bytes.
 
     `encoding` is that of text, auto for utf-8 or what a byte-order mark shows; `separator` the mark between the columns of a CSV file.
 
@@ -244,7 +244,7 @@ def find(
     except OSError as error:
         remedy = remedy_for(error, "check its permissions")
         raise from_system(error, DataError)(f"{field}={name} cannot be opened ({error.strerror}); {remedy}") from error
-    if source.format == "parquet" or any_bytes:
+    if source.format == "parquet" or (any_bytes and source.format == "text"):
         return source
     head = source.head()
     if packed(head) is not None and (wrong := not_utf8(name, head)) is not None:

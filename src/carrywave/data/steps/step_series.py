@@ -39,6 +39,8 @@ def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec:
     """Build all parts of the data: those cut from the training series, and one for each separate file."""
     train, cuts_valid = sources["train"], "valid" not in sources
     cuts = _Cuts(spec, separate=train.separate, valid_file=not cuts_valid, test_file="test" in sources)
+    if train.separate and spec.data.split is None and spec.data.context is not None:
+        raise DataError("data.context is for a part that is cut from every series, but rows of steps are held out whole; remove it")
     notes: list[str] = []
     taught = codec is None
     if codec is None:

@@ -69,6 +69,7 @@ def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
             named = next((name for name in (*COVARIATES, "columns", "targets") if getattr(data, name)), None)
             if named is not None:
                 raise DataError(f"{rows.name} has rows of steps, but data.{named} names columns; use a CSV or Parquet file, or remove it")
+            choice.check_unnamed(rows.name, "time", "frequency")
             choice = replace(choice, series=SERIES_NAME, targets=targets, frequency="none")
         yield arrange(table, rows.name, choice)
 
@@ -79,6 +80,8 @@ def choice_of(data: DataSpec, codec: Codec | None, name: str, *, labelled: bool)
     """The choice of columns of a table; refuse one without targets."""
     if codec is None and not data.targets:
         raise DataError(f"{name} is a table, but data.targets does not say what to estimate at every step; set it to a column or several")
+    if codec is None and data.label is not None:
+        raise DataError(f"{name} is a table, whose targets data.targets names, but data.label is {data.label}; remove it")
     both = sorted(set(data.targets or ()) & set(data.columns or ())) if codec is None else []
     if both:
         raise DataError(
@@ -161,6 +164,8 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
             weights.append(fields.weight_of(row, len(steps[-1]), where))
             if len(labels[-1]) != len(steps[-1]):
                 raise DataError(f"{where}: {len(labels[-1])} labels for {len(steps[-1])} steps; use one per step (null for none)")
+        if codec is None and data.series is not None:
+            fields.take(row, data.series, where)  # not an item without a name
         series.append(_named(row, data, f"{rows.name} item {len(series)}"))
         lengths.append(len(steps[-1]))
     if not steps:

@@ -80,6 +80,14 @@ class ColumnChoice:
         """True if it asks for covariates, which only a table with named columns has."""
         return any(getattr(self, name) for name in COVARIATES)
 
+    def check_unnamed(self, name: str, *keys: str) -> None:
+        """Refuse keys about columns where a list of numbers has none."""
+        for key in keys:
+            value = None if self.trained else getattr(self, key)
+            if value is not None and (key, value) != ("frequency", "none"):
+                fact = f"{name} is a list of numbers without times and names, but data.{key} is {value}"
+                raise DataError(f"{fact}; use a CSV or Parquet file, or a frame, or remove it")
+
     def check_weight(self, name: str, time: str | None, series: str | None) -> None:
         """Refuse weights in a column that has another role."""
         roles = {time: "holds the times", series: "names the series"} | {

@@ -383,6 +383,7 @@ def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
 def choose_columns(table: Table, choice: ColumnChoice) -> Table:
     """Return a table of unnamed columns restricted to some of them; it has no covariates."""
     columns = choice.columns
+    choice.check_unnamed(table.name, "time", "series", "frequency")
     if choice.weight is not None and table.weights is None:
         raise DataError(f"{table.name} is a list of numbers, but data.weight names a column; use a CSV or Parquet file, or a frame")
     if choice.named:

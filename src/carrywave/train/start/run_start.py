@@ -32,7 +32,7 @@ from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
-from carrywave.spec.idle_keys import idle_beside_own, idle_with
+from carrywave.spec.idle_keys import idle_beside_own, idle_in_files, idle_with
 from carrywave.spec.load import parse, read_values
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import doubts
@@ -139,8 +139,13 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
 def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:
     """Refuse keys that act on nothing with this data, or beside the user's own model."""
     text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
+    valid, by_change = prepared.valid is not None, prepared.codec.scale_season > 0
     problem = next(
-        chain(idle_with(spec, prepared.facts, text=text, valid=prepared.valid is not None), idle_beside_own(spec) if user_model else ()),
+        chain(
+            idle_in_files(spec, prepared.formats),
+            idle_with(spec, prepared.facts, text=text, valid=valid, by_change=by_change),
+            idle_beside_own(spec) if user_model else (),
+        ),
         None,
     )
     if problem is not None:
