@@ -161,6 +161,46 @@ def test_only_the_last_to_claim_a_run_uploads(tmp_path: Path) -> None:
     assert Store(ADDRESS).names() == before
 
 
+def test_a_process_that_lost_the_run_during_an_upload_changes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its later weights or pointer would stand among the files of the other."""
+    run = opened(tmp_path / "a")
+    began(run)
+    advance(run, 1, best=True)
+    run.push()
+    advance(run, 2, best=True)
+    put = Store.put
+    before: dict[str, Any] = {}
+
+    def slow(self: Store, path: Path, name: str) -> None:
+        put(self, path, name)
+        if not before:
+            before["tokens"] = True
+            other = opened(tmp_path / "b", resume=True)
+            advance(other, 3, best=True)
+            other.push()
+            before.update({name: self.read(name) for name in self.names()})
+
+    monkeypatch.setattr(Store, "put", slow)
+    with pytest.raises(RunError, match="is being trained by process"):
+        run.push()
+    store = Store(ADDRESS)
+    assert {"tokens": True, **{name: store.read(name) for name in store.names()}} == before
+
+
+def test_of_two_new_runs_at_one_address_the_second_to_upload_is_refused(tmp_path: Path) -> None:
+    first, second = opened(tmp_path / "a"), opened(tmp_path / "b")
+    for run in (first, second):
+        began(run)
+        advance(run, 1)
+    first.push()
+    before = {name: first.store.read(name) for name in first.store.names()}
+    with pytest.raises(RunError, match="memory://bucket/run was just filled by another process; use another run"):
+        second.push()
+    second.withdraw()
+    assert {name: first.store.read(name) for name in first.store.names()} == before
+    first.push()
+
+
 def test_a_restart_finds_what_this_launch_left(tmp_path: Path) -> None:
     """Before anything was uploaded, the folder is left as it is; a folder of another launch is emptied."""
     run = opened(tmp_path / "a", restarted=True)
@@ -209,7 +249,7 @@ def test_a_copy_to_read_follows_the_run(tmp_path: Path) -> None:
     advance(run, 1, best=True)
     run.push()
     first = folder_of(ADDRESS, str(tmp_path / "b"))
-    assert sorted(path.name for path in first.iterdir()) == ["spec.yaml", "weights.safetensors"]
+    assert sorted(path.name for path in first.iterdir()) == ["metrics.jsonl", "spec.yaml", "weights.safetensors"]
     assert folder_of(ADDRESS, str(tmp_path / "b")) == first
     advance(run, 2, best=True)
     run.push()

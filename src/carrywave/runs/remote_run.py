@@ -31,7 +31,8 @@ from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "memory", "file", "local")  # show objects as a whole
 SNAPSHOTS = "snapshots"
 TOKEN = owner.FILE  # in the store; the file of that name in the local folder stays there
-NEEDED = ("spec.yaml", "plan.json", "codec.json", "facts.json", "weights.safetensors")  # to evaluate and to predict
+# To evaluate and to predict. Metrics are uploaded before the weights that belong to them, and fetched after them.
+NEEDED = ("spec.yaml", "plan.json", "codec.json", "facts.json", "weights.safetensors", "metrics.jsonl")
 
 
 class RemoteRun:
@@ -47,6 +48,7 @@ class RemoteRun:
         self.address = self.store.address
         self.folder = cache.folder(cache_setting).absolute() / "runs" / _slug(self.address)
         self._token = ""
+        self._is_new = False  # there was nothing in the store
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of files when they were last uploaded
         self._stored_names: set[str] = set()  # names in the store
 
@@ -64,14 +66,15 @@ class RemoteRun:
         """
         self._stored_names = self.store.names()
         run = self._stored_names - {TOKEN}
-        if not resume and not restarted and run:
+        self._is_new = not resume and not restarted
+        if self._is_new and run:
             self._refuse()
         if resume and "spec.yaml" not in run:
             raise RunError(f"{self.address} is not a run: it has no spec.yaml; remove {option('resume')} to start a new one")
         self.folder.mkdir(parents=True, exist_ok=True)
         claim = None if hold is None else owner.take(self.folder, hold)
         try:
-            if not resume and not restarted:
+            if self._is_new:
                 _empty(self.folder)
             elif not run and launch_record.find(self.folder, "") is None:
                 _empty(self.folder)  # not what an earlier attempt of this launch left before its first upload
@@ -101,7 +104,9 @@ class RemoteRun:
         return bool(ours) and ours == theirs and (self.folder / SNAPSHOTS / POINTER).is_file()
 
     def _claim(self) -> None:
-        """Become the one who uploads, before anything else is uploaded."""
+        """Become the one who uploads, before anything else is uploaded; of a new run only if nobody else has begun one meanwhile."""
+        if self._is_new and self.store.names() != self._stored_names:
+            raise RunError(f"{self.address} was just filled by another process; use another {option('run')}")
         self._token = secrets.token_hex(8)
         note = json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}).encode()
         self.store.write(note, TOKEN)
@@ -137,7 +142,8 @@ class RemoteRun:
 
     def push(self) -> None:
         """Upload what is new, so that the store has a run that can be resumed at any instant; can be called from any thread."""
-        self._claim() if not self._token else self._check()
+        if not self._token:
+            self._claim()
         folders = self._snapshots()
         for folder in folders:
             self._push_snapshot(folder)
@@ -151,6 +157,7 @@ class RemoteRun:
         old = {name for name in self._stored_names if name.startswith(f"{SNAPSHOTS}/") and name.split("/")[1] not in kept}
         if not folders:
             old -= {f"{SNAPSHOTS}/{NONE_YET}"}
+        self._check()
         # Manifests first: what is left of a snapshot without one is not taken for a snapshot.
         self.store.remove(sorted(old, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
         self._stored_names -= old
@@ -192,6 +199,7 @@ class RemoteRun:
     def _push(self, path: Path, name: str) -> None:
         sign = _sign(path)
         if self._sent.get(name) != sign:
+            self._check()  # before each, as an upload may take long
             self.store.put(path, name)
             self._sent[name] = sign
             self._stored_names.add(name)
