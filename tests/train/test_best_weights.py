@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from carrywave.errors import RunError
+from carrywave.runs.run_source import weights_file
+from carrywave.runs.trained_run import open_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -85,3 +87,24 @@ def test_damaged_best_weights_are_restored_from_their_snapshot(tmp_path: Path) -
     (run / "weights.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     train(spec(tmp_path), run=run, device="cpu", watch=Watch(), resume=True)
     assert (run / "weights.safetensors").read_bytes() == whole
+
+
+def test_the_weights_of_another_run_are_refused_and_restored(tmp_path: Path) -> None:
+    """Of the same shapes, the same number of steps, and with a checksum of their own."""
+    run, other, watch = tmp_path / "run", tmp_path / "other", Watch()
+    train(spec(tmp_path), run=run, device="cpu", watch=Watch())
+    train(spec(tmp_path, seed=2), run=other, device="cpu", watch=Watch())
+    own = (run / "weights.safetensors").read_bytes()
+    metrics = (run / "metrics.jsonl").read_bytes()
+    assert rows(run, "test")[0]["weights_step"] == rows(other, "test")[0]["weights_step"]
+    shutil.copy(other / "weights.safetensors", run)
+    for used in (lambda: open_run(run, "cpu"), lambda: weights_file(str(run))):
+        with pytest.raises(RunError, match="is from another run: it was written beside another metrics"):
+            used()
+    assert weights_file(str(run / "weights.safetensors")).is_file()  # as a file, anybody's
+    train(spec(tmp_path), run=run, device="cpu", watch=watch, resume=True)
+    assert (run / "weights.safetensors").read_bytes() == own
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert any(line.endswith("they were restored from their snapshot") for line in watch.lines)
+    (run / "metrics.jsonl").unlink()  # of a folder with only the weights, nothing can be said
+    open_run(run, "cpu")
