@@ -129,6 +129,34 @@ def test_a_run_that_never_had_a_snapshot_can_be_started_over(tmp_path: Path) -> 
         opened(tmp_path / "c")
 
 
+def test_a_kill_during_the_first_upload_leaves_a_place_to_start_in_or_a_run_to_start_over(tmp_path: Path) -> None:
+    seen = set()
+    for after in range(20):
+        fsspec.filesystem("memory").store.clear()
+        run = opened(tmp_path / f"a{after}")
+        began(run)
+        for name in ("codec.json", "facts.json", "plan.json", "history.jsonl", "launch.json"):
+            write(run, name, b"{}")
+        whole = True
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, after)
+            try:
+                run.push()
+            except Killed:
+                whole = False
+        resumable = "spec.yaml" in Store(ADDRESS).names()
+        seen.add(resumable)
+        other = opened(tmp_path / f"b{after}", resume=resumable)
+        assert (other.folder / "snapshots" / NONE_YET).is_file() == resumable
+        began(other) if not resumable else None
+        other.push()
+        assert {"spec.yaml", f"snapshots/{NONE_YET}"} <= Store(ADDRESS).names()
+        if whole:
+            break
+    assert whole
+    assert seen == {True, False}
+
+
 def test_the_host_that_uploaded_last_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = opened(tmp_path / "a")
     began(run)

@@ -27,12 +27,13 @@ from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import MANIFEST, is_plain
 from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER
+from carrywave.runs.run_place import INITIAL
 
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "memory", "file", "local")  # show objects as a whole
-SNAPSHOTS = "snapshots"
+SNAPSHOTS, SPEC = "snapshots", "spec.yaml"
 TOKEN = owner.FILE  # in the store; the file of that name in the local folder stays there
 # To evaluate and to predict. Metrics are uploaded before the weights that belong to them, and fetched after them.
-NEEDED = ("spec.yaml", "plan.json", "codec.json", "facts.json", "weights.safetensors", "metrics.jsonl")
+NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", "weights.safetensors", "metrics.jsonl")
 
 
 class RemoteRun:
@@ -66,10 +67,12 @@ class RemoteRun:
         """
         self._stored_names = self.store.names()
         run = self._stored_names - {TOKEN}
+        if all(name.partition("/")[0] in INITIAL or name == f"{SNAPSHOTS}/{NONE_YET}" for name in run):
+            run = set()  # what a process leaves that is killed during its first upload: nothing was trained
         self._is_new = not resume and not restarted
         if self._is_new and run:
             self._refuse()
-        if resume and "spec.yaml" not in run:
+        if resume and SPEC not in run:
             raise RunError(f"{self.address} is not a run: it has no spec.yaml; remove {option('resume')} to start a new one")
         self.folder.mkdir(parents=True, exist_ok=True)
         claim = None if hold is None else owner.take(self.folder, hold)
@@ -147,12 +150,14 @@ class RemoteRun:
         folders = self._snapshots()
         for folder in folders:
             self._push_snapshot(folder)
-        for path in _others(self.folder):
-            self._push(path, path.relative_to(self.folder).as_posix())
-        for name in (POINTER, BEST, NONE_YET):
-            path = self.folder / SNAPSHOTS / name
-            if path.is_file():
-                self._push(path, f"{SNAPSHOTS}/{name}")
+        others = {path.relative_to(self.folder).as_posix(): path for path in _others(self.folder)}
+        last = {name: path for name in (POINTER, BEST) if (path := self.folder / SNAPSHOTS / name).is_file()}
+        if not last and (self.folder / SNAPSHOTS / NONE_YET).is_file():
+            self._push(self.folder / SNAPSHOTS / NONE_YET, f"{SNAPSHOTS}/{NONE_YET}")
+        for name in sorted(others, key=lambda name: (name == SPEC and not last, name)):  # there is a run to start over with its spec
+            self._push(others[name], name)
+        for name, path in last.items():
+            self._push(path, f"{SNAPSHOTS}/{name}")
         kept = {folder.name for folder in folders} | {POINTER, BEST}
         old = {name for name in self._stored_names if name.startswith(f"{SNAPSHOTS}/") and name.split("/")[1] not in kept}
         if not folders:
@@ -210,7 +215,7 @@ def copy_of(address: str, cache_setting: str | None = None, also: Sequence[str] 
     store = Store(address, RunError)
     names = store.names()
     wanted = [name for name in (*NEEDED, *also) if name in names]
-    if "spec.yaml" not in wanted:
+    if SPEC not in wanted:
         raise RunError(f"{address} is not a run: it has no spec.yaml; pass the address of a run, such as s3://bucket/runs/words")
     marks = {name: store.marks(name) for name in wanted}
     key = hashlib.sha256(json.dumps([store.address, marks], sort_keys=True).encode()).hexdigest()[:16]
