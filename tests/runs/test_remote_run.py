@@ -12,9 +12,11 @@ import torch
 
 from _whole_snapshots import Snapshot, load, save
 from carrywave.data.files.remote import Store
-from carrywave.errors import RunError
+from carrywave.errors import ResourceError, RunError
 from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER, pointed
 from carrywave.runs.remote_run import RemoteRun, copy_of, folder_of
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
 
 ADDRESS = "memory://bucket/run"
 
@@ -282,3 +284,50 @@ def test_a_copy_to_read_follows_the_run(tmp_path: Path) -> None:
     advance(run, 2, best=True)
     run.push()
     assert (folder_of(ADDRESS, str(tmp_path / "b")) / "weights.safetensors").read_bytes() == b"weights of step 2"
+
+
+def test_a_store_that_fails_after_it_had_answered_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 74, after which the same command may succeed; one that lets nobody write is a mistake."""
+    store = Store(ADDRESS, RunError)
+
+    def fails(error: Exception) -> None:
+        monkeypatch.setattr(store._files, "pipe_file", lambda *_: (_ for _ in ()).throw(error), raising=False)
+
+    fails(OSError("503 Slow Down"))
+    with pytest.raises(RunError, match="could not be written \\(503 Slow Down\\)") as found:
+        store.write(b"", "x")
+    assert not isinstance(found.value, ResourceError)
+    store.names()
+    with pytest.raises(ResourceError, match="could not be written \\(503 Slow Down\\)"):
+        store.write(b"", "x")
+    fails(PermissionError("Access Denied"))
+    with pytest.raises(RunError, match="Access Denied") as found:
+        store.write(b"", "x")
+    assert not isinstance(found.value, ResourceError)
+
+
+def test_a_run_that_another_process_took_over_stops_at_its_next_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.txt").write_text("the carry is passed along. " * 40)
+    given = parse(
+        {
+            "data": {"train": str(tmp_path / "train.txt"), "cache": str(tmp_path / "cache")},
+            "model": {"hidden": 4, "layers": 1},
+            "batch": {"lanes": 4, "steps": 8},
+            "train": {"epochs": 50, "snapshot_every": 5},
+        }
+    )
+    push, steps = RemoteRun.push, list[int]()
+
+    def taken(self: RemoteRun) -> None:
+        push(self)
+        if (self.folder / "snapshots" / POINTER).is_file():
+            self.store.write(b'{"token": "other", "pid": 7, "host": "there"}', "owner.json")
+            steps.append(1)
+
+    monkeypatch.setattr(RemoteRun, "push", taken)
+    with pytest.raises(RunError, match="is being trained by process 7 on there since then"):
+        train(given, run=ADDRESS, device="cpu")
+    assert steps == [1]
+    assert Store(ADDRESS).read(f"snapshots/{POINTER}") == b"step-00000005\n"
+    local = RemoteRun(ADDRESS, str(tmp_path / "cache")).folder
+    assert {path.name for path in (local / "snapshots").glob("step-*")} <= {"step-00000005", "step-00000010", "step-00000015"}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from carrywave.data.files import cache, remote
 from carrywave.data.files.remote import Store
-from carrywave.errors import RunError, option
+from carrywave.errors import RunError, TakenOver, option
 from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
@@ -180,7 +180,8 @@ class RemoteRun:
         claim = json.loads(self.store.read(TOKEN) or b"{}")
         if claim.get("token") != self._token:
             who = f"process {claim['pid']} on {claim['host']}" if "pid" in claim and "host" in claim else "another process"
-            raise RunError(f"{self.address} is being trained by {who} since then, so nothing more is uploaded; use another {option('run')}")
+            fact = f"{self.address} is being trained by {who} since then, so nothing more is uploaded"
+            raise TakenOver(f"{fact}; use another {option('run')}")
 
     def _snapshots(self) -> list[Path]:
         where = self.folder / SNAPSHOTS

@@ -10,7 +10,7 @@ from typing import Any
 
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
-from carrywave.errors import Diverged, RunError, UserError, option
+from carrywave.errors import Diverged, RunError, TakenOver, UserError, option
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, from_rank_0, raise_on_all
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
@@ -87,11 +87,13 @@ class Checkpointer:
             self.settle(final=True)
 
     def settle(self, *, final: bool = False) -> None:
-        """Wait for the snapshot in progress; report its failure, or raise it if it was the final one or the weights are non-finite."""
+        """Wait for the snapshot in progress; report its failure, or raise it: if it was the final one, if the weights are non-finite, or if
+        the run is another process's by now.
+        """
         failure = self.writer.settle()
         if failure is None:
             return
-        if final or isinstance(failure, Diverged):
+        if final or isinstance(failure, Diverged | TakenOver):
             raise failure
         self.watch.say(f"{str(failure).partition('; ')[0]}; the run continues, and the previous snapshot is kept")
 
