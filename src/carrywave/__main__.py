@@ -16,6 +16,11 @@ def main() -> None:
         run()
     except KeyboardInterrupt:  # before a command has begun, which says so itself
         sys.exit(130)
+    except (MemoryError, ImportError) as error:
+        if not isinstance(error, MemoryError) and "failed to map segment" not in str(error):
+            raise
+        os.write(2, b"carrywave: not enough memory to load the program; raise the limit (ulimit -v) or free some memory\n")
+        sys.exit(74)
 
 
 def _fill_gaps() -> None:

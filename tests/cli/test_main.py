@@ -476,6 +476,23 @@ def test_ctrl_c_before_libraries_load_is_quiet(module: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+def test_too_little_memory_before_a_command_begins_is_one_line_and_74() -> None:
+    program = """
+        import carrywave.__main__, sys
+
+        class Full:
+            def find_spec(self, name, path=None, target=None):
+                if name == "typer":
+                    raise MemoryError("out of memory interning a name")
+
+        sys.meta_path.insert(0, Full())
+        carrywave.__main__.main()
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    line = "carrywave: not enough memory to load the program; raise the limit (ulimit -v) or free some memory\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (74, "", line)
+
+
 def test_ctrl_c_while_libraries_load_is_one_line_and_130(tmp_path: Path) -> None:
     program = (
         "import os, signal, time\n"

@@ -50,6 +50,27 @@ def test_reading_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_a_file_that_grows_while_it_is_read_is_refused_and_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cache, and the run, would take what was read for the content that was hashed before."""
+    (tmp_path / "train.txt").write_text(TEXT)
+    given = spec(tmp_path, train="train.txt", tokens="word", share=0.0)
+    plain = prepare_module._encode
+
+    def slow(source: Any, *rest: Any, **more: Any) -> Any:
+        with (tmp_path / "train.txt").open("a") as file:
+            file.write(TEXT)
+        return plain(source, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_encode", slow)
+        with pytest.raises(DataError, match=r"train.txt changed while it was read; wait until it is complete"):
+            prepare(given)
+        with pytest.raises(DataError, match=r"train.txt changed while it was read"):
+            read(str(tmp_path / "train.txt"), prepare(spec(tmp_path)).codec, given)
+    (tmp_path / "train.txt").write_text(TEXT)
+    assert len(prepare(given).train.inputs) == 5 * 9  # six words, and the ends of three lines
+
+
 def test_three_files_of_words(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text("the mat\n")

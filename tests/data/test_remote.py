@@ -12,7 +12,7 @@ import pytest
 from carrywave.data.files import remote
 from carrywave.data.files.remote import Store, fetch, is_address
 from carrywave.data.files.source import find
-from carrywave.errors import DataError, RunError
+from carrywave.errors import DataError, ResourceError, RunError
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_file_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(DataError, match=r"place/last: could not be written \(No space left on device\)"):
+    with pytest.raises(ResourceError, match=r"place/last: could not be written \(No space left on device\)"):
         store.write(b"new", "last")
     assert store.read("last") == b"old"
     assert store.names() == {"last"}

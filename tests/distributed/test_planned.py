@@ -74,12 +74,13 @@ def test_a_run_that_goes_on_keeps_its_plan(profiles: dict[str, str], python: Run
     assert "one device would be faster" in train("--run", "both", "--devices", "2", by="alone")
     train("--run", "shared", "--devices", "2", by="replicas")
     assert planned("shared") == (2, 1)
-    # The machine is another one now, and the run goes on as it was, to the bytes of one that was never stopped.
+    # The machine is another one now, and the run goes on as it was, to the bits of one that was not evaluated at step 30.
     before = plan_of("staged")
     train("--run", "staged", "--resume", "--devices", "2", by="replicas")
     assert plan_of("staged") == before
     train("--run", "whole", "--devices", "2", by="stages")
-    assert (tmp_path / "staged/weights.safetensors").read_bytes() == (tmp_path / "whole/weights.safetensors").read_bytes()
+    staged, whole = (load_file(tmp_path / run / "weights.safetensors") for run in ("staged", "whole"))
+    assert all(bool((staged[name] == whole[name]).all()) for name in whole)
     alone, *others = (load_file(tmp_path / run / "weights.safetensors") for run in ("one", "staged", "both", "shared"))
     for other in others:
         assert max(float((alone[name] - other[name]).abs().max()) for name in alone) < 1e-9

@@ -12,9 +12,11 @@ import torch
 
 from _whole_snapshots import Snapshot, load, save
 from carrywave.data.files.remote import Store
-from carrywave.errors import RunError
+from carrywave.errors import ResourceError, RunError
 from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER, pointed
 from carrywave.runs.remote_run import RemoteRun, copy_of, folder_of
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
 
 ADDRESS = "memory://bucket/run"
 
@@ -129,6 +131,34 @@ def test_a_run_that_never_had_a_snapshot_can_be_started_over(tmp_path: Path) -> 
         opened(tmp_path / "c")
 
 
+def test_a_kill_during_the_first_upload_leaves_a_place_to_start_in_or_a_run_to_start_over(tmp_path: Path) -> None:
+    seen = set()
+    for after in range(20):
+        fsspec.filesystem("memory").store.clear()
+        run = opened(tmp_path / f"a{after}")
+        began(run)
+        for name in ("codec.json", "facts.json", "plan.json", "history.jsonl", "launch.json"):
+            write(run, name, b"{}")
+        whole = True
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, after)
+            try:
+                run.push()
+            except Killed:
+                whole = False
+        resumable = "spec.yaml" in Store(ADDRESS).names()
+        seen.add(resumable)
+        other = opened(tmp_path / f"b{after}", resume=resumable)
+        assert (other.folder / "snapshots" / NONE_YET).is_file() == resumable
+        began(other) if not resumable else None
+        other.push()
+        assert {"spec.yaml", f"snapshots/{NONE_YET}"} <= Store(ADDRESS).names()
+        if whole:
+            break
+    assert whole
+    assert seen == {True, False}
+
+
 def test_the_host_that_uploaded_last_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = opened(tmp_path / "a")
     began(run)
@@ -159,6 +189,46 @@ def test_only_the_last_to_claim_a_run_uploads(tmp_path: Path) -> None:
         run.push()
     run.withdraw()
     assert Store(ADDRESS).names() == before
+
+
+def test_a_process_that_lost_the_run_during_an_upload_changes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its later weights or pointer would stand among the files of the other."""
+    run = opened(tmp_path / "a")
+    began(run)
+    advance(run, 1, best=True)
+    run.push()
+    advance(run, 2, best=True)
+    put = Store.put
+    before: dict[str, Any] = {}
+
+    def slow(self: Store, path: Path, name: str) -> None:
+        put(self, path, name)
+        if not before:
+            before["tokens"] = True
+            other = opened(tmp_path / "b", resume=True)
+            advance(other, 3, best=True)
+            other.push()
+            before.update({name: self.read(name) for name in self.names()})
+
+    monkeypatch.setattr(Store, "put", slow)
+    with pytest.raises(RunError, match="is being trained by process"):
+        run.push()
+    store = Store(ADDRESS)
+    assert {"tokens": True, **{name: store.read(name) for name in store.names()}} == before
+
+
+def test_of_two_new_runs_at_one_address_the_second_to_upload_is_refused(tmp_path: Path) -> None:
+    first, second = opened(tmp_path / "a"), opened(tmp_path / "b")
+    for run in (first, second):
+        began(run)
+        advance(run, 1)
+    first.push()
+    before = {name: first.store.read(name) for name in first.store.names()}
+    with pytest.raises(RunError, match="memory://bucket/run was just filled by another process; use another run"):
+        second.push()
+    second.withdraw()
+    assert {name: first.store.read(name) for name in first.store.names()} == before
+    first.push()
 
 
 def test_a_restart_finds_what_this_launch_left(tmp_path: Path) -> None:
@@ -209,8 +279,55 @@ def test_a_copy_to_read_follows_the_run(tmp_path: Path) -> None:
     advance(run, 1, best=True)
     run.push()
     first = folder_of(ADDRESS, str(tmp_path / "b"))
-    assert sorted(path.name for path in first.iterdir()) == ["spec.yaml", "weights.safetensors"]
+    assert sorted(path.name for path in first.iterdir()) == ["metrics.jsonl", "spec.yaml", "weights.safetensors"]
     assert folder_of(ADDRESS, str(tmp_path / "b")) == first
     advance(run, 2, best=True)
     run.push()
     assert (folder_of(ADDRESS, str(tmp_path / "b")) / "weights.safetensors").read_bytes() == b"weights of step 2"
+
+
+def test_a_store_that_fails_after_it_had_answered_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 74, after which the same command may succeed; one that lets nobody write is a mistake."""
+    store = Store(ADDRESS, RunError)
+
+    def fails(error: Exception) -> None:
+        monkeypatch.setattr(store._files, "pipe_file", lambda *_: (_ for _ in ()).throw(error), raising=False)
+
+    fails(OSError("503 Slow Down"))
+    with pytest.raises(RunError, match="could not be written \\(503 Slow Down\\)") as found:
+        store.write(b"", "x")
+    assert not isinstance(found.value, ResourceError)
+    store.names()
+    with pytest.raises(ResourceError, match="could not be written \\(503 Slow Down\\)"):
+        store.write(b"", "x")
+    fails(PermissionError("Access Denied"))
+    with pytest.raises(RunError, match="Access Denied") as found:
+        store.write(b"", "x")
+    assert not isinstance(found.value, ResourceError)
+
+
+def test_a_run_that_another_process_took_over_stops_at_its_next_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.txt").write_text("the carry is passed along. " * 40)
+    given = parse(
+        {
+            "data": {"train": str(tmp_path / "train.txt"), "cache": str(tmp_path / "cache")},
+            "model": {"hidden": 4, "layers": 1},
+            "batch": {"lanes": 4, "steps": 8},
+            "train": {"epochs": 50, "snapshot_every": 5},
+        }
+    )
+    push, steps = RemoteRun.push, list[int]()
+
+    def taken(self: RemoteRun) -> None:
+        push(self)
+        if (self.folder / "snapshots" / POINTER).is_file():
+            self.store.write(b'{"token": "other", "pid": 7, "host": "there"}', "owner.json")
+            steps.append(1)
+
+    monkeypatch.setattr(RemoteRun, "push", taken)
+    with pytest.raises(RunError, match="is being trained by process 7 on there since then"):
+        train(given, run=ADDRESS, device="cpu")
+    assert steps == [1]
+    assert Store(ADDRESS).read(f"snapshots/{POINTER}") == b"step-00000005\n"
+    local = RemoteRun(ADDRESS, str(tmp_path / "cache")).folder
+    assert {path.name for path in (local / "snapshots").glob("step-*")} <= {"step-00000005", "step-00000010", "step-00000015"}

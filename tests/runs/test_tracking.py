@@ -38,6 +38,8 @@ class Fake:
         return "record-1" if known is None else known
 
     def send(self, rows: Sequence[Row]) -> None:
+        if self.fails == "exit":
+            raise SystemExit(3)
         if self.fails == "send":
             raise ConnectionError("gone")
         if self.holds is not None:
@@ -98,7 +100,9 @@ def test_a_record_that_is_gone_begins_anew(tmp_path: Path) -> None:
     assert fake.steps == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("fails", "said"), [("open", "ConnectionError: no route to host"), ("send", "ConnectionError: gone")])
+@pytest.mark.parametrize(
+    ("fails", "said"), [("open", "ConnectionError: no route to host"), ("send", "ConnectionError: gone"), ("exit", "SystemExit: 3")]
+)
 def test_a_failure_is_one_line_and_the_next_attempt_makes_up_for_it(fails: str, said: str, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert copied(metrics, Fake(fails=fails), 1, 2) == [

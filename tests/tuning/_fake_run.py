@@ -35,6 +35,8 @@ path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.is_file() else 0
 with path.open("a") as file:
     for epoch in range(done + 1, 5):
+        if "fake.killed" in keys:
+            signal.raise_signal(signal.SIGKILL)
         if hidden == 15 and not (folder / "again").exists():  # waits to be stopped
             (folder / "again").touch()
             while not stopped:

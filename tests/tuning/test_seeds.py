@@ -48,13 +48,26 @@ def test_seeds_follow_that_of_the_spec_and_their_median_and_spread_are_told(tmp_
 def test_a_seed_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     found = train_seeds(SPEC, 2, run=tmp_path / "r", device="cpu", words=["model.hidden=13"])
     assert "seed-1 failed: this brings bad luck" in found.failed
-    assert found.summary == "2 seeds, without a loss on valid"
+    assert found.summary == "0 of 2 seeds, without a loss on valid"
+    assert [row["state"] for row in found.rows] == ["failed", "failed"]
 
 
 @pytest.mark.usefixtures("_quick_runs")
 def test_seeds_that_the_machine_failed_may_be_tried_again(tmp_path: Path) -> None:
     assert train_seeds(SPEC, 2, run=tmp_path / "s", device="cpu", words=["model.hidden=26"]).later
     assert not train_seeds(SPEC, 2, run=tmp_path / "t", device="cpu", words=["model.hidden=13"]).later
+
+
+@pytest.mark.usefixtures("_quick_runs")
+def test_a_seed_that_was_killed_is_not_counted_among_the_trained_and_is_no_mistake(tmp_path: Path) -> None:
+    train_seeds(SPEC, 2, run=tmp_path / "r", device="cpu")
+    rows = tmp_path / "r" / "seed-2" / "metrics.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
+    found = train_seeds(None, 2, run=tmp_path / "r", device="cpu", resume=True, words=["fake.killed=1"])
+    assert [row["state"] for row in found.rows] == ["finished", "failed"]
+    only = f"{found.rows[0]['loss']:.4g}"
+    assert found.summary == f"1 of 2 seeds: median loss {only}, from {only} to {only}"
+    assert found.later
 
 
 @pytest.mark.usefixtures("_quick_runs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,9 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
 
     def build(new: NewArray) -> cache.Entry:
         note(f"reading {', '.join(source.name for source in sources.values())} into the cache {cache.place_of(place, key)}")
-        return _build(spec, sources, new, codec)
+        entry = _build(spec, sources, new, codec)
+        _check_steady(sources, files, place)
+        return entry
 
     entry = cache.fetch(place, key, build)
     file_digests = {part: digest for part, digest in files.items() if sources[part].path is not None}
@@ -136,10 +139,18 @@ def _find(name: str, field: str, spec: Spec, place: Path) -> Source:
     return find(name, field=field, format=data.format, any_bytes=bytewise, cache=place, encoding=data.encoding, separator=data.mark)
 
 
-def _digests(sources: Mapping[str, Source], place: Path) -> dict[str, str]:
-    """The SHA-256 of each file; of files that were hashed before and have not changed since, from the cache folder."""
-    with hashes.remembering(place / HASHES):
+def _digests(sources: Mapping[str, Source], place: Path | None) -> dict[str, str]:
+    """The SHA-256 of each file; of files that were hashed before and have not changed since, from the cache folder, if there is one."""
+    with nullcontext() if place is None else hashes.remembering(place / HASHES):
         return {part: source.digest() for part, source in sources.items()}
+
+
+def _check_steady(sources: Mapping[str, Source], files: Mapping[str, str], place: Path | None) -> None:
+    """Refuse a file that changed while it was read: what was read is not what its hash stands for, in the cache and on other hosts."""
+    now = _digests(sources, place)
+    for part, source in sources.items():
+        if now[part] != files[part]:
+            raise DataError(f"{source.name} changed while it was read; wait until it is complete, then try again")
 
 
 def bundle(entry: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
@@ -174,15 +185,17 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     place = cache.folder(spec.data.cache)
     source = _find(str(path), part, spec, place)
     _check_format(source, spec, labelled=labelled)
+    small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
+    files = _digests({part: source}, None if small else place)
 
     def build(new: NewArray) -> cache.Entry:
         sequences = _encode(source, codec, spec, new, labelled=labelled, part=part)
+        _check_steady({part: source}, files, None if small else place)
         return cache.Entry({part: sequences}, codec, sequences.notes)
 
-    file = [source.digest(), source.format, source.tabs, source.compression]
+    file = [files[part], source.format, source.tabs, source.compression]
     how = _reading(spec)
     key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, how, labelled, part])
-    small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
     entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
 

@@ -21,17 +21,19 @@ from pathlib import Path
 
 from carrywave.data.files import cache, remote
 from carrywave.data.files.remote import Store
-from carrywave.errors import RunError, option
+from carrywave.errors import RunError, TakenOver, option
 from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import MANIFEST, is_plain
 from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER
+from carrywave.runs.run_place import INITIAL
 
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "memory", "file", "local")  # show objects as a whole
-SNAPSHOTS = "snapshots"
+SNAPSHOTS, SPEC = "snapshots", "spec.yaml"
 TOKEN = owner.FILE  # in the store; the file of that name in the local folder stays there
-NEEDED = ("spec.yaml", "plan.json", "codec.json", "facts.json", "weights.safetensors")  # to evaluate and to predict
+# To evaluate and to predict. Metrics are uploaded before the weights that belong to them, and fetched after them.
+NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", "weights.safetensors", "metrics.jsonl")
 
 
 class RemoteRun:
@@ -47,6 +49,7 @@ class RemoteRun:
         self.address = self.store.address
         self.folder = cache.folder(cache_setting).absolute() / "runs" / _slug(self.address)
         self._token = ""
+        self._is_new = False  # there was nothing in the store
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of files when they were last uploaded
         self._stored_names: set[str] = set()  # names in the store
 
@@ -64,14 +67,17 @@ class RemoteRun:
         """
         self._stored_names = self.store.names()
         run = self._stored_names - {TOKEN}
-        if not resume and not restarted and run:
+        if all(name.partition("/")[0] in INITIAL or name == f"{SNAPSHOTS}/{NONE_YET}" for name in run):
+            run = set()  # what a process leaves that is killed during its first upload: nothing was trained
+        self._is_new = not resume and not restarted
+        if self._is_new and run:
             self._refuse()
-        if resume and "spec.yaml" not in run:
+        if resume and SPEC not in run:
             raise RunError(f"{self.address} is not a run: it has no spec.yaml; remove {option('resume')} to start a new one")
         self.folder.mkdir(parents=True, exist_ok=True)
         claim = None if hold is None else owner.take(self.folder, hold)
         try:
-            if not resume and not restarted:
+            if self._is_new:
                 _empty(self.folder)
             elif not run and launch_record.find(self.folder, "") is None:
                 _empty(self.folder)  # not what an earlier attempt of this launch left before its first upload
@@ -101,7 +107,9 @@ class RemoteRun:
         return bool(ours) and ours == theirs and (self.folder / SNAPSHOTS / POINTER).is_file()
 
     def _claim(self) -> None:
-        """Become the one who uploads, before anything else is uploaded."""
+        """Become the one who uploads, before anything else is uploaded; of a new run only if nobody else has begun one meanwhile."""
+        if self._is_new and self.store.names() != self._stored_names:
+            raise RunError(f"{self.address} was just filled by another process; use another {option('run')}")
         self._token = secrets.token_hex(8)
         note = json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}).encode()
         self.store.write(note, TOKEN)
@@ -137,20 +145,24 @@ class RemoteRun:
 
     def push(self) -> None:
         """Upload what is new, so that the store has a run that can be resumed at any instant; can be called from any thread."""
-        self._claim() if not self._token else self._check()
+        if not self._token:
+            self._claim()
         folders = self._snapshots()
         for folder in folders:
             self._push_snapshot(folder)
-        for path in _others(self.folder):
-            self._push(path, path.relative_to(self.folder).as_posix())
-        for name in (POINTER, BEST, NONE_YET):
-            path = self.folder / SNAPSHOTS / name
-            if path.is_file():
-                self._push(path, f"{SNAPSHOTS}/{name}")
+        others = {path.relative_to(self.folder).as_posix(): path for path in _others(self.folder)}
+        last = {name: path for name in (POINTER, BEST) if (path := self.folder / SNAPSHOTS / name).is_file()}
+        if not last and (self.folder / SNAPSHOTS / NONE_YET).is_file():
+            self._push(self.folder / SNAPSHOTS / NONE_YET, f"{SNAPSHOTS}/{NONE_YET}")
+        for name in sorted(others, key=lambda name: (name == SPEC and not last, name)):  # there is a run to start over with its spec
+            self._push(others[name], name)
+        for name, path in last.items():
+            self._push(path, f"{SNAPSHOTS}/{name}")
         kept = {folder.name for folder in folders} | {POINTER, BEST}
         old = {name for name in self._stored_names if name.startswith(f"{SNAPSHOTS}/") and name.split("/")[1] not in kept}
         if not folders:
             old -= {f"{SNAPSHOTS}/{NONE_YET}"}
+        self._check()
         # Manifests first: what is left of a snapshot without one is not taken for a snapshot.
         self.store.remove(sorted(old, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
         self._stored_names -= old
@@ -168,7 +180,8 @@ class RemoteRun:
         claim = json.loads(self.store.read(TOKEN) or b"{}")
         if claim.get("token") != self._token:
             who = f"process {claim['pid']} on {claim['host']}" if "pid" in claim and "host" in claim else "another process"
-            raise RunError(f"{self.address} is being trained by {who} since then, so nothing more is uploaded; use another {option('run')}")
+            fact = f"{self.address} is being trained by {who} since then, so nothing more is uploaded"
+            raise TakenOver(f"{fact}; use another {option('run')}")
 
     def _snapshots(self) -> list[Path]:
         where = self.folder / SNAPSHOTS
@@ -192,6 +205,7 @@ class RemoteRun:
     def _push(self, path: Path, name: str) -> None:
         sign = _sign(path)
         if self._sent.get(name) != sign:
+            self._check()  # before each, as an upload may take long
             self.store.put(path, name)
             self._sent[name] = sign
             self._stored_names.add(name)
@@ -202,7 +216,7 @@ def copy_of(address: str, cache_setting: str | None = None, also: Sequence[str] 
     store = Store(address, RunError)
     names = store.names()
     wanted = [name for name in (*NEEDED, *also) if name in names]
-    if "spec.yaml" not in wanted:
+    if SPEC not in wanted:
         raise RunError(f"{address} is not a run: it has no spec.yaml; pass the address of a run, such as s3://bucket/runs/words")
     marks = {name: store.marks(name) for name in wanted}
     key = hashlib.sha256(json.dumps([store.address, marks], sort_keys=True).encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from carrywave.errors import DataError, PlanError, RunError, SpecError, UserErro
 from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.backlog import Backlog
-from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint import atomic_files, own_weights
 from carrywave.runs.checkpoint.atomic_files import HashedLog
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
 from carrywave.runs.event_log import EventLog
@@ -35,7 +35,7 @@ from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
 
 FIRST = ("split", "epoch", "step", "loss")
-METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "tb"
+METRICS, TIMING, EVENTS = own_weights.METRICS, "timing.jsonl", "tb"
 MADE = (
     METRICS,
     TIMING,
@@ -225,22 +225,25 @@ class Run:
         data = json.dumps(value, indent=1).encode() + b"\n"
         self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
 
-    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int, metrics_bytes: int | None = None) -> int | None:
         """Replace weights.safetensors, now or when there is room; no snapshot is published before.
 
-        Its metadata holds the spec and the codec, so that the file is self-contained, and the step that the weights are of.
+        Its metadata holds spec and codec, so that the file is self-contained, and the step; and as a mark of the run (`own_weights`) the
+        metrics up to there: all, or so many bytes, whose number it returns.
         """
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
-        metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-        metadata |= {"format": "pt", "step": str(step)}
+        metrics = self._metrics() if metrics_bytes is None else HashedLog.of(self.path / METRICS, metrics_bytes)
+        metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(metrics)
+        metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
 
         def later() -> Callable[[], None]:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
             return lambda: write_weights(self.weights, copies, metadata)
 
         self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
+        return metrics.num_bytes
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
@@ -320,9 +323,7 @@ class Run:
 
         Rows of metrics stay unless the data, the spec or the plan was wrong: a full disk, say, does not make them less true.
         """
-        if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file():
-            return False
-        if self._claim is None:
+        if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file() or self._claim is None:
             return False
         with suppress(RunError):
             self._claim.look()
@@ -380,8 +381,7 @@ class Run:
             atomic_files.write_bytes(self.path / name, data)
 
     def _append(self, name: str, row: Mapping[str, Value]) -> None:
-        # JSON has no infinity and no NaN.
-        plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}  # for JSON
         line = json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
         self.make()
         if name == METRICS:

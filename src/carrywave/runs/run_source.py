@@ -12,7 +12,7 @@ from carrywave.data.files import cache
 from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import DataError, RunError, SpecError, option
 from carrywave.launch import launch_record
-from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint import atomic_files, own_weights
 from carrywave.runs.checkpoint.same_spec import check_same
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.remote_run import folder_of
@@ -95,6 +95,7 @@ def weights_file(init: str) -> Path:
     path = fetch(init, cache.folder(None)) if is_file else folder_of(init)
     if path.is_dir():
         path = Run.open(path).weights
+        own_weights.check(path)
     if not path.is_file():
         raise RunError(f"{option('init', init)}: run or weights file not found; pass a run folder or a .safetensors file")
     return path

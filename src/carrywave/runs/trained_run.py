@@ -29,6 +29,7 @@ from carrywave.parallel.devices import pick_device
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, join, leave, raise_on_all
 from carrywave.plan.plan import Plan, check_vocabulary, resolve
+from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import Details, evaluate
@@ -99,6 +100,7 @@ def open_run(
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
     mesh = Mesh(world, plan)
+    own_weights.check(run.weights)
     if model is None:
         # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)

@@ -10,14 +10,15 @@ from typing import Any
 
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
-from carrywave.errors import Diverged, RunError, UserError, option
+from carrywave.errors import Diverged, RunError, TakenOver, UserError, option
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, from_rank_0, raise_on_all
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import Manifest
+from carrywave.runs.checkpoint.own_weights import are_of
 from carrywave.runs.checkpoint.part_transfer import handed_out
 from carrywave.runs.checkpoint.same_spec import sound
-from carrywave.runs.checkpoint.snapshot import Stored, are_of, mend_best, open_stored, snapshot_of_best, under
+from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored, snapshot_of_best, under
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
@@ -86,19 +87,24 @@ class Checkpointer:
             self.settle(final=True)
 
     def settle(self, *, final: bool = False) -> None:
-        """Wait for the snapshot in progress; report its failure, or raise it if it was the final one or the weights are non-finite."""
+        """Wait for the snapshot in progress; report its failure, or raise it: if it was the final one, if the weights are non-finite, or if
+        the run is another process's by now.
+        """
         failure = self.writer.settle()
         if failure is None:
             return
-        if final or isinstance(failure, Diverged):
+        if final or isinstance(failure, Diverged | TakenOver):
             raise failure
         self.watch.say(f"{str(failure).partition('; ')[0]}; the run continues, and the previous snapshot is kept")
 
     def go_back(self) -> LoopState:
-        """Restore the last snapshot. One in progress that fails because of non-finite weights does not count."""
+        """Restore the last snapshot and the best weights of then. One in progress that fails on non-finite weights does not count."""
         with suppress(Diverged):
             self.settle()
-        return self.restore(read_last(self.world, self.folder, self.visibility))
+        stored = read_last(self.world, self.folder, self.visibility)
+        state = self.restore(stored)
+        self.mend_weights(state, stored)
+        return state
 
     def restore(self, stored: Stored) -> LoopState:
         """Restore the trainer from a snapshot, truncate the logs to match, and return the loop's state. Each worker reads its own part."""
@@ -161,7 +167,7 @@ class Checkpointer:
                 with self.trainer.evaluation_weights():
                     named = self.trainer.gathered(each_once=True)
                     with raise_on_all(self.world, same_message=True, no_timeout=True):
-                        self.folder.write_weights(named, state.weights_step)
+                        self.folder.write_weights(named, state.weights_step, state.weights_at)
         self.watch.say(f"{fact}: they were restored from their snapshot")
 
     @contextmanager

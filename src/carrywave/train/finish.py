@@ -17,6 +17,7 @@ from carrywave.model.vocabulary.split import join_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs import history
+from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
 from carrywave.runs.watcher import Watcher
 from carrywave.step.row_parts import cut, cutter
@@ -80,6 +81,7 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     best: dict[str, Tensor] = {}
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
+            own_weights.check(loop.folder.weights)
             best = read_weights(trainer.model, loop.folder.weights)
     rows, held, names = trainer.held.rows, trainer.parameters(), tensors_of(trainer.model).keys()
     keep = cutter(rows)

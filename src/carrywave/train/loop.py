@@ -289,8 +289,7 @@ class Loop:
         """Continue from the last snapshot with a lower learning rate, if the spec asks for it and the limit is not reached. Collective."""
         at = self.state
         check_can_go_back(at, self.spec.train, error)
-        # The file of the best weights stays as it is, even if it was written after the snapshot.
-        self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1, best=at.best)
+        self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1)
         self.folder.write_history(back_row(self.state.step, at.step))
         if self.meetings is not None:
             self.meetings.forget()
@@ -345,7 +344,7 @@ class Loop:
         named = self.trainer.gathered(each_once=True)
         heartbeat.rest()  # a slow disk is no hang
         with raise_on_all(self.trainer.mesh.world, same_message=True, no_timeout=True):
-            self.folder.write_weights(named, self.state.step)
+            self.state.weights_at = self.folder.write_weights(named, self.state.step)
         heartbeat.mark()
 
     def judge(self, part: Part, *, weights_step: int | None = None, trained: bool = False) -> dict[str, float]:

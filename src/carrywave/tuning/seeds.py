@@ -29,8 +29,8 @@ class SeedsResult:
     """The runs of several seeds."""
 
     run: Path  # the folder that they are in
-    rows: list[dict[str, Any]]  # a row for each: its folder, seed, and best metrics on valid
-    summary: str  # their median and spread
+    rows: list[dict[str, Any]]  # a row for each: its folder, seed, state, and best metrics on valid so far
+    summary: str  # the median and spread of those that were trained to their end
     failed: str  # the first that failed, and why; empty if none did
     ending: Why | None  # why they were stopped
     later: bool = False  # what failed may succeed later: nothing in the input was wrong
@@ -74,11 +74,13 @@ def train_seeds(
             for number in range(1, seeds + 1)
         ]
         waiting, complaints = list(jobs), list[tuple[str, bool]]()
+        states: dict[str, str] = {}
 
         def ended(child: ChildRun, code: int) -> None:
             name = child.job.folder.name
+            states[name] = "finished" if not code else "stopped" if child.asked or child.can_go_on(code) else "failed"
             if code and not child.asked:
-                complaints.append((f"{name} failed: {child.complaint(code)}", child.can_go_on(code)))
+                complaints.append((f"{name} failed: {child.complaint(code)}", child.can_go_on(code) or code < 0))  # a signal: no mistake
                 say(complaints[-1][0])
             elif not code:
                 say(f"{name}: {_in_words(_best(child.job.folder, spec), spec)}")
@@ -87,7 +89,8 @@ def train_seeds(
         rows = []
         for number, job in enumerate(jobs):
             best = _best(job.folder, spec)
-            rows.append({"run": str(job.folder), "seed": spec.train.seed + number, **(best or {})})
+            state = states.get(job.folder.name, "stopped")
+            rows.append({"run": str(job.folder), "seed": spec.train.seed + number, "state": state, **(best or {})})
     return SeedsResult(
         folder, rows, _summary(rows, spec), complaints[0][0] if complaints else "", why, all(later for _, later in complaints)
     )
@@ -106,7 +109,9 @@ def _in_words(best: dict[str, Any] | None, spec: Spec) -> str:
 
 def _summary(rows: Sequence[dict[str, Any]], spec: Spec) -> str:
     metric = spec.train.best
-    values = [row[metric] for row in rows if row.get(metric) is not None]
+    finished = [row for row in rows if row["state"] == "finished"]
+    values = [row[metric] for row in finished if row.get(metric) is not None]
+    of = f"{len(finished)} seeds" if len(finished) == len(rows) else f"{len(finished)} of {len(rows)} seeds"
     if not values:
-        return f"{len(rows)} seeds, without a {metric} on valid"
-    return f"{len(values)} seeds: median {metric} {median(values):.4g}, from {min(values):.4g} to {max(values):.4g}"
+        return f"{of}, without a {metric} on valid"
+    return f"{of}: median {metric} {median(values):.4g}, from {min(values):.4g} to {max(values):.4g}"

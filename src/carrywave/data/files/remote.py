@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from carrywave.errors import DataError, UserError, from_system
+from carrywave.errors import DataError, ResourceError, UserError, from_system
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters, unlike a drive
 # What stores report about an object that changes when its content does.
@@ -40,6 +40,7 @@ class Store:
 
     def __init__(self, address: str, error: type[UserError] = DataError) -> None:
         self.address, self._error = address.rstrip("/"), error
+        self._answered = False  # it has done something that was asked of it: what fails later is no mistake in the address
         with self._one_line_errors("cannot be opened"):
             from fsspec.core import url_to_fs
 
@@ -51,6 +52,7 @@ class Store:
                     "install it: pip install 'carrywave[remote]' has that for s3"
                 ) from missing
         self._root = str(root).rstrip("/")
+        self._answered = False  # opening it asks nothing of it
         self._local = "file" in _kinds(self._files)
 
     def names(self) -> set[str]:
@@ -125,12 +127,15 @@ class Store:
         """Turn whatever the library raises into one line."""
         try:
             yield
+            self._answered = True
         except UserError:
             raise
         except Exception as error:  # each library has its own classes
             where = f"{self.address}/{name}" if name else self.address
             fact = "not found" if isinstance(error, FileNotFoundError) else f"{what} ({_line(error)})"
-            raise self._error(f"{where}: {fact}; check the address, the credentials and the connection") from error
+            mistake = not self._answered or isinstance(error, FileNotFoundError | PermissionError)
+            kind = self._error if mistake else ResourceError
+            raise kind(f"{where}: {fact}; check the address, the credentials and the connection") from error
 
 
 def fetch(address: str, where: Path) -> Path:

@@ -348,14 +348,6 @@ def _steps(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
-def are_of(weights: Path, step: int) -> bool:
-    """True if a file of weights is sound and of this step; or if it does not say, having been written by an older version."""
-    try:
-        return atomic_files.read_metadata(weights).get("step", str(step)) == str(step)
-    except RunError:
-        return False
-
-
 def weights_metadata(path: Path) -> dict[str, str]:
     """The metadata of a weights file; empty if the file is missing or unreadable."""
     try:

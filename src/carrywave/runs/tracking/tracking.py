@@ -126,7 +126,7 @@ class _Copy:
             while (how := self._copy_new()) is None:
                 pass
             self.tracker.close(how)
-        except Exception as error:  # whatever goes wrong in somebody else's package is no reason to end the run
+        except BaseException as error:  # even sys.exit: whatever goes wrong in somebody else's package is no reason to end the run
             line = one_line(error)
             self.failure = f"{type(error).__name__}: {line}" if line else type(error).__name__
 
