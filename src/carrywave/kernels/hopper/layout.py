@@ -1,6 +1,6 @@
 """Maps a recurrent layer onto the GPU for the persistent kernels: which lanes and hidden units each thread block gets.
 
-Arithmetic without torch; the results are compile-time constants of `persistent.cu`.
+Arithmetic without torch; the results are compile-time constants of `persistent.cu`, `wide.cu` and `stream.cu`.
 """
 
 from __future__ import annotations

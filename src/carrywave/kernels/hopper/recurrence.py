@@ -1,4 +1,4 @@
-"""The kernels of `persistent.cu`, `packing.cu` and `lengths.cu` as Python functions over tensors.
+"""The kernels of `persistent.cu`, `wide.cu` and `stream.cu`, and those around them, as Python functions over tensors.
 
 Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = gates · H; Q = 4P, the four
 numbers of each unit side by side; S = T + 1; W words of a lane's resets; E groups of lanes.
@@ -97,17 +97,14 @@ def forward(
 ) -> None:
     """Compute h, gates and the cell's memory of all steps, and the last memory. Without cells nothing is kept for backward."""
     steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
-    run = _recurrent("forward", shape, hs_SBP, marks.kinds)
-    if shape.streamed is not None:
-        run(
-            (shape.blocks, 1, 1), (shape.threads, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
-            *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), hs_SBP.new_zeros(shape.marks, dtype=torch.int32),
-            hs_SBP.new_empty(shape.exchange_bytes, dtype=torch.uint8), cooperative=True,
-        )  # fmt: skip
-        return
-    run(
-        (shape.blocks, 1, 1), (shape.threads, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
-        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), *_resets(marks), *_noise(marks), cooperative=not shape.near,
+    rest: tuple[nvrtc.Argument, ...]
+    if shape.streamed is None:
+        rest = *_resets(marks), *_noise(marks)
+    else:
+        rest = hs_SBP.new_zeros(shape.marks, dtype=torch.int32), hs_SBP.new_empty(shape.exchange_bytes, dtype=torch.uint8)
+    _launch(
+        "forward", shape, hs_SBP, marks, packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
+        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), *rest,
     )  # fmt: skip
 
 
@@ -147,19 +144,22 @@ def backward(
         raise ValueError("whole-group clusters exchange gradients in shared memory, and cannot go on from those of another launch")
     if after_BQ is not None and after_BQ.data_ptr() != grads_NQ.data_ptr() + grads_NQ.nbytes:
         raise ValueError("the gate gradients of the next step do not follow those of this launch in memory")
-    run = _recurrent("backward", shape, grads_NQ, marks.kinds)
-    if shape.streamed is not None:
-        run(
-            (shape.blocks, 1, 1), (shape.threads, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ,
-            *grad_first, bias_EQ, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before), ring,
-            grads_NQ.new_empty(4 * shape.exchange_bytes, dtype=torch.uint8), cooperative=True,
-        )  # fmt: skip
-        return
-    run(
-        (shape.blocks, 1, 1), (shape.threads, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
-        bias_EQ, ring, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before),
-        *_resets(marks), of_resets_EP2, *_noise(marks), cooperative=not shape.near,
+    of_lanes = *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before)
+    rest: tuple[nvrtc.Argument, ...]
+    if shape.streamed is None:
+        rest = ring, *of_lanes, *_resets(marks), of_resets_EP2, *_noise(marks)
+    else:
+        rest = *of_lanes, ring, grads_NQ.new_empty(4 * shape.exchange_bytes, dtype=torch.uint8)
+    _launch(
+        "backward", shape, grads_NQ, marks, turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
+        bias_EQ, *rest,
     )  # fmt: skip
+
+
+def _launch(name: str, shape: LayerShape, like: Tensor, marks: LayerMarks, *arguments: nvrtc.Argument) -> None:
+    """Run one of the kernels over a whole sequence. Blocks that wait for each other must all run at once, unless they are one cluster."""
+    run = _recurrent(name, shape, like, marks.kinds)
+    run((shape.blocks, 1, 1), (shape.threads, 1), *arguments, cooperative=not shape.near)
 
 
 def _resets(marks: LayerMarks) -> tuple[Tensor | int | None, ...]:

@@ -1,4 +1,4 @@
-// What a cell computes for one unit of one lane, forward and backward. Part of persistent.cu, whose constants it uses.
+// What a cell computes for one unit of one lane, forward and backward. Part of persistent.cu, wide.cu and stream.cu, whose constants it uses.
 //
 // Every cell has four numbers per unit and step, made of the products with the inputs and with h:
 //   LSTM  input, forget, candidate and output gate; its memory is c
@@ -123,8 +123,9 @@ __device__ __forceinline__ float cell_forward(float (&a)[4], Memory& memory, flo
 
 // Backward, in two parts: what can be computed before the gradient of h is known, and what it turns that gradient into.
 //
-// `before` and `now`: the memory before and after the step. `hold`: compute it here, not where it is used. `apply`: from the gradient of h after the step, what reaches the four sums (`d`)
-// and the memory before the step (`memory`, on entry that after it), and h before the step otherwise than through the product (`past`).
+// `before` and `now`: the memory before and after the step. `hold`: compute it here, not where it is used. `apply`: from the gradient of h
+// after the step, what reaches the four sums (`d`) and the memory before the step (`memory`, on entry that after it), and h before the step
+// otherwise than through the product (`past`).
 #define HOLD(x) asm volatile("" : "+f"(x));
 struct Slopes {
 #if CELL == LSTM

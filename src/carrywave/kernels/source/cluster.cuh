@@ -86,8 +86,7 @@ struct Near {
         int pieces = bytes / 16;
         for (int n = threadIdx.x; n < pieces * count; n += THREADS) {
             int rank = first + n / pieces * stride, at = n % pieces * 16;
-            uint4 v;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + at) : "memory");
+            uint4 v = load_smem(from + at);
             asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to + at, rank)), "r"(v.x), "r"(v.y), "r"(v.z),
                          "r"(v.w), "r"(in_block(barrier, rank))
                          : "memory");

@@ -41,17 +41,14 @@ struct Gather {
     }
 
     // `published`: other blocks write the data during this launch, so it may not be there yet.
-    // `pause`: clock cycles to wait before the first poll. Polling too early only delays the memory traffic that it waits for.
+    // `pause`: clock cycles before the first poll.
     __device__ __forceinline__ void run(const u16* from, int active, bool published, int pause, int warpgroup) const {
         u32 missing = there;
         if (active < LANES) {
 #pragma unroll
             for (int n = 0; n < PIECES; n++) missing &= row[n % PERIOD] < active ? ~0u : ~(1u << n);
         }
-        if (pause > 0 && published) {
-            u32 now = clock();
-            while ((u32)clock() - now < pause) continue;
-        }
+        if (pause > 0 && published) pause_for(pause);
         Patience patience = {PATIENCE};
 #pragma unroll
         for (int first = 0; first < PIECES; first += AT_ONCE) {

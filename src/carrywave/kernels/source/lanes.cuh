@@ -1,5 +1,5 @@
 // How a block deals with its lanes, and how it reads and writes what other blocks write and read, through memory and in clusters. Part of
-// persistent.cu and wide.cu, whose constants it uses.
+// persistent.cu, wide.cu and stream.cu, whose constants it uses.
 
 struct Lanes {
     const int* order;    // lanes from longest to shortest, or null: in order of their numbers
@@ -23,14 +23,33 @@ __device__ __forceinline__ void store_word(void* address, u32 v) { asm volatile(
 __device__ __forceinline__ void store_pair(void* address, u32 a, u32 b) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(a), "r"(b) : "memory");
 }
+__device__ __forceinline__ void store_pieces(void* address, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ uint4 load_smem(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
 __device__ __forceinline__ void store_smem(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// Operands of wgmma in shared memory.
+// wgmma: the instruction for n lanes (wide.cu: n sums of a lane), 16 of a thread's sums, and operands in shared memory.
+#if FP16
+#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
+#else
+#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
+#endif
+#define D16(d, n)                                                                                                                       \
+    "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]), "+f"(d[n + 6]), "+f"(d[n + 7]),          \
+        "+f"(d[n + 8]), "+f"(d[n + 9]), "+f"(d[n + 10]), "+f"(d[n + 11]), "+f"(d[n + 12]), "+f"(d[n + 13]), "+f"(d[n + 14]), "+f"(d[n + 15])
 __device__ __forceinline__ u64 descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows every 1024 bytes
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+__device__ __forceinline__ u64 plain_descriptor(u32 address) {  // no swizzle: 8 rows x 16 bytes together, the next 8 of K after all lanes
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32);
 }
 
 // Bounds a wait: if it takes seconds, a block is missing, and the launch is aborted with an error.
@@ -41,6 +60,12 @@ struct Patience {
     }
 };
 #define PATIENCE 20000000
+
+// Waits before the first poll, for this many clock cycles. Polling too early only delays the memory traffic that it waits for.
+__device__ __forceinline__ void pause_for(u32 cycles) {
+    u32 now = clock();
+    while ((u32)clock() - now < cycles) continue;
+}
 
 // The lanes of a group, longest first; [LANES * PASSES] each.
 struct Table {
@@ -78,10 +103,11 @@ struct Slot {
     __device__ __forceinline__ void fetch_16(int at, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
     // Every pass commits one group per step, so the groups of the other passes may still be in flight.
+    __device__ __forceinline__ void await() const { asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory"); }
     __device__ __forceinline__ uint4 read(bool owner) {
         uint4 v = make_uint4(0, 0, 0, 0);
-        asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");
-        if (owner) asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+        await();
+        if (owner) v = load_smem(address);
         return v;
     }
 };

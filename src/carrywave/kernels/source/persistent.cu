@@ -7,7 +7,8 @@
 // written once, and a reader polls each word it needs until it holds something else. Each word is read and checked by itself, so
 // no memory ordering between words is needed.
 //
-// HEADS are independent of each other, each with HIDDEN units and a recurrent matrix of its own. Lanes are dealt to groups of blocks that are independent of each other. Within a group every block owns U units (16 or 32):
+// HEADS are independent of each other, each with HIDDEN units and a recurrent matrix of its own. Lanes are dealt to groups of blocks,
+// which are independent of each other too. Within a group every block owns U units (16 or 32):
 //   forward    gates[4U, N] = W[4U rows = U units x 4 gates, K = H] h[K, N]
 //   backward   the four blocks of a quad own 4U units together. Each handles a quarter of K = 4H for all of them, and they exchange
 //              the partial sums (float32) through a small ring.
@@ -79,20 +80,20 @@
     extern __shared__ __align__(1024) unsigned char memory[];                                                                       \
     Lanes lanes = {order, lengths, count, groups, steps};                                                                           \
     u32 tiles = shared_address(memory);                                                                                             \
-    float* partial = (float*)(memory + B_ALL + A_BYTES);                                                                          \
-    int* places = (int*)(memory + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES);                                                      \
+    float* partial = (float*)(memory + B_ALL + A_BYTES);                                                                            \
+    int* places = (int*)(memory + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES);                                                        \
     Table table = {places, places + LANES * PASSES};                                                                                \
     int thread = threadIdx.x, warpgroup = thread >> 7, warp = (thread >> 5) & 3, lane = thread & 31;                                \
     int group = blockIdx.x / BLOCKS_OF_GROUP, member = blockIdx.x % BLOCKS_OF_GROUP, head = HEADS == 1 ? 0 : group % HEADS;         \
-    group = HEADS == 1 ? group : group / HEADS;                                                                                    \
+    group = HEADS == 1 ? group : group / HEADS;                                                                                     \
     for (int n = thread * 16; n < B_ALL; n += THREADS * 16)   *(uint4*)(memory + n) = make_uint4(0, 0, 0, 0);                       \
     table.fill(lanes, group, thread);                                                                                               \
     /* One thread per unit and lane: a warp covers eight units of four lanes. */                                                    \
     int unit = (thread & 7) + (thread / (8 * LANES)) * 8, place = (thread >> 3) % LANES;                                            \
     bool owner = thread < OWNERS;                                                                                                   \
     Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * SLOT};                                                \
-    int column = head * HIDDEN + member * UNITS + unit, parity = 0;                                                                                 \
-    u64 step_h = (u64)lanes.count * WIDTH;                                                                                         \
+    int column = head * HIDDEN + member * UNITS + unit, parity = 0;                                                                 \
+    u64 step_h = (u64)lanes.count * WIDTH;                                                                                          \
     Gather gather;                                                                                                                  \
     u32 rest = tiles + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES + RING_END;                                           \
     Near near = {tiles, rest};                                                                                                      \

@@ -1,13 +1,5 @@
 // A block's matrix product: its tiles of weights, kept on the chip, times an operand in shared memory. Part of persistent.cu, whose constants it uses.
 
-// For data from blocks of the same cluster: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
-__device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32); }
-
-#if FP16
-#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
-#else
-#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
-#endif
 #if LANES == 8
 #define D_LIST "{%0, %1, %2, %3}"
 #define D_OPS(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -38,9 +30,7 @@ __device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((add
 #define R4 "%16"
 #elif LANES == 32
 #define D_LIST "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
-#define D_OPS(d)                                                                                                                    \
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), \
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define D_OPS(d) D16(d, 0)
 #define MMA_N MMA(32)
 #define R0 "%16"
 #define R1 "%17"

@@ -1,28 +1,11 @@
 // The product of stream.cu: a block's weights, kept in registers and in shared memory, times chunks of an operand in the stages of a ring.
 // Part of stream.cu, whose constants it uses.
 
-#if FP16
-#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
-#else
-#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
-#endif
-#define MMA_N MMA(64)
-#define D16(d, n)                                                                                                                       \
-    "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]), "+f"(d[n + 6]), "+f"(d[n + 7]),          \
-        "+f"(d[n + 8]), "+f"(d[n + 9]), "+f"(d[n + 10]), "+f"(d[n + 11]), "+f"(d[n + 12]), "+f"(d[n + 13]), "+f"(d[n + 14]), "+f"(d[n + 15])
-#define D_OPS(d) D16(d, 0), D16(d, 16)
-#define D_LIST                                                                                                                          \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                            \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-
-// The operand in a stage: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
-__device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32); }
-
 __device__ __forceinline__ void mma_registers(float (&d)[LANES / 2], const u32 (&a)[4], u64 b) {
-    asm volatile(MMA_N D_LIST ", {%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n" : D_OPS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile(MMA(64) D_LIST ", {%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n" : D_OPS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void mma_shared(float (&d)[LANES / 2], u64 a, u64 b) {
-    asm volatile(MMA_N D_LIST ", %32, %33, 1, 1, 1, 0, 0;\n" : D_OPS(d) : "l"(a), "l"(b));
+    asm volatile(MMA(64) D_LIST ", %32, %33, 1, 1, 1, 0, 0;\n" : D_OPS(d) : "l"(a), "l"(b));
 }
 
 // The weights of a block: 64 rows. Warpgroup w has every second chunk of K, from chunk w on: the first KREG of them in registers, in the

@@ -24,8 +24,6 @@
 #define SLICES (UNITS / EACH)    // threads of a lane
 #define CHUNK_BYTES (LANES * 128)
 #define PITCH 76  // of a lane's sums: no bank conflicts
-#define SLOT_PARTS ((EACH * 14 + 15) / 16)  // gates; in backward also the memory (4 bytes of a unit) and the gradient of h (2)
-#define SLOT_BYTES (SLOT_PARTS * THREADS * 16)
 #define WEIGHTS_AT (STAGES * CHUNK_BYTES)
 #define SUMS_AT (WEIGHTS_AT + WARPGROUPS * KSHARED * 8192)
 #define SLOTS_AT (SUMS_AT + WARPGROUPS * LANES * PITCH * 4)
@@ -36,9 +34,7 @@
 
 #include "cell.cuh"
 #include "lanes.cuh"
-__device__ __forceinline__ void store_pieces(void* address, uint4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
+#include "wide/owner.cuh"
 #include "stream/ring.cuh"
 #include "stream/product.cuh"
 
@@ -56,13 +52,6 @@ __device__ __forceinline__ void read_floats(float (&v)[4], const float* from) {
     float4 x = *(const float4*)from;
     v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
 }
-
-// Prefetches what a thread needs for a pass one step ahead, into its own part of shared memory.
-__device__ __forceinline__ void fetch_16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
-__device__ __forceinline__ void fetch_8(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory"); }
-__device__ __forceinline__ void fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Every pass commits one group per step, so the groups of the other passes may still be in flight.
-__device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory"); }
 
 // The warpgroup that loads leaves its registers to the others.
 #define FEW_REGISTERS asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -90,8 +79,9 @@ __device__ __forceinline__ void cluster_end() {
     int slice = thread % SLICES, warp = thread >> 5;                                                                                \
     int place = warp * 8 + (thread >> 3 & 3) + (thread >> 2 & 1) * 4;                                                               \
     int column = member * UNITS + slice * EACH;                                                                                     \
-    u32 slot = tiles + SLOTS_AT + thread * 16, staged = tiles + STAGED_AT, number = 0;                                              \
+    u32 staged = tiles + STAGED_AT, number = 0;                                                                                     \
     u64 step_h = (u64)lanes.count * HIDDEN;                                                                                         \
+    Owner owner = {lanes, table, group, place, column, tiles + SLOTS_AT + thread * 16, step_h};                                     \
     Exchange<CHUNKS> exchange = {chunks, marks, groups, group};                                                                     \
     table.fill(lanes, group, thread);                                                                                               \
     ring.begin();                                                                                                                   \
@@ -132,20 +122,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
     float c[PASSES][EACH];
     int active[PASSES];
     NoiseOf quiet = {1.0f, 0.0f, 0.0f};
-    auto fetch = [&](int step, int pass) {
-        int at = pass * LANES + place;
-        const u16* from = gates + (step * step_h + (u64)table.lane[at] * HIDDEN + column) * 4;
-        if (table.length[at] > step) {
-#pragma unroll
-            for (int n = 0; n < EACH / 2; n++) fetch_16(slot + pass * SLOT_BYTES + n * THREADS * 16, from + n * 8);
-        }
-        fetched();
-    };
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        bool there = group + at * lanes.groups < lanes.count;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
+        bool there = owner.there(pass);
+        u64 cell = owner.cell(pass);
 #pragma unroll
         for (int n = 0; n < EACH; n++) c[pass][n] = 0.0f;
         if (there) {
@@ -156,17 +136,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
         }
         active[pass] = table.active(pass, 0);
         if (active[pass] > 0) exchange.collected(ring, pass);
-        fetch(0, pass);
+        owner.fetch(gates, 0, pass);
     }
     for (int step = 0; step < longest; step++) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             if (active[pass] == 0) {
-                fetched();
+                owner.slot(pass).close();
                 continue;
             }
             int at = pass * LANES + place;
-            u64 cell = (u64)step * step_h + (u64)table.lane[at] * HIDDEN + column;
+            u64 cell = (u64)step * step_h + owner.cell(pass);
             bool real = table.length[at] > step;
             {
                 float sums[LANES / 2];
@@ -174,14 +154,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
                 number += KBLOCKS;
                 put(sums, both, warpgroup, row, quarter);
             }
-            await_fetched();
+            owner.slot(pass).await();
             Words h;
             uint2 kept[EACH];
             float h_of[EACH];
 #pragma unroll
             for (int n = 0; n < EACH; n++) {
                 float a[4], sums[4];
-                uint2 input = *(const uint2*)__cvta_shared_to_generic(slot + pass * SLOT_BYTES + n / 2 * THREADS * 16 + n % 2 * 8);
+                uint2 input = *(const uint2*)__cvta_shared_to_generic(owner.slot(pass).address + PART(n / 2) + n % 2 * 8);
                 unpack(input.x, a[0], a[1]);
                 unpack(input.y, a[2], a[3]);
                 take(sums, both, place, (n * SLICES + slice) * 4);
@@ -195,7 +175,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
             if (real) h.write((void*)__cvta_shared_to_generic(exchange.at(staged, pass, place, slice * EACH)));
             active[pass] = table.active(pass, step + 1);
             if (active[pass] > 0) exchange.collected(ring, pass);
-            fetch(step + 1, pass);
+            owner.fetch(gates, step + 1, pass);
             if (real) {
                 h.write(hs + cell + step_h);
                 if (keep) {
@@ -208,12 +188,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        if (group + at * lanes.groups < lanes.count) {
-            u64 cell = (u64)table.lane[at] * HIDDEN + column;
-            write_floats(last_memory + cell, c[pass]);
-            Words zeros = {};
-            for (int step = table.length[at]; step < lanes.steps; step++) zeros.write(hs + (u64)(step + 1) * step_h + cell);
+        if (owner.there(pass)) {
+            write_floats(last_memory + owner.cell(pass), c[pass]);
+            owner.pad(hs, pass);
         }
     }
 }
@@ -257,19 +234,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
     int active[PASSES];  // lanes that reach step + 1
     int swaps = 0;
     NoiseOf quiet = {1.0f, 0.0f, 0.0f};
-    auto fetch = [&](int step, int pass) {
-        int at = pass * LANES + place;
-        if (step >= 0 && table.length[at] > step) {
-            u64 lane_cell = (u64)table.lane[at] * HIDDEN + column, cell = step * step_h + lane_cell;
-            u32 to = slot + pass * SLOT_BYTES;
-            const float* memory_before = step > 0 ? memories + (cell - step_h) : first_memory + lane_cell;
-#pragma unroll
-            for (int n = 0; n < EACH / 2; n++) fetch_16(to + n * THREADS * 16, gates + cell * 4 + n * 8);
-            fetch_16(to + 2 * THREADS * 16, memory_before);
-            fetch_8(to + 3 * THREADS * 16, grad_y + cell);
-        }
-        fetched();
-    };
 #pragma unroll
     for (int n = 0; n < EACH; n++)
 #pragma unroll
@@ -277,8 +241,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
-        bool there = group + at * lanes.groups < lanes.count;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
+        bool there = owner.there(pass);
+        u64 cell = owner.cell(pass);
 #pragma unroll
         for (int n = 0; n < EACH; n++) dc[pass][n] = c_now[pass][n] = 0.0f;
         if (there && grad_last_memory) read_floats(dc[pass], grad_last_memory + cell);
@@ -292,17 +256,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
             }
             exchange.collected(ring, pass);
         }
-        if (there)  // padded steps have zero gradients
-            for (int step = table.length[at]; step < lanes.steps; step++)
-#pragma unroll
-                for (int n = 0; n < EACH; n += 2) *(uint4*)(grads + ((u64)step * step_h + cell + n) * 4) = make_uint4(0, 0, 0, 0);
-        fetch(longest - 1, pass);
+        if (there) owner.pad_gates(grads, cell, pass);
+        owner.fetch(gates, memories, first_memory, grad_y, longest - 1, pass);
     }
     for (int step = longest - 1; step >= last; step--) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            int at = pass * LANES + place, length = table.length[at];
-            u64 cell = (u64)table.lane[at] * HIDDEN + column;
+            int length = table.length[owner.at(pass)];
+            u64 cell = owner.cell(pass);
             float recurrent[EACH];
             auto of = [&](float(&sums)[EACH], int to) { take(sums, both, place, to * UNITS + slice * EACH); };  // each block of the quad gets what it owns
 #pragma unroll
@@ -315,24 +276,24 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
                 swap.give(swaps, of);
             }
             // While the others' sums travel: everything that does not need them.
-            await_fetched();
-            const unsigned char* from = (const unsigned char*)__cvta_shared_to_generic(slot + pass * SLOT_BYTES);
+            owner.slot(pass).await();
+            const unsigned char* from = (const unsigned char*)__cvta_shared_to_generic(owner.slot(pass).address);
             Slopes slopes[EACH];
             float c_before[EACH];
             Words y;
-            read_floats(c_before, (const float*)(from + 2 * THREADS * 16));
-            y.read(from + 3 * THREADS * 16);
+            read_floats(c_before, (const float*)(from + PART(EACH / 2)));
+            y.read(from + PART(EACH / 2 + 1));
 #pragma unroll
             for (int n = 0; n < EACH; n++) {
                 float a[4];
-                uint2 kept = *(const uint2*)(from + n / 2 * THREADS * 16 + n % 2 * 8);
+                uint2 kept = *(const uint2*)(from + PART(n / 2) + n % 2 * 8);
                 unpack(kept.x, a[0], a[1]);
                 unpack(kept.y, a[2], a[3]);
                 slopes[n] = Slopes(a, c_before[n], c_now[pass][n], quiet);
                 slopes[n].hold();
             }
             if (active[pass] > 0) swap.sum(swaps++, recurrent, of);
-            fetch(step - 1, pass);
+            owner.fetch(gates, memories, first_memory, grad_y, step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after), real = step >= 0 && length > step;
             float dh[EACH];
@@ -342,14 +303,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
             if (real) {
 #pragma unroll
                 for (int n = 0; n < EACH; n++) {
-                    float d[4], past;
                     dh[n] += half_of(y.word[n / 2], n % 2);
                     if (step == length - 1 && grad_last_h) dh[n] += grad_last_h[cell + n];
-                    slopes[n].apply(dh[n], d, dc[pass][n], past);
-                    words[n * 2] = pack(d[0], d[1]), words[n * 2 + 1] = pack(d[2], d[3]);
+                    cell_backward(slopes[n], dh[n], words + n * 2, dc[pass][n], bias[n]);
                     if (CELL != GRU) c_now[pass][n] = c_before[n];
-#pragma unroll
-                    for (int m = 0; m < 4; m++) bias[n][m] += d[m];
                 }
 #pragma unroll
                 for (int n = 0; n < EACH / 2; n++)
@@ -368,15 +325,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
-        if (group + at * lanes.groups < lanes.count) {
+        u64 cell = owner.cell(pass);
+        if (owner.there(pass)) {
             write_floats(grad_first_memory + cell, dc[pass]);
 #pragma unroll
-            for (int n = 0; n < EACH; n++) {
-                if (table.length[at] == 0) grad_first_h[cell + n] = grad_last_h ? grad_last_h[cell + n] : 0.0f;
-                else if (before) grad_first_h[cell + n] = 0.0f;
-            }
+            for (int n = 0; n < EACH; n++) owner.grad_first(grad_first_h, grad_last_h, cell + n, before, pass);
         }
     }
     // The bias gradient, over all lanes in order, once everyone has read the last sums.
@@ -386,11 +339,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS +
 #pragma unroll
         for (int m = 0; m < 4; m++) both[((slice * EACH + n) * 4 + m) * (LANES + 1) + place] = bias[n][m];
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-    if (thread < 4 * UNITS) {
-        float sum = 0.0f;
-        for (int n = 0; n < LANES; n++) sum += both[thread * (LANES + 1) + n];
-        grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
-    }
+    if (thread < 4 * UNITS) grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = summed(both + thread * (LANES + 1), LANES, 1);
 }
     cluster_end();
 }

@@ -1,21 +1,9 @@
 // The product of wide.cu: 64 lanes, from registers, times a block's weights in shared memory, and how sums reach the threads that need them.
 // Part of wide.cu, whose constants it uses.
 
-#if FP16
-#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 "
-#else
-#define MMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
-#endif
-#define D16(d, n)                                                                                                                       \
-    "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]), "+f"(d[n + 6]), "+f"(d[n + 7]),          \
-        "+f"(d[n + 8]), "+f"(d[n + 9]), "+f"(d[n + 10]), "+f"(d[n + 11]), "+f"(d[n + 12]), "+f"(d[n + 13]), "+f"(d[n + 14]), "+f"(d[n + 15])
-#define LIST_32                                                                                                                         \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
-    "%28, %29, %30, %31"
-
 // d += a b: 16 numbers of K. `a` is this thread's part of both of its rows.
 __device__ __forceinline__ void mma(float (&d)[ROWS / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    asm volatile(MMA(64) "{" LIST_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n" : D16(d, 0), D16(d, 16) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+    asm volatile(MMA(64) D_LIST ", {%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n" : D_OPS(d) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
 // Copies this block's weights to shared memory, in tiles of all rows and 64 numbers of K. Row n of a tile comes from `row_of(n)`.
@@ -42,10 +30,7 @@ __device__ __forceinline__ bool whole(const uint4& v) { return v.x != WORD_EMPTY
 __device__ __forceinline__ void multiply(float (&sums)[ROWS / 2], const u16* from, const u32 (&offset)[2], int row, int active, bool published, int pause, u32 tiles) {
 #pragma unroll
     for (int n = 0; n < ROWS / 2; n++) sums[n] = 0.0f;
-    if (pause > 0 && published) {
-        u32 now = clock();
-        while ((u32)clock() - now < pause) continue;
-    }
+    if (pause > 0 && published) pause_for(pause);
     // Opaque to the compiler at every step, so that it computes addresses when needed instead of keeping them in registers.
     u32 tiles_at = tiles + (threadIdx.x >> 7) * 64;
     asm volatile("" : "+r"(tiles_at));
@@ -125,17 +110,7 @@ __device__ __forceinline__ void add_up(float (&sums)[ROWS / 2], float (&own)[UNI
     if (SUM_BUFFERS == 1) __syncthreads();
 }
 
-__device__ __forceinline__ void store_pieces(void* address, uint4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ uint4 load_smem(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
 __device__ __forceinline__ u32 word_of(const uint4& v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; }
-__device__ __forceinline__ void fetch_16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
-__device__ __forceinline__ void fetch_8(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory"); }
 
 // The exchange between the four blocks of a quad, as in persistent.cu: from each of the others, a thread gets the sums of its own units.
 struct Swap {

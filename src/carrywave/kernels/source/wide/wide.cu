@@ -29,12 +29,10 @@
 #define OWNERS (UNITS * LANES)
 #define B_BYTES (KBLOCKS * ROWS * 128)
 #define HALF_BYTES (2 * UNITS * 128 * 4)  // the sums that the two warpgroups give each other
-#define SLOT_PARTS ((EACH * 14 + 15) / 16)  // gates; in backward also the memory (4 bytes of a unit) and the gradient of h (2)
-#define SLOT_BYTES (PASSES * SLOT_PARTS * THREADS * 16)
 #define TABLE_BYTES (2 * LANES * PASSES * 4)
 #define HALVES_AT B_BYTES
 #define SLOTS_AT (HALVES_AT + SUM_BUFFERS * HALF_BYTES)
-#define TABLE_AT (SLOTS_AT + SLOT_BYTES)
+#define TABLE_AT (SLOTS_AT + PASSES * SLOT_BYTES)
 #define RING_AT (TABLE_AT + TABLE_BYTES)
 #define RING 2
 #define RING_BYTES (RING * 4 * OWNERS * 4)
@@ -44,6 +42,7 @@
 
 #include "cell.cuh"
 #include "lanes.cuh"
+#include "wide/owner.cuh"
 #include "wide/product.cuh"
 
 #define SETUP                                                                                                                        \
@@ -56,8 +55,8 @@
     int group = blockIdx.x / BLOCKS_OF_GROUP, member = blockIdx.x % BLOCKS_OF_GROUP, parity = 0;                                     \
     table.fill(lanes, group, thread);                                                                                                \
     int place = row + (thread >> 7) * 8, column = member * UNITS + quarter * EACH;                                                   \
-    u32 slot = tiles + SLOTS_AT + thread * 16;                                                                                       \
-    u64 step_h = (u64)lanes.count * HIDDEN;
+    u64 step_h = (u64)lanes.count * HIDDEN;                                                                                          \
+    Owner owner = {lanes, table, group, place, column, tiles + SLOTS_AT + thread * 16, step_h};
 
 // A warpgroup's half of every 64 numbers of K, and a thread's 8 of these.
 #define OPERAND (thread >> 7) * 32 + quarter * 8
@@ -76,46 +75,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     float c[PASSES][EACH];
     int active[PASSES];
     NoiseOf quiet = {1.0f, 0.0f, 0.0f};
-    auto fetch = [&](int step, int pass) {
-        int at = pass * LANES + place;
-        const u16* from = gates + (step * step_h + (u64)table.lane[at] * HIDDEN + column) * 4;
-        if (table.length[at] > step) {
-#pragma unroll
-            for (int n = 0; n < EACH / 2; n++) fetch_16(slot + (pass * SLOT_PARTS + n) * THREADS * 16, from + n * 8);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        bool there = group + at * lanes.groups < lanes.count;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
+        bool there = owner.there(pass);
+        u64 cell = owner.cell(pass);
 #pragma unroll
         for (int n = 0; n < EACH; n++) c[pass][n] = there ? first_memory[cell + n] : 0.0f;
         active[pass] = table.active(pass, 0);
-        fetch(0, pass);
+        owner.fetch(gates, 0, pass);
     }
     int longest = table.length[0];
     for (int step = 0; step < longest; step++) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             if (active[pass] == 0) {
-                asm volatile("cp.async.commit_group;" ::: "memory");
+                owner.slot(pass).close();
                 continue;
             }
-            int at = pass * LANES + place;
-            u64 cell = (u64)step * step_h + (u64)table.lane[at] * HIDDEN + column;
-            bool real = table.length[at] > step;
+            u64 cell = (u64)step * step_h + owner.cell(pass);
+            bool real = table.length[owner.at(pass)] > step;
             float sums[ROWS / 2], own[UNITS];
             u32 offset[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) offset[half] = (u32)table.lane[pass * LANES + row + 8 * half] * HIDDEN + OPERAND;
             multiply(sums, hs + step * step_h, offset, row, active[pass], step > 0, FORWARD_PAUSE, tiles);
             uint4 input[EACH / 2];
-            asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");
+            owner.slot(pass).await();
 #pragma unroll
-            for (int n = 0; n < EACH / 2; n++) input[n] = load_smem(slot + (pass * SLOT_PARTS + n) * THREADS * 16);
-            fetch(step + 1, pass);
+            for (int n = 0; n < EACH / 2; n++) input[n] = load_smem(owner.slot(pass).address + PART(n));
+            owner.fetch(gates, step + 1, pass);
             add_up(sums, own, SUMS);
             parity ^= 1;
             if (real) {
@@ -146,15 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        if (group + at * lanes.groups < lanes.count) {
-            u64 cell = (u64)table.lane[at] * HIDDEN + column;
+        if (owner.there(pass)) {
+            u64 cell = owner.cell(pass);
 #pragma unroll
             for (int n = 0; n < EACH; n++) last_memory[cell + n] = c[pass][n];
-            // No block waits for these: a lane that has ended is no longer gathered.
-            for (int step = table.length[at]; step < lanes.steps; step++)
-#pragma unroll
-                for (int n = 0; n < EACH; n += 4) *(uint2*)(hs + (u64)(step + 1) * step_h + cell + n) = make_uint2(0, 0);
+            owner.pad(hs, pass);
         }
     }
 }
@@ -180,47 +164,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     int active[PASSES];  // lanes that reach step + 1
     int longest = table.length[0], swaps = 0;
     NoiseOf quiet = {1.0f, 0.0f, 0.0f};
-    auto fetch = [&](int step, int pass) {
-        int at = pass * LANES + place;
-        if (step >= 0 && table.length[at] > step) {
-            u64 lane_cell = (u64)table.lane[at] * HIDDEN + column, cell = step * step_h + lane_cell;
-            u32 to = slot + pass * SLOT_PARTS * THREADS * 16;
-            const float* memory_before = step > 0 ? memories + (cell - step_h) : first_memory + lane_cell;
-#pragma unroll
-            for (int n = 0; n < EACH / 2; n++) fetch_16(to + n * THREADS * 16, gates + cell * 4 + n * 8);
-#pragma unroll
-            for (int n = 0; n < EACH / 4; n++) fetch_16(to + (EACH / 2 + n) * THREADS * 16, memory_before + n * 4);
-            fetch_8(to + 3 * THREADS * 16, grad_y + cell);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
 #pragma unroll
     for (int n = 0; n < EACH; n++)
 #pragma unroll
         for (int m = 0; m < 4; m++) bias[n][m] = 0.0f;
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        bool there = group + at * lanes.groups < lanes.count;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
+        int at = owner.at(pass);
+        bool there = owner.there(pass);
+        u64 cell = owner.cell(pass);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             dc[pass][n] = there && grad_last_memory ? grad_last_memory[cell + n] : 0.0f;
             c_now[pass][n] = CELL != GRU && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell + n] : 0.0f;
         }
         active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
-        if (there)  // padded steps have zero gradients
-            for (int step = table.length[at]; step < lanes.steps; step++)
-#pragma unroll
-                for (int n = 0; n < EACH; n += 2) *(uint4*)(grads + ((u64)step * step_h + cell + n) * 4) = make_uint4(0, 0, 0, 0);
-        fetch(longest - 1, pass);
+        if (there) owner.pad_gates(grads, cell, pass);
+        owner.fetch(gates, memories, first_memory, grad_y, longest - 1, pass);
     }
     // Step -1 computes the gradient of the initial h.
     for (int step = longest - 1; step >= (before ? 0 : -1); step--) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            int at = pass * LANES + place, length = table.length[at];
-            u64 cell = (u64)table.lane[at] * HIDDEN + column;
+            int length = table.length[owner.at(pass)];
+            u64 cell = owner.cell(pass);
             float recurrent[EACH], own[UNITS];
 #pragma unroll
             for (int n = 0; n < EACH; n++) recurrent[n] = 0.0f;
@@ -235,14 +202,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 swap.give(swaps, own);
             }
             // While the others' sums travel: everything that does not need them.
-            u32 from = slot + pass * SLOT_PARTS * THREADS * 16;
-            uint4 kept[EACH / 2], last[EACH / 4], given = make_uint4(0, 0, 0, 0);
-            asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");
+            u32 from = owner.slot(pass).address;
+            uint4 kept[EACH / 2], last, given;
+            owner.slot(pass).await();
 #pragma unroll
-            for (int n = 0; n < EACH / 2; n++) kept[n] = load_smem(from + n * THREADS * 16);
-#pragma unroll
-            for (int n = 0; n < EACH / 4; n++) last[n] = load_smem(from + (EACH / 2 + n) * THREADS * 16);
-            given = load_smem(from + (EACH / 4 * 3) * THREADS * 16);
+            for (int n = 0; n < EACH / 2; n++) kept[n] = load_smem(from + PART(n));
+            last = load_smem(from + PART(EACH / 2));
+            given = load_smem(from + PART(EACH / 2 + 1));
             Slopes slopes[EACH];
             float c_before[EACH];
 #pragma unroll
@@ -250,30 +216,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 float a[4];
                 unpack(n % 2 ? kept[n / 2].z : kept[n / 2].x, a[0], a[1]);
                 unpack(n % 2 ? kept[n / 2].w : kept[n / 2].y, a[2], a[3]);
-                u32 word = n % 4 == 0 ? last[n / 4].x : n % 4 == 1 ? last[n / 4].y : n % 4 == 2 ? last[n / 4].z : last[n / 4].w;
-                c_before[n] = __uint_as_float(word);
+                c_before[n] = __uint_as_float(word_of(last, n));
                 slopes[n] = Slopes(a, c_before[n], c_now[pass][n], quiet);
                 slopes[n].hold();
             }
             if (active[pass] > 0) swap.sum(swaps++, own, recurrent);
-            fetch(step - 1, pass);
+            owner.fetch(gates, memories, first_memory, grad_y, step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
             float dh[EACH];
 #pragma unroll
             for (int n = 0; n < EACH; n++) dh[n] = chosen(follows, recurrent[n], 0.0f);
             if (step >= 0 && length > step) {
-                u32 y[4] = {given.x, given.y, given.z, given.w}, words[EACH * 2];
+                u32 words[EACH * 2];
 #pragma unroll
                 for (int n = 0; n < EACH; n++) {
-                    float d[4], past;
-                    dh[n] += half_of(y[n / 2], n % 2);
+                    dh[n] += half_of(word_of(given, n / 2), n % 2);
                     if (step == length - 1 && grad_last_h) dh[n] += grad_last_h[cell + n];
-                    slopes[n].apply(dh[n], d, dc[pass][n], past);
-                    words[n * 2] = pack(d[0], d[1]), words[n * 2 + 1] = pack(d[2], d[3]);
+                    cell_backward(slopes[n], dh[n], words + n * 2, dc[pass][n], bias[n]);
                     if (CELL != GRU) c_now[pass][n] = c_before[n];
-#pragma unroll
-                    for (int m = 0; m < 4; m++) bias[n][m] += d[m];
                 }
 #pragma unroll
                 for (int n = 0; n < EACH / 2; n++)
@@ -288,14 +249,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
-        int at = pass * LANES + place;
-        u64 cell = (u64)table.lane[at] * HIDDEN + column;
-        if (group + at * lanes.groups < lanes.count) {
+        u64 cell = owner.cell(pass);
+        if (owner.there(pass)) {
 #pragma unroll
             for (int n = 0; n < EACH; n++) {
                 grad_first_memory[cell + n] = dc[pass][n];
-                if (table.length[at] == 0) grad_first_h[cell + n] = grad_last_h ? grad_last_h[cell + n] : 0.0f;
-                else if (before) grad_first_h[cell + n] = 0.0f;
+                owner.grad_first(grad_first_h, grad_last_h, cell + n, before, pass);
             }
         }
     }
@@ -311,11 +270,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
             if ((thread & 31) < 4) sums[(thread >> 5) * ROWS + (quarter * EACH + n) * 4 + m] = bias[n][m];
         }
     __syncthreads();
-    if (thread < ROWS) {
-        float sum = 0.0f;
-        for (int n = 0; n < THREADS / 32; n++) sum += sums[n * ROWS + thread];
-        grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
-    }
+    if (thread < ROWS) grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = summed(sums + thread, THREADS / 32, ROWS);
     cluster_barrier();
 }
 #endif
