@@ -28,19 +28,8 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import trainer_state
+from carrywave.step.checks import arguments
 from carrywave.step.checks.agreement import Agreement
-from carrywave.step.checks.arguments import (
-    as_model,
-    check_alike,
-    check_batches,
-    check_lanes,
-    check_optimizer,
-    check_spec,
-    check_surroundings,
-    in_model_dtype,
-    train_spec,
-    why_no_carry,
-)
 from carrywave.step.checks.audit import audited
 from carrywave.step.checks.finite import look
 from carrywave.step.checks.hooks import Hooks
@@ -104,19 +93,21 @@ class Trainer:
         loss: Loss | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.model = as_model(model, loss)
+        self.model = arguments.as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError(f"keep_state=True keeps the carry from batch to batch, but {why_no_carry(self.model)}remove keep_state")
-        self.spec = train_spec(spec)
+            why = arguments.why_no_carry(self.model)
+            raise UserError(f"keep_state=True keeps the carry from batch to batch, but {why}remove keep_state")
+        self.spec = arguments.train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
-            check_spec(self.spec, user_optimizer=optimizer is not None)
-            self.spec = in_model_dtype(self.spec, self.model)
-        check_optimizer(optimizer, self.model)
+            arguments.check_spec(self.spec, user_optimizer=optimizer is not None)
+            self.spec = arguments.in_model_dtype(self.spec, self.model)
+        arguments.check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
         if mesh is None:
-            check_alike(self.mesh.world, self.spec, optimizer, keep_state=keep_state)  # what follows is collective if precision is auto
+            # Before anything else that is collective: whether settling the precision is depends on the spec.
+            arguments.check_alike(self.mesh.world, self.spec, optimizer, keep_state=keep_state)
         self.spec = with_settled_precision(self.spec, self.mesh.world, self.model)
         check_sync(self.plan, self.spec.sync, shard_optimizer=self.spec.shard_optimizer)
         self.within = within_step(self.mesh, self.spec)
@@ -193,8 +184,8 @@ class Trainer:
         self.modes.resume()
         if self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
-        check_batches(batches, self.model, keep_state=self.keep_state)
-        check_surroundings(self.spec, self.device)
+        arguments.check_batches(batches, self.model, keep_state=self.keep_state)
+        arguments.check_surroundings(self.spec, self.device)
         self.follow()
         self.agreement.before(batches, self.optimizer)
         before = self.uncounted, self.lanes, self.state
@@ -208,7 +199,7 @@ class Trainer:
         """This worker's part of each batch and the batch's key, with a carry for its lanes."""
         keys = [random.key(self.spec.seed, batch.epoch, self._step_number(batch)) for batch in batches]
         if self.keep_state:
-            self.lanes = check_lanes(batches, self.lanes)
+            self.lanes = arguments.check_lanes(batches, self.lanes)
         self.compute.count_changes(batches)
         local_batches = [self.local_part(batch) for batch in batches]
         self._splits.look(batches if self.within is self.mesh else local_batches, keys, training=True)
