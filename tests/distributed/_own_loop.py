@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -68,6 +69,7 @@ class Features(nn.Module):
         self.parts = nn.ModuleDict({name: nn.Linear(2, 3) for name in names})
         self.table = [np.full(3, table)]
         self.rank = int(os.environ["RANK"])
+        self.made_at = time.time() + self.rank  # which nothing reads
         self.register_buffer("passing", torch.tensor(passing), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,6 +179,10 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
         if rank == 0 and number == 2 and case == "raises in backward":
             net.encoder.splittable = True  # not tried, so that the step itself fails
             net.encoder.register_forward_hook(lambda *seen: seen[-1].register_hook(fails) and None)
+        if case == "state set by all" and number == 2:
+            trainer.state, trainer.uncounted = None, 7
+        if case == "notes of one" and rank == 0:
+            net.head.best = losses
         if rank == 1 and number == 2:
             with suppress(ValueError):
                 alter(case, trainer, net, batches)
@@ -271,6 +277,10 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
             net.lstm.dropout = 0.5
         case "another mode":
             net.lstm.eval()
+        case "another state":
+            trainer.state = None
+        case "another count":
+            trainer.uncounted = 7
         case "another hook":
             net.head.out.register_forward_hook(lambda module, given, out: out * 2)
         case "another evaluation":

@@ -45,6 +45,8 @@ SAME = (
     "there and back",
     "there and back, in pieces",
     "there and back, in shards",
+    "state set by all",
+    "notes of one",
 )
 DIFFERENT = {
     "another batch": "rank 1 got a different batch than rank 0",
@@ -55,6 +57,8 @@ DIFFERENT = {
     "a longer evaluation": "rank 1 got a batch of 6 steps x 4 lanes to evaluate, but rank 0 got no more batches to evaluate",
     "another attribute": "since the last step rank 1 has set lstm.dropout 0.5, but rank 0 has not",
     "another mode": "since the last step rank 1 has set lstm.training False, but rank 0 has not",
+    "another state": "since the last step rank 1 has set trainer.state, but rank 0 has not",
+    "another count": "rank 1 got batch 8 of the loop, but rank 0 got batch 3 of the loop",
     "another hook": "since the last step rank 1 has set head.out._forward_hooks 1, but rank 0 has not",
     "other weights": "the weights of rank 1 differ from those of rank 0",
     "another buffer": "the weights of rank 1 differ from those of rank 0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +26,28 @@ class Encoder(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
         self.drop, self.gain, self.options = nn.Dropout(0.1), 1.0, SimpleNamespace(rate=0.5)
         self.table, self.names, self.seen = torch.ones(3), {"b", "a"}, [1.0]
+        self.losses: list[float] = []
+        self.path, self.new = "", 1.0
         self.register_buffer("kept", torch.ones(3))
         self.register_buffer("passing", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = float(x.sum())
-        return x * self.scale
+        if not self.training:
+            self.looked_at = x
+        if self.kind != "plain":
+            x = self.more(x)
+        return self.drop(x * self.scale * self.kept * self.passing * self.gain)
+
+    def more(self, x: Tensor) -> Tensor:
+        return x * self.table * self.options.rate * len(self.names) * len(self.seen) * len(self.path) * self.new
+
+    @cached_property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def note(self, loss: float) -> None:
+        self.losses.append(loss)
 
 
 def made() -> Any:
@@ -39,7 +56,7 @@ def made() -> Any:
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "encoder.gain 2.0": lambda model: setattr(model.encoder, "gain", 2.0),
-    "encoder.new True": lambda model: setattr(model.encoder, "new", True),
+    "encoder.new 2.0": lambda model: setattr(model.encoder, "new", 2.0),
     "encoder.path": lambda model: setattr(model.encoder, "path", "/a"),  # which may differ between workers
     "encoder.options.rate 0.7": lambda model: setattr(model.encoder.options, "rate", 0.7),
     "encoder.table": lambda model: model.encoder.table.mul_(2),
@@ -62,6 +79,37 @@ def test_what_is_set_is_found_until_the_next_step(name: str) -> None:
     assert between.changes(modes=True) == [name]
     between.settle()
     assert between.changes(modes=False) == []
+
+
+UNREAD: dict[str, Callable[[Any], object]] = {
+    "history": lambda model: model.encoder.note(0.5),
+    "best": lambda model: setattr(model.head, "best", 0.5),
+    "time": lambda model: setattr(model.encoder, "started", 1.5),
+    "cached": lambda model: model.encoder.size,
+    "picture": lambda model: model.eval()(torch.ones(2, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in UNREAD if name != "best"])
+def test_what_no_step_reads_may_be_set(name: str) -> None:
+    """A loop may keep what it likes with the model, on one worker alone."""
+    model = made()
+    between = BetweenSteps(model)
+    model(torch.ones(2, 2, 3))
+    between.settle()
+    UNREAD[name](model)
+    assert between.changes(modes=False) == []
+
+
+@pytest.mark.parametrize("how", ["getattr(self, name)", "vars(self)[name]", "self.__dict__[name]", "self.gain", "helper(self)"])
+def test_whatever_code_may_read_counts(how: str) -> None:
+    given: dict[str, Any] = {"name": "gain", "helper": eval("lambda module: module.gain")}
+    exec(f"def forward(self, x): return x * {how}", given)
+    model = made()
+    model.encoder = type("Own", (nn.Module,), {"forward": given["forward"], "gain": 1.0, "__module__": __name__})()
+    between = BetweenSteps(model)
+    model.encoder.gain = 2.0
+    assert between.changes(modes=True) == ["encoder.gain 2.0"]
 
 
 def test_weights_and_saved_buffers_are_left_to_others() -> None:

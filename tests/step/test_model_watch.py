@@ -46,6 +46,7 @@ def watched(model: cw.Model, change: Callable[[cw.Model], object]) -> str | None
 CHANGES: dict[str, Callable[[cw.Model], object]] = {
     "head.temperature": lambda model: setattr(model.head, "temperature", 3.0),
     "head.scale": lambda model: model.head.scale.fill_(3.0),
+    "head.training": lambda model: model.head.eval(),
     "head.passing": lambda model: model.head.passing.mul_(2),
     "encoder.0.weight": lambda model: model.encoder.requires_grad_(False),
     "head.out.weight": lambda model: nn.init.zeros_(model.head.out.weight),
@@ -67,6 +68,11 @@ def test_so_are_hooks_and_variables_outside(monkeypatch: pytest.MonkeyPatch) -> 
     outside = watched(made(), lambda model: monkeypatch.setitem(OUTSIDE, "scale", 2.0))
     assert outside is not None
     assert outside.startswith("a variable that its code reads")
+
+
+def test_what_no_step_reads_may_be_set() -> None:
+    assert watched(made(), lambda model: setattr(model.head, "seen", 2)) is None
+    assert watched(made(), lambda model: setattr(model.head, "best", 0.5)) is None
 
 
 def test_a_look_at_the_model_changes_nothing() -> None:

@@ -130,7 +130,8 @@ class Trainer:
         # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
         free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
         self.guards_weights = free or mesh is None or self.spec.on_nan != "stop"
-        self.state: State | None = None
+        self._state: State | None = None
+        self._state_set = False  # since the last step, which workers compare
         self.lanes: tuple[int, ...] | None = None  # those whose state is kept, over all workers
         self.uncounted = 0  # batches so far without a step number of their own
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
@@ -155,6 +156,15 @@ class Trainer:
         capturable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         on_device = self.mesh.messages_on_device
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, on_device=on_device) if capturable else None
+
+    @property
+    def state(self) -> State | None:
+        """The carry of this worker's lanes and layers, with which the next step goes on; None if there is none."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self._state, self._state_set = state, True
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
@@ -187,13 +197,16 @@ class Trainer:
         arguments.check_batches(batches, self.model, keep_state=self.keep_state)
         arguments.check_surroundings(self.spec, self.device)
         self.follow()
-        self.agreement.before(batches, self.optimizer)
-        before = self.uncounted, self.lanes, self.state
+        self.agreement.before(batches, self.optimizer, self.uncounted, ("trainer.state",) if self._state_set else ())
+        before = self.uncounted, self.lanes, self.state, self._state_set
         try:
-            return self._run(*self._prepared(batches), applies=applies)
+            result = self._run(*self._prepared(batches), applies=applies)
         except BaseException:
-            self.uncounted, self.lanes, self.state = before  # so that the step can be retried with the same randomness and the same carry
+            # So that the step can be retried with the same randomness and the same carry.
+            self.uncounted, self.lanes, self.state, self._state_set = before
             raise
+        self._state_set = False
+        return result
 
     def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """This worker's part of each batch and the batch's key, with a carry for its lanes."""

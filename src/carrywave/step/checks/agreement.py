@@ -82,8 +82,11 @@ class Agreement:
         self._between = BetweenSteps(model) if mesh.world.size > 1 else None
         self._own = False  # the last step was given a user's batches
 
-    def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> None:
-        """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed."""
+    def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0, others: Sequence[str] = ()) -> None:
+        """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed.
+
+        `earlier`: batches that the trainer has counted. `others`: what a user has set that is no attribute of the model.
+        """
         if self.mesh.world.size == 1:
             return
         own = all(batch.part_of is None for batch in batches)
@@ -98,7 +101,10 @@ class Agreement:
                 self._on_device += [sum_of(tensor, weighted=True) for tensor in given if tensor is not None and tensor.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
         self._given = self._last = StepInputs(
-            f"{many} of {where}" if own else many, self._settings(optimizer), contents, self._set(modes=True)
+            f"{many} of {where}, batch {earlier + 1} of the loop" if own else many,
+            self._settings(optimizer),
+            contents,
+            (*self._set(modes=True), *(others if own else ())),
         )
         if own and (not self._steps or self.mesh.plan.stages > 1 or self.mesh.plan.splits_vocabulary):
             self._gather(self._given)

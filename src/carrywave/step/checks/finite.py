@@ -48,10 +48,12 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
     seen = trainer.nonfinite.look()
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
     advice = remedy(trainer, cause, "lower the learning rate, or set train.clip")
-    if trainer.state is not None and trainer.state.carries:
-        left, stage = trainer.state.carries, trainer.stage
+    state, stage = trainer.state, trainer.stage
+    if state is not None and state.carries:
+        left = state.carries
         start = stage.start(left[0][0].shape[1], trainer.device).detach().carries
-        trainer.state = State(stage.carries(reset_nonfinite_lanes(left, start)))
+        state = State(stage.carries(reset_nonfinite_lanes(left, start)))
+    trainer.state = state  # on workers that have no lanes too
     raise on_every_rank(
         Diverged(
             f"{cause} is no longer finite; {advice}; the weights are as they were before that step "

@@ -2,13 +2,12 @@
 would be trained with by that one alone.
 
 What steps and evaluations themselves leave behind in an attribute is the last piece's, on every worker another, and is not looked at; nor
-are parameters and saved buffers, which are compared as weights, objects of libraries, such as a tracker that only one worker has, and parts
-that their owner vouches for.
+is what no code of a step reads, such as a history of losses, nor parameters and saved buffers, which are compared as weights, objects of
+libraries, such as a tracker that only one worker has, and parts that their owner vouches for.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.step.checks.own_modules.module_changes import marks_of
+from carrywave.step.checks.own_modules.module_reads import attributes_read_by, is_library
 from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, is_users, own_classes, walk
 from carrywave.step.checks.own_modules.parts import VOUCHED
 from carrywave.step.checks.own_modules.stepwise import HOOKS
@@ -25,7 +25,7 @@ from carrywave.step.checks.own_modules.stepwise import HOOKS
 _MOST = 5000  # values to look at in all
 _NOT_SET = TORCHS | {"training"}  # attributes of modules that are looked at as what they are, or not at all
 
-Marks = dict[str, list[Any]]
+Marks = dict[Path, list[Any]]  # by the path of the module, the name of its attribute, and the names in it
 
 
 class BetweenSteps:
@@ -34,15 +34,16 @@ class BetweenSteps:
     def __init__(self, model: nn.Module) -> None:
         names = ("encoder", "lstm", "head") if isinstance(model, Model) else ("module",) if isinstance(model, OpaqueModel) else ()
         self._parts: dict[str, nn.Module] = {name: getattr(model, name) for name in names}
-        self._left: set[str] = set()  # behind, by steps
+        self._functions = [model.given_loss] if isinstance(model, OpaqueModel) else []
+        self._left: set[Path] = set()  # behind, by steps
         self._after = self._before = self._now()
 
     def changes(self, *, modes: bool) -> list[str]:
         """What has been set since the last step, with its value if that is a number. `modes`: and all that is in evaluation mode."""
         self._before = self._now()
-        set_since = _differing(self._after, self._before).keys() - self._left
+        set_since = self._read(_differing(self._after, self._before).keys() - self._left)
         evaluating = [f"{path}.training False" for path, module in self._modules() if not module.training] if modes else []
-        found = [*evaluating, *(f"{name}{_worded(self._before.get(name, []))}" for name in set_since)]
+        found = [*evaluating, *(f"{'.'.join(map(str, path))}{_worded(self._before.get(path, []))}" for path in set_since)]
         vouched = {path for path, part in self._parts.items() if getattr(part, VOUCHED, False) is True}
         return sorted(each for each in found if each.partition(".")[0] not in vouched)
 
@@ -50,6 +51,14 @@ class BetweenSteps:
         """A step or an evaluation that began at the last look has ended."""
         self._after = self._now()
         self._left |= _differing(self._before, self._after).keys()
+
+    def _read(self, paths: set[Path]) -> set[Path]:
+        """Those that a step may read."""
+        names = attributes_read_by([*self._parts.values(), *self._functions]) if paths else None
+        if names is None:
+            return paths
+        owners = dict(self._modules())
+        return {path for path in paths if path[1] in names or not is_users(owners.get(path[0]))}
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return (each for path, part in self._parts.items() for each in part.named_modules(prefix=path))
@@ -60,11 +69,11 @@ class BetweenSteps:
         for path, module in self._modules():
             for name, value in _attributes(module).items():
                 if isinstance(value, PLAIN):  # nearly all, at every step
-                    found[f"{path}.{name}"] = [value]
+                    found[path, name] = [value]
                 else:
                     held.append(Met((path, name), value))
         for met in islice(self._met(held), _MOST):
-            found.setdefault(".".join(map(str, met.within or met.path)), []).append(_mark(met.value))
+            found.setdefault(met.within or met.path, []).append(_mark(met.value))
         return found
 
     def _met(self, held: list[Met]) -> Iterator[Met]:
@@ -72,7 +81,7 @@ class BetweenSteps:
         for met in walk(held, foreign=False):
             if any(met.path[:end] in libraries for end in range(2, len(met.path))):
                 continue
-            if _of_library(met.value):
+            if is_library(met.value):
                 libraries.add(met.path)
             yield met
 
@@ -94,12 +103,7 @@ def _mark(value: object) -> Any:
     return value if isinstance(value, PLAIN) and value == value else marks_of(value)
 
 
-def _of_library(value: object) -> bool:
-    """True for an object of a class that has been installed."""
-    return is_users(value) and "site-packages" in str(getattr(sys.modules.get(type(value).__module__), "__file__", ""))
-
-
-def _differing(first: Marks, second: Marks) -> dict[str, None]:
+def _differing(first: Marks, second: Marks) -> dict[Path, None]:
     return {} if first == second else {name: None for name in {**first, **second} if first.get(name) != second.get(name)}
 
 

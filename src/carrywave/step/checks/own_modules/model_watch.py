@@ -14,6 +14,8 @@ from carrywave.model.model import Model
 from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges
+from carrywave.step.checks.own_modules.module_reads import attributes_read_by
+from carrywave.step.checks.own_modules.object_walk import is_users
 from carrywave.step.checks.own_modules.parts import VOUCHED
 
 
@@ -28,8 +30,10 @@ class ModelWatch:
             else {name: getattr(model, name) for name in ("encoder", "lstm", "head")}
         )
         own = {name: part for name, part in parts.items() if getattr(part, VOUCHED, False) is not True}
+        self._own: dict[str, nn.Module] = own
         self._names = list(own)
-        self._changes = ModuleChanges(list(own.values()), [model.given_loss] if isinstance(model, OpaqueModel) else [])
+        self._functions = [model.given_loss] if isinstance(model, OpaqueModel) else []
+        self._changes = ModuleChanges(list(own.values()), self._functions)
         self._before: dict[str, list[Any]] | None = None
         self._trains = True  # False: at the last look, the model was in evaluation mode, as it is after the run's last step
 
@@ -48,13 +52,25 @@ class ModelWatch:
         else:
             self._modes.model.eval()
         before, after = self._before or {}, self._now()
-        return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        read = attributes_read_by([*self._own.values(), *self._functions]) if changed else None
+        return next((name for name in changed if read is None or not self._unread(name, read)), None)
 
     def _now(self) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {name: [_version(weight)] for name, weight in self._model.named_parameters()}
         for path, value in self._changes.marks().items():
             found.setdefault(self._named(path), []).append(value)
         return found
+
+    def _unread(self, name: str, read: set[str]) -> bool:
+        """True for an attribute that no code of a step reads, such as a history."""
+        first, *others = name.split(".")
+        module: nn.Module | None = self._own.get(first)
+        for each in others:
+            if module is None or each not in module._modules:
+                return is_users(module) and each in vars(module) and each not in {*vars(nn.Module()), *read}
+            module = module._modules[each]
+        return False
 
     def _named(self, path: tuple[Any, ...]) -> str:
         first, *others = path

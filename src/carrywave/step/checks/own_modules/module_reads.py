@@ -5,16 +5,22 @@ files and variables of the functions around it.
 from __future__ import annotations
 
 import dis
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from carrywave.step.checks.own_modules.object_walk import Cached, Met, is_foreign, is_users, own_classes, walk
-from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS
+from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS, HOOKS, METHODS
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
+_BY_ANY_NAME = frozenset({"getattr", "hasattr", "vars", "__dict__", "eval", "exec"})  # what code uses that reads more than it names
+_MOST_FUNCTIONS = 500  # to look into
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Variable(NamedTuple):
@@ -76,6 +82,64 @@ def reached_by(roots: Sequence[object]) -> Iterator[Met]:
     held += [Met(("hooks",), hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()]
     held += [Met((variable.name,), variable.read()) for variable in variables_read_by(roots)]
     return walk(held, foreign=False)
+
+
+def attributes_read_by(roots: Sequence[object]) -> set[str] | None:
+    """The names that code which a step may run reads, of attributes of these modules among them; None if that cannot be told.
+
+    A method, and what an attribute holds, count if their name is read in turn: what only a user's loop calls does not.
+    """
+    modules = modules_of(roots)
+    members: dict[str, list[Any]] = defaultdict(list)
+    names = {*METHODS, *HOOKS}
+    for kind in {kind for module in modules for kind in type(module).__mro__} - {*nn.Module.__mro__}:
+        for name, value in vars(kind).items():
+            if is_foreign(kind.__module__):
+                names |= _names(value.__code__) if isinstance(value, FunctionType) else set()
+            elif name != "__init__":
+                members[name].append(value.func if isinstance(value, cached_property) else value)
+                names |= {name} if name.startswith("__") and isinstance(value, FunctionType) else set()
+    for module in modules:
+        for name, value in vars(module).items():
+            members[name].append(value)
+    hooks = [getattr(p, store, None) for module in modules for p in module.parameters(recurse=False) for store in _HOOKS_OF_TENSORS]
+    waiting = [*roots, *GLOBAL_HOOKS, *hooks, *(value for name in names for value in members.get(name, ()))]
+    seen: set[int] = set()
+    while waiting:
+        for met in walk([Met((), waiting.pop())], foreign=False):
+            if len(seen) > _MOST_FUNCTIONS or is_library(met.value):
+                return None  # it may be given a module
+            code = getattr(met.value, "__code__", None)
+            if code is None or id(code) in seen or is_foreign(met.value.__module__):
+                continue
+            seen.add(id(code))
+            read = _read_in(code)
+            if read & _BY_ANY_NAME:
+                return None
+            waiting += [value for name in read - names for value in members.get(name, ())]
+            files = [met.value.__globals__]
+            files += [vars(each) for name in read if isinstance(each := files[0].get(name), ModuleType) and not is_foreign(each.__name__)]
+            waiting += [file[name] for file in files for name in read if name in file]
+            names |= read
+    return names
+
+
+def is_library(value: object) -> bool:
+    """True for a file or an object of a library that knows nothing of us; modules, functions and classes are looked into."""
+    if isinstance(value, nn.Module | FunctionType | MethodType | type):
+        return False
+    name = value.__name__ if isinstance(value, ModuleType) else type(value).__module__
+    return not is_foreign(name) and "site-packages" in str(getattr(sys.modules.get(name), "__file__", ""))
+
+
+@cache
+def _read_in(code: CodeType) -> frozenset[str]:
+    """The names that code and the functions inside it read, and all words in it, since one may be the name of an attribute."""
+    read = {each.argval for each in dis.get_instructions(code) if each.opcode in dis.hasname and not each.opname.startswith("STORE")}
+    for each in code.co_consts:
+        read |= {word for word in (each if isinstance(each, tuple) else (each,)) if isinstance(word, str)}
+        read |= _read_in(each) if isinstance(each, CodeType) else set()
+    return frozenset(read)
 
 
 def modules_of(roots: Sequence[object]) -> list[nn.Module]:

@@ -18,7 +18,7 @@ STEPWISE: frozenset[type[nn.Module]] = frozenset(
 GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]  # called for every module
 
 
-_METHODS = ("forward", "loss", "score", "start", "pool", "over_steps")  # that a step calls
+METHODS = ("forward", "loss", "score", "start", "pool", "over_steps")  # that a step calls
 
 
 def stepwise(module: nn.Module) -> bool:
@@ -31,7 +31,7 @@ def _stepwise(module: nn.Module) -> bool:
     ours = kind.__module__.startswith("carrywave.")
     if (
         any(getattr(module, name) for name in HOOKS)
-        or any(name in vars(module) or not _is_original(getattr(kind, name, None)) for name in _METHODS)
+        or any(name in vars(module) or not _is_original(getattr(kind, name, None)) for name in METHODS)
         or any(p._backward_hooks for p in module._parameters.values() if p is not None)
     ):
         return False

@@ -14,20 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from carrywave.step.checks.own_modules.module_reads import modules_of, reached_by
-from carrywave.step.checks.own_modules.object_walk import Met
+from carrywave.step.checks.own_modules.module_reads import attributes_read_by, modules_of, reached_by
+from carrywave.step.checks.own_modules.object_walk import Met, is_users
 from carrywave.step.checks.own_modules.stepwise import stepwise
 
 
 def unregistered_values(roots: Mapping[str, object]) -> dict[str, str]:
     """A checksum for each attribute and variable that these modules and functions reach, by names. Known modules have none."""
     found: dict[str, int] = {}
+    names = attributes_read_by([*roots.values()])
+    held = {name for module in modules_of([*roots.values()]) if is_users(module) for name in vars(module)}
+    unread = held - names if names is not None else set()  # such as the time at which a module was made
     for path, root in roots.items():
         if isinstance(root, nn.Module) and stepwise(root):
             continue
         passing = [Met((name,), module._buffers[name]) for module in modules_of([root]) for name in module._non_persistent_buffers_set]
         for met in [*passing, *reached_by([root])]:
-            data = _bytes_of(met)
+            data = None if met.path[0] in unread else _bytes_of(met)
             if data is not None:
                 name = f"{path}'s {met.path[0]}"
                 found[name] = zlib.crc32(data, found.get(name, 0))
