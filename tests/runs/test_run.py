@@ -106,6 +106,23 @@ def test_a_folder_with_anything_else_in_it_is_not_free(tmp_path: Path, own: str)
     assert (tmp_path / "x" / own).read_text() == "mine"
 
 
+def test_a_run_that_is_killed_while_it_is_started_over_can_be_started_over_again(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "x", "language", events=False) as run:
+        run.write_json("facts.json", {"own_model": False})
+        run.expect_snapshot(None)
+        run.write_spec(Spec(task="language"))
+        run.write_metrics({"split": "valid", "epoch": 1, "step": 1, "loss": 2.0})
+        (run.snapshots / "step-00000001").mkdir()
+    again = Run.open(tmp_path / "x", events=False)
+    again.start_over()
+    again.make()
+    again.release()
+    assert files(tmp_path / "x") == ["facts.json", "snapshots", "snapshots/.none-yet", "spec.yaml"]
+    left = Run.open(tmp_path / "x", events=False)
+    assert left.began_with == {"init": None}
+    assert left.read_object("facts.json") == {"own_model": False}
+
+
 def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"a\xff")
     for attempt in (lambda: Run.create(path, "language"), lambda: Run.open(path)):

@@ -207,7 +207,7 @@ class RemoteRun:
         self._push(folder / MANIFEST, f"{prefix}{MANIFEST}")
 
     def _push_weights(self) -> None:
-        """Upload the weights after the metrics beside which they were written: the run goes on meanwhile, and may have written newer ones."""
+        """Upload the weights after the metrics that they belong to: the run goes on meanwhile, and may have written newer ones."""
         weights, metrics = self.folder / WEIGHTS, self.folder / METRICS
         while weights.is_file() and self._sent.get(WEIGHTS) != (sign := _sign(weights)):
             if metrics.is_file():
