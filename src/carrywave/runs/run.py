@@ -234,11 +234,17 @@ class Run:
         metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(metrics)
         metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
 
+        def write(tensors: Mapping[str, Tensor]) -> None:
+            self.backlog.demand(METRICS)  # the metrics that the weights name are on disk before them
+            if (self.path / METRICS).is_file():
+                atomic_files.sync_path(self.path / METRICS)
+            write_weights(self.weights, tensors, metadata)
+
         def later() -> Callable[[], None]:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
-            return lambda: write_weights(self.weights, copies, metadata)
+            return lambda: write(copies)
 
-        self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
+        self.backlog.replace(WEIGHTS, lambda: write(parameters), later)
         return metrics.num_bytes
 
     def sizes(self) -> tuple[int, int, str]:
