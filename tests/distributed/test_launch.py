@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import _warm
 from carrywave.launch import supervisor
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import start
@@ -119,6 +120,36 @@ def test_a_signal_is_passed_on_once_and_their_end_awaited(number: signal.Signals
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "\n")
     assert [(tmp_path / f"got-{rank}").read_text() for rank in range(2)] == [str([int(number)])] * 2
+
+
+ORPHAN = """
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from carrywave.parallel import world
+here, agent = Path(sys.argv[1]), os.getpid()
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: ((here / "ended").touch(), os._exit(0)))
+    world.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100))
+    world.join("cpu")
+    (here / "there").touch()
+    time.sleep(60)
+    os._exit(1)
+while not (here / "there").exists():
+    time.sleep(0.01)
+os.kill(agent, signal.SIGKILL)
+"""
+
+
+def test_workers_of_torchrun_end_with_its_agent(write: Write, tmp_path: Path) -> None:
+    """Nobody else would end them: they would train on, and keep the run from whoever starts it again."""
+    one = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    agent = _warm.Warm([sys.executable, write("agent.py", ORPHAN), str(tmp_path)], env={**os.environ, **one})
+    assert agent.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_second_signal_ends_them_there_and_then(write: Write, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from carrywave.cli.workers import around
 from carrywave.errors import WorkerError
 from carrywave.launch import script_workers
-from carrywave.parallel.startup import environment
+from carrywave.parallel.startup import environment, launcher_env
 from carrywave.parallel.startup.interfaces import check_hosts, unreachable
 from carrywave.parallel.startup.launcher_env import WorkerFile, check_not_of_mpi, worker_file
 
@@ -143,3 +144,22 @@ def test_processes_of_mpi_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) ->
             assert around("127.0.0.1:29500,127.0.0.2", 0).hosts is not None
             patch.setenv("RANK", "0")  # told by whoever called mpirun
             check_not_of_mpi()
+
+
+def test_a_worker_ends_with_the_agent_that_it_had_at_its_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The agent may be gone, and the worker another's, before it joins the others."""
+    for name in (launcher_env.WORKER, launcher_env.TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launcher_env, "_AT_START", (os.getpid(), 4711))
+    assert launcher_env.parent_process() is None
+    monkeypatch.setenv(launcher_env.TORCHRUN, "none")
+    assert launcher_env.parent_process() == 4711
+    monkeypatch.setattr(launcher_env, "_AT_START", (os.getpid(), 1))
+    for command, parent in (("/sbin/init\0splash\0", 0), ("/usr/bin/python3.11\0/usr/bin/torchrun\0", 1)):
+        (tmp_path / "cmdline").write_text(command)
+        monkeypatch.setattr(launcher_env, "FIRST_PROCESS", str(tmp_path / "cmdline"))
+        assert launcher_env.parent_process() == parent
+    monkeypatch.setattr(launcher_env, "_AT_START", (os.getpid() + 1, 4711))  # of a process that has forked
+    assert launcher_env.parent_process() == os.getppid()
+    monkeypatch.setenv(launcher_env.WORKER, WorkerFile(parent=12).write(tmp_path / "worker.json")[launcher_env.WORKER])
+    assert launcher_env.parent_process() == 12

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from carrywave.errors import ResourceError, RunError, by_command
-from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint import atomic_files, own_weights
 from carrywave.runs.checkpoint.snapshot import load_weights
 from carrywave.runs.run import Run
 from carrywave.spec.load import dump
@@ -104,6 +104,23 @@ def test_a_folder_with_anything_else_in_it_is_not_free(tmp_path: Path, own: str)
     with pytest.raises(RunError, match="x already exists and is not empty"):
         Run.create(tmp_path / "x", "language")
     assert (tmp_path / "x" / own).read_text() == "mine"
+
+
+def test_a_run_that_is_killed_while_it_is_started_over_can_be_started_over_again(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "x", "language", events=False) as run:
+        run.write_json("facts.json", {"own_model": False})
+        run.expect_snapshot(None)
+        run.write_spec(Spec(task="language"))
+        run.write_metrics({"split": "valid", "epoch": 1, "step": 1, "loss": 2.0})
+        (run.snapshots / "step-00000001").mkdir()
+    again = Run.open(tmp_path / "x", events=False)
+    again.start_over()
+    again.make()
+    again.release()
+    assert files(tmp_path / "x") == ["facts.json", "snapshots", "snapshots/.none-yet", "spec.yaml"]
+    left = Run.open(tmp_path / "x", events=False)
+    assert left.began_with == {"init": None}
+    assert left.read_object("facts.json") == {"own_model": False}
 
 
 def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
@@ -375,6 +392,23 @@ def test_weights_that_found_no_room_are_those_of_their_step(tmp_path: Path, monk
     weight.add_(1)  # training goes on
     run.sync()
     assert load_weights(run.weights, {"w": ((2,), torch.float32)})["w"].tolist() == [1.0, 1.0]
+
+
+def test_weights_wait_for_the_metrics_that_they_name(tmp_path: Path) -> None:
+    """A run that was killed in between would have weights that do not match its metrics."""
+    run = Run.create(tmp_path / "run", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    run.write_weights({"w": torch.ones(2)}, 1)
+    run.close()
+    run.backlog._logs["metrics.jsonl"] = full = Full(run.path / "metrics.jsonl", 0)  # type: ignore[assignment]
+    run.write_metrics(ROW)
+    run.write_weights({"w": torch.zeros(2)}, 2)
+    assert own_weights.are_of(run.weights, 1)
+    full.room = 1 << 20
+    run.sync()
+    assert own_weights.are_of(run.weights, 2)
+    run.close()
 
 
 def test_when_no_more_can_be_kept_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

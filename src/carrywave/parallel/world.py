@@ -31,7 +31,7 @@ from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup import door, environment, native_logs, nccl
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
-from carrywave.parallel.startup.launcher_env import WORKER, launched, worker_file
+from carrywave.parallel.startup.launcher_env import WORKER, launched, parent_process, worker_file
 from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.startup.rendezvous import everyone, find_store, number, on_every_rank, reason, start_seconds
 
@@ -369,8 +369,8 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
 
 
 def _end_with_parent() -> None:
-    """Make a worker of a local launch shut down cleanly when the process that started it is gone: nobody else would stop it."""
-    parent = worker_file().parent
+    """Make a worker of our launcher or torchrun's shut down cleanly when the process that started it is gone: nobody else would stop it."""
+    parent = parent_process()
     if parent is None or _Joined.watches_parent:
         return
     _Joined.watches_parent = True

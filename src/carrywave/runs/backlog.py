@@ -57,6 +57,13 @@ class Backlog:
                 self._files[name] = kept()
         self._tell(name, why)
 
+    def demand(self, name: str) -> None:
+        """Write the rows that wait for a log, or raise why they still wait."""
+        with self._lock:
+            why = self._write_rows(name) if name in self._rows else None
+        if why is not None:
+            raise why
+
     def note(self, name: str, why: OSError | None) -> None:
         """What others keep if it cannot be written: `why` it was not, or None."""
         self._elsewhere = self._elsewhere - {name} if why is None else self._elsewhere | {name}

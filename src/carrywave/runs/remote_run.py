@@ -26,6 +26,7 @@ from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import MANIFEST, is_plain
+from carrywave.runs.checkpoint.own_weights import METRICS
 from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER
 from carrywave.runs.run_place import INITIAL
 
@@ -33,7 +34,8 @@ WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "
 SNAPSHOTS, SPEC = "snapshots", "spec.yaml"
 TOKEN = owner.FILE  # in the store; the file of that name in the local folder stays there
 # To evaluate and to predict. Metrics are uploaded before the weights that belong to them, and fetched after them.
-NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", "weights.safetensors", "metrics.jsonl")
+WEIGHTS = "weights.safetensors"
+NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", WEIGHTS, METRICS)
 
 
 class RemoteRun:
@@ -155,7 +157,9 @@ class RemoteRun:
         if not last and (self.folder / SNAPSHOTS / NONE_YET).is_file():
             self._push(self.folder / SNAPSHOTS / NONE_YET, f"{SNAPSHOTS}/{NONE_YET}")
         for name in sorted(others, key=lambda name: (name == SPEC and not last, name)):  # there is a run to start over with its spec
-            self._push(others[name], name)
+            if name != WEIGHTS:
+                self._push(others[name], name)
+        self._push_weights()
         for name, path in last.items():
             self._push(path, f"{SNAPSHOTS}/{name}")
         kept = {folder.name for folder in folders} | {POINTER, BEST}
@@ -201,6 +205,15 @@ class RemoteRun:
             if path.name != MANIFEST:
                 self._push(path, f"{prefix}{path.name}")
         self._push(folder / MANIFEST, f"{prefix}{MANIFEST}")
+
+    def _push_weights(self) -> None:
+        """Upload the weights after the metrics that they belong to: the run goes on meanwhile, and may have written newer ones."""
+        weights, metrics = self.folder / WEIGHTS, self.folder / METRICS
+        while weights.is_file() and self._sent.get(WEIGHTS) != (sign := _sign(weights)):
+            if metrics.is_file():
+                self._push(metrics, METRICS)
+            if _sign(weights) == sign:
+                self._push(weights, WEIGHTS)
 
     def _push(self, path: Path, name: str) -> None:
         sign = _sign(path)

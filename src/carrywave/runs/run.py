@@ -29,28 +29,24 @@ from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_fin
 from carrywave.runs.event_log import EventLog
 from carrywave.runs.history import HISTORY, TIMELINE, drop_torn
 from carrywave.runs.remote_run import RemoteRun
-from carrywave.runs.run_place import check_name, check_place, free_place, never_began, refuse_occupied, remove_empty
-from carrywave.runs.tracking.tracking import FOLDER as TRACKING
+from carrywave.runs.run_place import (
+    EVENTS,
+    MADE,
+    TIMING,
+    WEIGHTS,
+    check_name,
+    check_place,
+    clear,
+    free_place,
+    never_began,
+    refuse_occupied,
+    remove_empty,
+)
 from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
 
 FIRST = ("split", "epoch", "step", "loss")
-METRICS, TIMING, EVENTS = own_weights.METRICS, "timing.jsonl", "tb"
-MADE = (
-    METRICS,
-    TIMING,
-    HISTORY,
-    TIMELINE,
-    EVENTS,
-    TRACKING,
-    "spec.yaml",
-    "plan.json",
-    "codec.json",
-    "facts.json",
-    "snapshots",
-    launch_record.NOTE,
-)  # everything a run writes, except its weights, logs and owner file; without spec.yaml, what follows it is no run
-WEIGHTS = "weights.safetensors"
+METRICS = own_weights.METRICS
 Value = float | int | str | bool | None
 
 
@@ -161,11 +157,11 @@ class Run:
                 remove_empty(founded)
                 raise
             if self._anew:
-                self._clear()
+                clear(self.path, start_over=True)
             elif not never_began(self.path):
                 raise RunError(f"{self.path} was just filled by another process; use another {option('run')}")
             else:
-                self._clear()
+                clear(self.path, start_over=False)
                 self._founded = founded
             launch_record.note(self.path)
         self._made = True
@@ -238,11 +234,17 @@ class Run:
         metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(metrics)
         metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
 
+        def write(tensors: Mapping[str, Tensor]) -> None:
+            self.backlog.demand(METRICS)  # the metrics that the weights name are on disk before them
+            if (self.path / METRICS).is_file():
+                atomic_files.sync_path(self.path / METRICS)
+            write_weights(self.weights, tensors, metadata)
+
         def later() -> Callable[[], None]:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
-            return lambda: write_weights(self.weights, copies, metadata)
+            return lambda: write(copies)
 
-        self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
+        self.backlog.replace(WEIGHTS, lambda: write(parameters), later)
         return metrics.num_bytes
 
     def sizes(self) -> tuple[int, int, str]:
@@ -312,11 +314,6 @@ class Run:
                 remove_empty(self._founded or [])
                 if self.remote is not None:
                     self.remote.withdraw()
-
-    def _clear(self) -> None:
-        """Remove what an earlier attempt wrote, except for its history, and nothing else from the folder."""
-        for entry in (self.path / name for name in (WEIGHTS, *MADE) if name not in (*launch_record.KEPT, HISTORY)):
-            atomic_files.remove(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
     def _withdraw(self, error: BaseException) -> bool:
         """Remove a new run that failed before it had anything to resume from, so that the same command can be given again.

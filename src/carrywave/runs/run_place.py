@@ -12,10 +12,28 @@ from pathlib import Path
 from carrywave.errors import RunError, from_system, option, remedy_for
 from carrywave.launch import launch_record
 from carrywave.runs import owner
+from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.own_weights import METRICS
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER
-from carrywave.runs.history import HISTORY
+from carrywave.runs.history import HISTORY, TIMELINE
+from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 
-SNAPSHOTS = "snapshots"
+SNAPSHOTS, TIMING, EVENTS, WEIGHTS = "snapshots", "timing.jsonl", "tb", "weights.safetensors"
+MADE = (
+    METRICS,
+    TIMING,
+    HISTORY,
+    TIMELINE,
+    EVENTS,
+    TRACKING,
+    "spec.yaml",
+    "plan.json",
+    "codec.json",
+    "facts.json",
+    SNAPSHOTS,
+    launch_record.NOTE,
+)  # everything a run writes, except its weights, logs and owner file; without spec.yaml, what follows it is no run
+BEGINNING = ("spec.yaml", "plan.json", "codec.json", "facts.json", SNAPSHOTS)  # what a run without a snapshot is started over from
 INITIAL = ("plan.json", "codec.json", "facts.json", HISTORY, *launch_record.KEPT)  # with snapshots/.none-yet, all that precedes spec.yaml
 
 
@@ -79,6 +97,19 @@ def never_began(path: Path) -> bool:
         entry.name in INITIAL or _is_draft(entry) or (entry.name == SNAPSHOTS and entry.is_dir() and _is_unused(entry))
         for entry in path.iterdir()
     )
+
+
+def clear(path: Path, *, start_over: bool) -> None:
+    """Remove what an earlier attempt wrote, except for its history, and nothing else from the folder.
+
+    A run that is started over keeps what that takes until it is replaced, as the process may be killed before.
+    """
+    kept = (*launch_record.KEPT, HISTORY, *(BEGINNING if start_over else ()))
+    made = [path / name for name in (WEIGHTS, *MADE) if name not in kept]
+    if start_over and (path / SNAPSHOTS).is_dir():
+        made += [entry for entry in (path / SNAPSHOTS).iterdir() if entry.name != NONE_YET]
+    for entry in made:
+        atomic_files.remove(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
 
 def _is_unused(snapshots: Path) -> bool:

@@ -38,7 +38,8 @@ from carrywave.runs.checkpoint.same_spec import dealing_of
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
-from carrywave.runs.run import METRICS, TIMING, Run
+from carrywave.runs.run import METRICS, Run
+from carrywave.runs.run_place import TIMING
 from carrywave.runs.summary import backends, summarize, transports_of_run
 from carrywave.runs.tracking.tracker import Description
 from carrywave.runs.tracking.tracking import Tracking, check_installed

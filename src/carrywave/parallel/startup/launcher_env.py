@@ -18,6 +18,9 @@ from carrywave.errors import WorkerError
 WORKER = "CARRYWAVE_WORKER"  # the path of the file, in workers that carrywave itself started
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # how many processes mpirun started
 JOB = "CARRYWAVE_JOB"  # the id of an engine's job, set in processes that the engine started as workers
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set in workers that torchrun started
+FIRST_PROCESS = "/proc/1/cmdline"
+_AT_START = os.getpid(), os.getppid()  # a process whose parent is gone gets another
 
 
 class FitCall(BaseModel):
@@ -77,6 +80,24 @@ def _read(path: str) -> WorkerFile:
         raise WorkerError(
             f"{WORKER}={shown} is not a file that carrywave has written; unset it: carrywave sets it for the workers that it starts"
         ) from error
+
+
+def parent_process() -> int | None:
+    """The process that this worker ends with: ours that started it, or torchrun's agent; None: no launcher of this host is known."""
+    if (ours := worker_file().parent) is not None or TORCHRUN not in os.environ:
+        return ours
+    process, agent = _AT_START
+    if process != os.getpid():
+        return os.getppid()  # forked since
+    return 0 if agent == 1 and not _first_is_python() else agent  # 0: the agent was gone before this process could see it
+
+
+def _first_is_python() -> bool:
+    """True if the first process is a Python, as torchrun is where a container starts with it; also if that cannot be told."""
+    try:
+        return "python" in Path(FIRST_PROCESS).read_text(errors="replace").partition("\0")[0]
+    except OSError:
+        return True
 
 
 def deal_threads() -> None:
