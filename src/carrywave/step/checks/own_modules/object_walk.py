@@ -6,7 +6,7 @@ import gc
 import sys
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cache, partial
 from itertools import islice
@@ -64,10 +64,12 @@ def is_foreign(name: str | None) -> bool:
     return str(name).partition(".")[0] in _FOREIGN
 
 
-@cache
-def own_classes(kind: type) -> list[type]:
+def _own_classes(kind: type) -> list[type]:
     """The user's classes that a class is made of."""
     return [each for each in kind.__mro__ if not is_foreign(each.__module__)]
+
+
+own_classes: Callable[[type], list[type]] = cache(_own_classes)  # asked for every module at every step
 
 
 def is_users(value: object) -> bool:
