@@ -35,8 +35,9 @@ def check(weights: Path) -> None:
     """Refuse the weights of another run in a run's folder; where the metrics are missing, nothing can be said."""
     if weights.is_file() and not _match(weights, atomic_files.read_metadata(weights)):
         raise RunError(
-            f"{weights} is from another run: it was written beside another {METRICS}; restore the run's own two files, "
-            f"have {option('resume')} restore the weights from their snapshot, or copy the file elsewhere to use it with {option('init')}"
+            f"{weights} was written beside another {METRICS}: it is from another run, or the metrics were changed; "
+            f"restore the run's own two files, have {option('resume')} restore the weights from their snapshot, "
+            f"or copy the file elsewhere to use it with {option('init')}"
         )
 
 
