@@ -223,9 +223,9 @@ def is_set(spec: Spec, key: str) -> bool:
     return bool(getattr(values, name) != type(values).model_fields[name].default)
 
 
-def idle(spec: Spec, given: Collection[str]) -> list[str]:
-    """A line for each key that is among those given, has another value than its default, and acts on nothing."""
-    return [f"{key} {why}" for key, rule in ACTS.items() if key in given and is_set(spec, key) and (why := rule(spec)) is not None]
+def idle(spec: Spec, given: Collection[str]) -> dict[str, str]:
+    """The keys among those given that have another value than their default and act on nothing, and why."""
+    return {key: why for key, rule in ACTS.items() if key in given and is_set(spec, key) and (why := rule(spec)) is not None}
 
 
 def idle_in_files(spec: Spec, formats: Set[str]) -> Iterator[str]:

@@ -107,6 +107,26 @@ def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True
 
     `own`: a run has written it. Without `defaults`, a key that is not set has the default of its field, whatever the task.
     """
+    spec = _validated(values)
+    if own:
+        return of_earlier_version(spec)
+    found = with_task_defaults(spec) if defaults else spec
+    if problems := idle(found, _given(spec)):  # a default is nobody's mistake
+        raise SpecError(_first_of([f"{key} {why}" for key, why in problems.items()]))
+    return found
+
+
+def idle_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """The keys in the values of a spec that act on nothing, and why; `parse` refuses them."""
+    spec = _validated(values)
+    return idle(with_task_defaults(spec), _given(spec))
+
+
+def _given(spec: Spec) -> set[str]:
+    return {f"{section}.{name}" for section in ("data", "model", "batch", "train") for name in getattr(spec, section).model_fields_set}
+
+
+def _validated(values: Mapping[str, Any]) -> Spec:
     # Via JSON, because strict validation of JSON accepts a list as a tuple, yet still rejects text or booleans as numbers.
     try:
         text = json.dumps({key: value for key, value in values.items() if value is not None}, default=_plain)  # None: an empty section
@@ -120,13 +140,7 @@ def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True
         spec = Spec.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise SpecError(_first_of(_explain(error, tree))) from None
-    if own:
-        return of_earlier_version(spec)
-    found = with_task_defaults(spec) if defaults else spec
-    given = {f"{section}.{name}" for section in ("data", "model", "batch", "train") for name in getattr(spec, section).model_fields_set}
-    if problems := idle(found, given):  # a default is nobody's mistake
-        raise SpecError(_first_of(problems))
-    return found
+    return spec
 
 
 def of_earlier_version(spec: Spec) -> Spec:
