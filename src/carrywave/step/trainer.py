@@ -154,8 +154,8 @@ class Trainer:
         self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement, shards=shards)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         capturable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
-        on_device = self.mesh.messages_on_device
-        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, on_device=on_device) if capturable else None
+        where = self.device, self.plan, self.model, self.optimizer
+        self.capture = Capture.of(*where, on_device=self.mesh.messages_on_device) if capturable else None
 
     @property
     def state(self) -> State | None:
@@ -177,11 +177,7 @@ class Trainer:
             self.exchanges.after(self, result)
         elif self.spec.on_nan == "stop":
             self._look(result)
-        return self._mean(result)
-
-    def _mean(self, result: StepResult) -> Tensor:
-        mean = result.loss_sum / result.count.clamp(min=1e-30)
-        return mean if self.spec.precision == "fp64" else mean.to(torch.float32)
+        return result.mean(self.spec.precision)
 
     @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
@@ -200,13 +196,10 @@ class Trainer:
         self.agreement.before(batches, self.optimizer, self.uncounted, ("trainer.state",) if self._state_set else ())
         before = self.uncounted, self.lanes, self.state, self._state_set
         try:
-            result = self._run(*self._prepared(batches), applies=applies)
+            return self._run(*self._prepared(batches), applies=applies)
         except BaseException:
-            # So that the step can be retried with the same randomness and the same carry.
-            self.uncounted, self.lanes, self.state, self._state_set = before
+            self.uncounted, self.lanes, self.state, self._state_set = before  # so that it can be retried with the same randomness
             raise
-        self._state_set = False
-        return result
 
     def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """This worker's part of each batch and the batch's key, with a carry for its lanes."""
@@ -238,6 +231,7 @@ class Trainer:
         self._audited = True
         if left is not None:
             self.state = State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
+        self._state_set = False
         return result
 
     @lost_contact.kept
@@ -247,7 +241,7 @@ class Trainer:
         The first backward after an update starts from zero. `again`: as the last one, from the same carry and with the same dropout.
         """
         result = self.user_gradients.backward(self, batches, weight, again=again)
-        return self._mean(result)
+        return result.mean(self.spec.precision)
 
     @lost_contact.kept
     def apply(self) -> Tensor:
@@ -298,10 +292,7 @@ class Trainer:
             self.exchanges.check_met()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Not supported: a trainer is bound to the parameters that it trains."""
-        raise UserError(
-            "a trainer cannot be copied; create one with copy.deepcopy(model), and load this one's trainer.state_dict() into it"
-        )
+        raise UserError("a trainer cannot be copied; create one with copy.deepcopy(model), and load trainer.state_dict() into it")
 
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""

@@ -50,6 +50,11 @@ class StepResult:
     marks: Tensor  # [workers, columns]: the checksums that `Agreement` compares
     codes: Tensor  # [workers]: each worker's code for non-finite numbers
 
+    def mean(self, precision: str) -> Tensor:
+        """The mean loss over the real targets."""
+        mean = self.loss_sum / self.count.clamp(min=1e-30)
+        return mean if precision == "fp64" else mean.to(torch.float32)
+
     @property
     def learned(self) -> Tensor:
         """The targets that the weights were changed by: none if the step was skipped, as one that is not finite or overflowed in fp16."""
