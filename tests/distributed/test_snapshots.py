@@ -110,7 +110,7 @@ def test_a_pointer_that_cannot_be_written_leaves_nothing(told: Told) -> None:
 
 
 def equal_files(one: Path, other: Path, *, metrics: bool = True) -> None:
-    """All tensors of the last snapshot, the weights and the metrics, which the file of the weights names, are the same, byte for byte."""
+    """All tensors of the last snapshot, the weights and the metrics, whose first row the weights name, are the same, byte for byte."""
     if not metrics:
         first, second = (read_tensors(run / "weights.safetensors") for run in (one, other))
         assert first.keys() == second.keys()

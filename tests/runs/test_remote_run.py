@@ -120,42 +120,6 @@ def test_a_kill_after_any_upload_leaves_a_run_to_resume(tmp_path: Path) -> None:
     assert {name.split("/")[1] for name in names if name.startswith("snapshots/")} == {"step-2", "step-3", POINTER, BEST}
 
 
-def test_weights_that_are_written_during_an_upload_come_after_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on while a snapshot is uploaded: whatever was uploaded last, the weights in the store are of the metrics there."""
-    run = opened(tmp_path / "a")
-    began(run)
-    advance(run, 1, best=True)
-    plain, puts, step = Store.put, list[str](), [1]
-
-    def put(self: Store, path: Path, name: str) -> None:
-        plain(self, path, name)
-        puts.append(name)
-        if name == "metrics.jsonl" and step[0] == 1:  # an evaluation, between the uploads of metrics and weights
-            step[0] += 1
-            write(run, "metrics.jsonl", b"row 2\n", "ab")
-            (run.folder / "draft").write_bytes(b"weights of step 2")
-            (run.folder / "draft").replace(run.folder / "weights.safetensors")
-        if "weights.safetensors" in puts:
-            assert (self.read("metrics.jsonl") or b"").count(b"row") >= int((self.read("weights.safetensors") or b"")[-1:])
-
-    monkeypatch.setattr(Store, "put", put)
-    run.push()
-    assert puts.count("weights.safetensors") == 1
-    assert Store(ADDRESS).read("weights.safetensors") == b"weights of step 2"
-    assert Store(ADDRESS).read("metrics.jsonl") == b"row 1\nrow 2\n"
-
-
-def test_a_run_that_never_had_a_snapshot_can_be_started_over(tmp_path: Path) -> None:
-    run = opened(tmp_path / "a")
-    began(run)
-    run.push()
-    other = opened(tmp_path / "b", resume=True)
-    assert (other.folder / "snapshots" / NONE_YET).read_bytes() == b'{"init": null}'
-    assert not (other.folder / "snapshots" / POINTER).exists()
-    with pytest.raises(RunError, match="has objects, but no snapshot to continue from; use resume=True to start it over"):
-        opened(tmp_path / "c")
-
-
 def test_a_kill_during_the_first_upload_leaves_a_place_to_start_in_or_a_run_to_start_over(tmp_path: Path) -> None:
     seen = set()
     for after in range(20):

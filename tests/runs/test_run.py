@@ -394,21 +394,23 @@ def test_weights_that_found_no_room_are_those_of_their_step(tmp_path: Path, monk
     assert load_weights(run.weights, {"w": ((2,), torch.float32)})["w"].tolist() == [1.0, 1.0]
 
 
-def test_weights_wait_for_the_metrics_that_they_name(tmp_path: Path) -> None:
-    """A run that was killed in between would have weights that do not match its metrics."""
+def test_weights_are_known_by_a_first_row_that_still_waits_for_room(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "language", events=False)
     run.write_spec(Spec())
-    run.write_metrics(ROW)
-    run.write_weights({"w": torch.ones(2)}, 1)
-    run.close()
     run.backlog._logs["metrics.jsonl"] = full = Full(run.path / "metrics.jsonl", 0)  # type: ignore[assignment]
     run.write_metrics(ROW)
+    run.write_metrics(ROW | {"step": 2})
     run.write_weights({"w": torch.zeros(2)}, 2)
-    assert own_weights.are_of(run.weights, 1)
+    own_weights.check(run.weights)  # nothing can be said: there are no metrics yet
     full.room = 1 << 20
     run.sync()
-    assert own_weights.are_of(run.weights, 2)
     run.close()
+    own_weights.check(run.weights)
+    (run.path / "metrics.jsonl").write_bytes((run.path / "metrics.jsonl").read_bytes().replace(b"\n", b"\r\n"))
+    own_weights.check(run.weights)  # an editor's line ends
+    (run.path / "metrics.jsonl").write_text('{"split": "train"}\n')
+    with pytest.raises(RunError, match="is from another run, or the first row"):
+        own_weights.check(run.weights)
 
 
 def test_when_no_more_can_be_kept_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

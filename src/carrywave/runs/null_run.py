@@ -32,7 +32,7 @@ class NullRun(Run):
     def write_timeline(self, value: Any) -> None:
         """Do nothing."""
 
-    def write_weights(self, parameters: Mapping[str, Tensor], step: int, metrics_bytes: int | None = None) -> int | None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
         """Do nothing."""
 
     def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:

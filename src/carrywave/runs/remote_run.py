@@ -33,9 +33,7 @@ from carrywave.runs.run_place import INITIAL
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "memory", "file", "local")  # show objects as a whole
 SNAPSHOTS, SPEC = "snapshots", "spec.yaml"
 TOKEN = owner.FILE  # in the store; the file of that name in the local folder stays there
-# To evaluate and to predict. Metrics are uploaded before the weights that belong to them, and fetched after them.
-WEIGHTS = "weights.safetensors"
-NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", WEIGHTS, METRICS)
+NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", "weights.safetensors", METRICS)  # to evaluate and to predict
 
 
 class RemoteRun:
@@ -157,9 +155,7 @@ class RemoteRun:
         if not last and (self.folder / SNAPSHOTS / NONE_YET).is_file():
             self._push(self.folder / SNAPSHOTS / NONE_YET, f"{SNAPSHOTS}/{NONE_YET}")
         for name in sorted(others, key=lambda name: (name == SPEC and not last, name)):  # there is a run to start over with its spec
-            if name != WEIGHTS:
-                self._push(others[name], name)
-        self._push_weights()
+            self._push(others[name], name)
         for name, path in last.items():
             self._push(path, f"{SNAPSHOTS}/{name}")
         kept = {folder.name for folder in folders} | {POINTER, BEST}
@@ -205,15 +201,6 @@ class RemoteRun:
             if path.name != MANIFEST:
                 self._push(path, f"{prefix}{path.name}")
         self._push(folder / MANIFEST, f"{prefix}{MANIFEST}")
-
-    def _push_weights(self) -> None:
-        """Upload the weights after the metrics that they belong to: the run goes on meanwhile, and may have written newer ones."""
-        weights, metrics = self.folder / WEIGHTS, self.folder / METRICS
-        while weights.is_file() and self._sent.get(WEIGHTS) != (sign := _sign(weights)):
-            if metrics.is_file():
-                self._push(metrics, METRICS)
-            if _sign(weights) == sign:
-                self._push(weights, WEIGHTS)
 
     def _push(self, path: Path, name: str) -> None:
         sign = _sign(path)

@@ -221,31 +221,23 @@ class Run:
         data = json.dumps(value, indent=1).encode() + b"\n"
         self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
 
-    def write_weights(self, parameters: Mapping[str, Tensor], step: int, metrics_bytes: int | None = None) -> int | None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
         """Replace weights.safetensors, now or when there is room; no snapshot is published before.
 
-        Its metadata holds spec and codec, so that the file is self-contained, and the step; and as a mark of the run (`own_weights`) the
-        metrics up to there: all, or so many bytes, whose number it returns.
+        Its metadata holds spec and codec, so that the file is self-contained, the step, and a mark of the run (`own_weights`).
         """
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
-        metrics = self._metrics() if metrics_bytes is None else HashedLog.of(self.path / METRICS, metrics_bytes)
-        metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(metrics)
+        row = own_weights.first_row(self.path) or self.backlog.first_row(METRICS)
+        metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(row)
         metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-
-        def write(tensors: Mapping[str, Tensor]) -> None:
-            self.backlog.demand(METRICS)  # the metrics that the weights name are on disk before them
-            if (self.path / METRICS).is_file():
-                atomic_files.sync_path(self.path / METRICS)
-            write_weights(self.weights, tensors, metadata)
 
         def later() -> Callable[[], None]:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
-            return lambda: write(copies)
+            return lambda: write_weights(self.weights, copies, metadata)
 
-        self.backlog.replace(WEIGHTS, lambda: write(parameters), later)
-        return metrics.num_bytes
+        self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""

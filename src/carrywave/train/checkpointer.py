@@ -167,7 +167,7 @@ class Checkpointer:
                 with self.trainer.evaluation_weights():
                     named = self.trainer.gathered(each_once=True)
                     with raise_on_all(self.world, same_message=True, no_timeout=True):
-                        self.folder.write_weights(named, state.weights_step, state.weights_at)
+                        self.folder.write_weights(named, state.weights_step)
         self.watch.say(f"{fact}: they were restored from their snapshot")
 
     @contextmanager

@@ -344,7 +344,7 @@ class Loop:
         named = self.trainer.gathered(each_once=True)
         heartbeat.rest()  # a slow disk is no hang
         with raise_on_all(self.trainer.mesh.world, same_message=True, no_timeout=True):
-            self.state.weights_at = self.folder.write_weights(named, self.state.step)
+            self.folder.write_weights(named, self.state.step)
         heartbeat.mark()
 
     def judge(self, part: Part, *, weights_step: int | None = None, trained: bool = False) -> dict[str, float]:

@@ -38,7 +38,6 @@ class LoopState:
     latest: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
     best: dict[str, float] | None = None  # metrics of the best evaluation
     best_step: int = -1  # the step of that evaluation
-    weights_at: int | None = None  # the size of metrics.jsonl when the weights were written; known to rank 0
     ending: Ending | None = None
     lr: float = 0.0
     skipped: int = 0  # steps skipped because of non-finite values

@@ -1,25 +1,34 @@
-"""Whose a file of weights is: its metadata names the step, and the metrics that the run had written by then, by length and SHA-256.
+"""Whose a file of weights is: its metadata names the step, and the first row of metrics that the run wrote, by its SHA-256.
 
-So the weights of another run are recognized, even of one with the same shapes and the same number of steps; and as equal runs write equal
-metrics, their weights are equal files.
+That row holds a loss with all its digits, so it tells runs apart, even those of the same shapes and the same number of steps; and as equal
+runs write equal rows, their weights are equal files. It is written before any weights, and nothing that comes later changes it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.checkpoint.atomic_files import HashedLog
 
 METRICS = "metrics.jsonl"
-BYTES, SHA256 = "metrics_bytes", "metrics_sha256"
+MARK = "first_row_sha256"
 
 
-def bound_to(metrics: HashedLog) -> dict[str, str]:
-    """The metadata of weights that are written when the run has written these metrics."""
-    return {BYTES: str(metrics.num_bytes), SHA256: metrics.digest.hexdigest()}
+def bound_to(first_row: bytes) -> dict[str, str]:
+    """The metadata of weights of the run whose metrics begin with this row."""
+    return {MARK: hashlib.sha256(first_row.rstrip()).hexdigest()} if first_row.endswith(b"\n") else {}
+
+
+def first_row(folder: Path) -> bytes:
+    """The first row of a run's metrics; empty if there is none yet."""
+    metrics = folder / METRICS
+    if not metrics.is_file():
+        return b""
+    with metrics.open("rb") as file:
+        return file.readline()
 
 
 def are_of(weights: Path, step: int) -> bool:
@@ -32,18 +41,14 @@ def are_of(weights: Path, step: int) -> bool:
 
 
 def check(weights: Path) -> None:
-    """Refuse the weights of another run in a run's folder; where the metrics are missing, nothing can be said."""
+    """Refuse the weights of another run in a run's folder; where there are no metrics, nothing can be said."""
     if weights.is_file() and not _match(weights, atomic_files.read_metadata(weights)):
         raise RunError(
-            f"{weights} was written beside another {METRICS}: it is from another run, or the metrics were changed; "
-            f"restore the run's own two files, have {option('resume')} restore the weights from their snapshot, "
-            f"or copy the file elsewhere to use it with {option('init')}"
+            f"{weights} is from another run, or the first row of {METRICS} was changed; restore the run's own two files, "
+            f"have {option('resume')} restore the weights from their snapshot, or copy the file elsewhere to use it with {option('init')}"
         )
 
 
 def _match(weights: Path, described: Mapping[str, str]) -> bool:
-    metrics, length = weights.with_name(METRICS), described.get(BYTES, "")
-    if SHA256 not in described or not length.isdecimal() or not metrics.is_file():
-        return True
-    found = HashedLog.of(metrics, int(length))
-    return found.num_bytes == int(length) and found.digest.hexdigest() == described[SHA256]
+    found = bound_to(first_row(weights.parent))
+    return MARK not in described or not found or found[MARK] == described[MARK]
