@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable
 from functools import cached_property
 from types import SimpleNamespace
@@ -101,12 +103,19 @@ def test_what_no_step_reads_may_be_set(name: str) -> None:
     assert between.changes(modes=False) == []
 
 
-@pytest.mark.parametrize("how", ["getattr(self, name)", "vars(self)[name]", "self.__dict__[name]", "self.gain", "helper(self)"])
+READS = (
+    *("getattr(self, name)", "vars(self)[name]", "self.__dict__[name]", "self.gain", "helper(self)", "self.reader(self)"),
+    *("operator.attrgetter(name)(self)", "dict(inspect.getmembers(self))[name]", "object.__getattribute__(self, name)"),
+)
+
+
+@pytest.mark.parametrize("how", READS)
 def test_whatever_code_may_read_counts(how: str) -> None:
-    given: dict[str, Any] = {"name": "gain", "helper": eval("lambda module: module.gain")}
+    given: dict[str, Any] = {"name": "gain", "helper": eval("lambda module: module.gain"), "inspect": inspect, "operator": operator}
     exec(f"def forward(self, x): return x * {how}", given)
+    made_of = {"forward": given["forward"], "gain": 1.0, "reader": operator.attrgetter("gain"), "__module__": __name__}
     model = made()
-    model.encoder = type("Own", (nn.Module,), {"forward": given["forward"], "gain": 1.0, "__module__": __name__})()
+    model.encoder = type("Own", (nn.Module,), made_of)()
     between = BetweenSteps(model)
     model.encoder.gain = 2.0
     assert between.changes(modes=True) == ["encoder.gain 2.0"]

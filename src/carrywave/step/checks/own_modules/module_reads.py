@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
+from operator import attrgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from carrywave.step.checks.own_modules.object_walk import Cached, Met, is_foreig
 from carrywave.step.checks.own_modules.stepwise import GLOBAL_HOOKS, HOOKS, METHODS
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
-_BY_ANY_NAME = frozenset({"getattr", "hasattr", "vars", "__dict__", "eval", "exec"})  # what code uses that reads more than it names
+# What code uses that reads more than it names.
+_BY_ANY_NAME = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "__getstate__", "eval", "exec"})
+_BY_ANY_NAME |= {"attrgetter", "methodcaller", "getmembers", "getmembers_static", "getattr_static", "asdict", "astuple"}
 _MOST_FUNCTIONS = 500  # to look into
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -107,7 +110,7 @@ def attributes_read_by(roots: Sequence[object]) -> set[str] | None:
     seen: set[int] = set()
     while waiting:
         for met in walk([Met((), waiting.pop())], foreign=False):
-            if len(seen) > _MOST_FUNCTIONS or is_library(met.value):
+            if len(seen) > _MOST_FUNCTIONS or is_library(met.value) or isinstance(met.value, attrgetter | methodcaller):
                 return None  # it may be given a module
             code = getattr(met.value, "__code__", None)
             if code is None or id(code) in seen or is_foreign(met.value.__module__):
