@@ -39,6 +39,10 @@ WAVES = [
     (2, 20, 90, 200, Wave(LayerShape(256, 2, 64, 1), 2, 7, LayerShape(256, 2, 64, 1, cluster=4))),
     (5, 40, 120, 500, Wave(streamed(512, 1, 2, 4), 4, 9, streamed(512, 1, 2, 3))),
     (2, 90, 380, 384, Wave(streamed(384, 2, 3, 3), 2, 31)),
+    (8, 40, 16, 512, Wave(LayerShape(512, 1, 16, 1, 32, joined=8), 1, 40)),
+    (3, 33, 20, 500, Wave(LayerShape(512, 1, 24, 1, joined=3), 1, 14, LayerShape(512, 1, 24, 1, cluster=4, joined=3))),
+    (2, 30, 20, 650, Wave(LayerShape(704, 1, 24, 1, joined=2), 1, 30, LayerShape(704, 1, 24, 1, cluster=4, joined=2))),
+    (3, 50, 7, 100, Wave(LayerShape(128, 1, 8, 1, joined=3), 1, 50)),
 ]
 
 

@@ -34,6 +34,7 @@ Table = list[tuple[int, int]]  # (lane, length) at each place of a group
 AROUND = (
     "pack",
     "states",
+    "unwritten",
     "gradients",
     "unpack",
     "deal",
@@ -70,7 +71,7 @@ def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, 
             bias_Q += interleaved(bias_G.detach()[:, None].to(like.dtype), rows, shape.width, 1)[:, 0]
     w_ih_QJ = interleaved(weights.w_ih.detach(), of_input, shape.width, pitch).to(like.dtype)
     turned = torch.cat([of_head.t() for of_head in w_hh_QK.chunk(shape.heads)]) if transposed else None
-    return Packed(w_ih_QJ, w_hh_QK, turned, bias_Q)
+    return Packed(w_ih_QJ, w_hh_QK, turned, bias_Q, w_ih_QJ.t().contiguous() if transposed and shape.joined > 1 else None)
 
 
 def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
@@ -78,6 +79,10 @@ def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     hs_SBP[0] = 0.0
     hs_SBP[0, :, : h_BH.shape[1]] = h_BH
     return hs_SBP
+
+
+def unwritten(rows_NP: Tensor) -> Tensor:
+    return torch.full_like(rows_NP, torch.nan)
 
 
 def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:

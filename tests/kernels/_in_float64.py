@@ -18,9 +18,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import _emulated
 import _formulas
+import _joined
 from _emulated import by_unit, memory_begin, noise_at, starts_again
 
-from carrywave.kernels.hopper import recurrence
+from carrywave.kernels.hopper import joined, recurrence
 from carrywave.kernels.hopper.layout import LayerShape
 from carrywave.kernels.hopper.marks import LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
@@ -130,6 +131,8 @@ def replace_launches(monkeypatch: pytest.MonkeyPatch, *, blocks: bool = False) -
         monkeypatch.setattr(recurrence, name, getattr(_emulated, name))
     for replaced in () if blocks else (forward, backward):
         monkeypatch.setattr(recurrence, replaced.__name__, replaced)
+    for name in ("launch_forward", "launch_backward"):
+        monkeypatch.setattr(joined, name, getattr(_joined, name))
     padded_to, new_empty = recurrence.padded_to, Tensor.new_empty
 
     def empty(self: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Argument = Tensor | int | float | None
+Argument = Tensor | int | float | None | Sequence[Sequence[Tensor | None]]
 Result = TypeVar("Result")
 
 
@@ -58,13 +58,10 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int], *arguments: Argument, cooperative: bool = False) -> None:
         """Launch on the device's current stream. Tensors are passed as pointers, None as a null pointer, numbers as 32-bit ints or
-        floats.
+        floats, and rows of tensors as one struct of pointers.
         """
         driver = _driver()
-        values = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in arguments)
-        types = tuple(
-            ctypes.c_int if isinstance(each, int) else ctypes.c_float if isinstance(each, float) else ctypes.c_void_p for each in arguments
-        )
+        values, types = zip(*map(_passed, arguments), strict=True)
         launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
         stream = torch.cuda.current_stream(self.device).cuda_stream
         # The driver rejects a cooperative launch whose blocks cannot all be resident at once, so it never hangs.
@@ -86,6 +83,22 @@ def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], share
         if dict(constants).get("CLUSTER", 0) > 8:  # larger clusters are not supported by every GPU
             _check(driver.cuFuncSetAttribute(function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     return Kernel(function, shared_bytes, device)
+
+
+def _passed(argument: Argument) -> tuple[Any, Any]:
+    """A value and its type, as the driver's bindings take them."""
+    if argument is None or isinstance(argument, Tensor):
+        return 0 if argument is None else argument.data_ptr(), ctypes.c_void_p
+    if isinstance(argument, int | float):
+        return argument, ctypes.c_int if isinstance(argument, int) else ctypes.c_float
+    pointers = [_passed(each)[0] for row in argument for each in row]
+    return _struct(len(pointers))((ctypes.c_void_p * len(pointers))(*pointers)), None
+
+
+@cache
+def _struct(pointers: int) -> Any:
+    """A C struct of so many pointers."""
+    return type("Pointers", (ctypes.Structure,), {"_fields_": [("each", ctypes.c_void_p * pointers)]})
 
 
 def most_clusters(function: Kernel, size: int, threads: int) -> int:

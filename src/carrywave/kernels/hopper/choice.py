@@ -122,6 +122,18 @@ def alone(chip: Chip, hidden: int, lanes: int, steps: int, *, plain: bool = Fals
 
 
 @cache
+def _joined(chip: Chip, layers: int, hidden: int, lanes: int) -> tuple[LayerShape, ...]:
+    """The layouts of `joined.cu` that fit, for any number of groups and both sizes of blocks."""
+    padded = -(-hidden // 64) * 64
+    shapes = [
+        replace(dealt(padded, units, groups, lanes, THREADS // units), joined=layers)
+        for units in (16, 32)
+        for groups in range(1, min(chip.multiprocessors * units // (padded * layers), -(-lanes // 8)) + 1)
+    ]
+    return tuple(shape for shape in shapes if shape.fits(chip))
+
+
+@cache
 def wave_for(chip: Chip, layers: int, hidden: int, lanes: int, steps: int, *, plain: bool = False) -> Wave | None:
     """The layers one after the other, each over the whole GPU; or concurrently, a chunk apart, if that is clearly faster: small batches
     leave most of the GPU idle. None if no layout fits. `plain` as in `alone`.
@@ -135,6 +147,11 @@ def wave_for(chip: Chip, layers: int, hidden: int, lanes: int, steps: int, *, pl
     for units in (16, 32):
         for groups in range(1, min(chip.multiprocessors * units // padded, -(-lanes // 8)) + 1):
             candidates.append(Wave(dealt(padded, units, groups, lanes, THREADS // units), 1, steps))
+    for joined in _joined(chip, layers, hidden, lanes) if plain else ():
+        took = (steps + layers - 1) * _step_us(joined) + _LAUNCH_US
+        if took < least:
+            back = replace(joined, cluster=4)
+            best, least = Wave(joined, 1, steps, back if back.fits(chip) else None), took
     for candidate in candidates:
         shape = candidate.shape
         streams = min(layers, chip.room(shape.cluster) // shape.blocks)
@@ -168,6 +185,6 @@ def _step_us(shape: LayerShape) -> float:
         return shape.passes * (6.0 + 0.0033 * shape.hidden)
     if shape.wide:
         return shape.passes * (2.8 + 0.0057 * shape.hidden)
-    gathered, cells = shape.hidden * shape.lanes / 512, shape.units * shape.lanes
+    gathered, cells = (1 if shape.joined == 1 else 2) * shape.hidden * shape.lanes / 512, shape.units * shape.lanes
     spilled = (shape.k_blocks - shape.in_registers) * shape.units / 16
     return shape.passes * (2.6 + 0.035 * gathered + 0.0038 * cells + 0.75 * spilled)

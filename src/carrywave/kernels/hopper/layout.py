@@ -1,6 +1,6 @@
 """Maps a recurrent layer onto the GPU for the persistent kernels: which lanes and hidden units each thread block gets.
 
-Arithmetic without torch; the results are compile-time constants of `persistent.cu`, `wide.cu` and `stream.cu`.
+Arithmetic without torch; the results are compile-time constants of `persistent.cu`, `wide.cu`, `stream.cu` and `joined.cu`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # per block
+MOST_JOINED = 16  # layers: their arguments are those of one launch
 WIDE_LANES, WIDE_THREADS = 64, 256  # of `wide.cu`
 STREAM_LANES, STREAM_THREADS, STREAM_CLUSTER = 64, 384, 2  # of `stream.cu`
 SHARED_BYTES = 227 << 10  # per block
@@ -57,6 +58,9 @@ class LayerShape:
     cell: str = "lstm"
     heads: int = 1  # with a recurrent matrix each; several only if each group of one is a cluster
     streamed: int | None = None  # for layouts of `stream.cu`: how many 64-wide blocks of K each of its two warpgroups has in registers
+    joined: int = (
+        1  # layers in one launch, if several: a layout of `joined.cu`, where groups and blocks of the others are those of each layer
+    )
 
     @property
     def wide(self) -> bool:
@@ -112,12 +116,12 @@ class LayerShape:
 
     @property
     def blocks(self) -> int:
-        return self.groups * self.width // self.units
+        return self.joined * self.groups * self.width // self.units
 
     @property
     def near(self) -> bool:
         """True if a whole group is one cluster. Groups are independent of each other, so they need not all run at once."""
-        return self.cluster == self.hidden // self.units
+        return self.cluster == self.hidden // self.units and self.joined == 1
 
     @property
     def continues(self) -> bool:
@@ -127,7 +131,7 @@ class LayerShape:
     @property
     def k_blocks(self) -> int:
         """64-wide blocks of K per warpgroup."""
-        return -(-self.hidden // 256)
+        return -(-self.hidden // (256 if self.joined == 1 else 128))
 
     @property
     def in_registers(self) -> int:
@@ -159,7 +163,9 @@ class LayerShape:
             whole = self.hidden % 64 == 0 and self.units == 16 and self.cell != "slstm" and not self.near
             return whole and self.passes <= MOST_PASSES and self.shared_bytes <= SHARED_BYTES
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
-        return whole and self.hidden <= MOST_HIDDEN and self.shared_bytes <= SHARED_BYTES
+        if self.joined > 1 and (self.passes > 1 or self.cell == "slstm" or self.joined > MOST_JOINED):
+            return False
+        return whole and self.k_blocks <= MOST_HIDDEN // 256 and self.shared_bytes <= SHARED_BYTES
 
     def fits(self, chip: Chip) -> bool:
         """True if the layout is valid and the chip has room for all of its blocks at once."""
@@ -197,6 +203,7 @@ class LayerShape:
             ("HEADS", self.heads),
             ("RESETS", resets),
             ("NOISE", noise),
+            *((("LAYERS", self.joined),) if self.joined > 1 else ()),
         )
 
 

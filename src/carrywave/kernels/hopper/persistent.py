@@ -159,4 +159,4 @@ def wave_of(x_TBI: Tensor, layers: Sequence[Layer], cell: str = "lstm", *, plain
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None
     layout = wave_for(_chip(x_TBI), len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0], plain=plain)
-    return layout.of_cell(cell) if layout is not None and layout.streams > 1 else None
+    return layout.of_cell(cell) if layout is not None and (layout.streams > 1 or layout.shape.joined > 1) else None

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from carrywave.kernels.hopper.marks import LayerMarks
     from carrywave.kernels.step_marks import CellNoise
 
-SOURCE, WIDE, STREAM, PACKING, LENGTHS = "persistent.cu", "wide/wide.cu", "stream/stream.cu", "packing.cu", "lengths.cu"
+SOURCE, WIDE, STREAM, JOINED = "persistent.cu", "wide/wide.cu", "stream/stream.cu", "joined/joined.cu"
+PACKING, LENGTHS = "packing.cu", "lengths.cu"
 _MOST_SORTED = 1024  # lanes that our own kernel can sort
 
 
@@ -34,6 +35,7 @@ class Packed(NamedTuple):
     w_hh_QP: Tensor
     turned_PQ: Tensor | None  # recurrent weights transposed, for backward
     bias_Q: Tensor
+    turned_ih_JQ: Tensor | None = None  # input weights transposed, for backward of layers in one launch
 
 
 class Dealt(NamedTuple):
@@ -49,7 +51,8 @@ def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, 
     padded, head = shape.width, shape.hidden
     given = [None if each is None else readable(each, like, weights.w_ih.dtype) for each in weights[:4]]
     turned = like.new_empty(padded, 4 * head) if transposed else None
-    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, head), turned, like.new_empty(4 * padded))
+    turned_ih = like.new_empty(pitch, 4 * padded) if transposed and shape.joined > 1 and pitch == padded else None
+    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, head), turned, like.new_empty(4 * padded), turned_ih)
     halves = int(weights.w_ih.dtype == like.dtype)
     grid = (-(-max(pitch, head) // 32), padded // 8, 2)
     _simple("pack_weights", like, cell=shape.cell)(
@@ -67,6 +70,14 @@ def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     halves = int(given.dtype == like.dtype)
     _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.width, hs_SBP, None, 0)
     return hs_SBP
+
+
+def unwritten(rows_NP: Tensor) -> Tensor:
+    """A buffer like these rows, marked as not yet written."""
+    made = torch.empty_like(rows_NP)
+    words = made.numel() // 8
+    _simple("prepare", made)(_waves(words), (256, 1), made, words, None, 0, 0, 0, 0, None, None, 0)
+    return made
 
 
 def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +114,7 @@ def forward(
     else:
         rest = hs_SBP.new_zeros(shape.marks, dtype=torch.int32), hs_SBP.new_empty(shape.exchange_bytes, dtype=torch.uint8)
     _launch(
-        "forward", shape, hs_SBP, marks, packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
+        "forward", shape, hs_SBP, marks.kinds, packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
         *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), *rest,
     )  # fmt: skip
 
@@ -151,14 +162,19 @@ def backward(
     else:
         rest = *of_lanes, ring, grads_NQ.new_empty(4 * shape.exchange_bytes, dtype=torch.uint8)
     _launch(
-        "backward", shape, grads_NQ, marks, turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
+        "backward", shape, grads_NQ, marks.kinds, turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
         bias_EQ, *rest,
     )  # fmt: skip
 
 
-def _launch(name: str, shape: LayerShape, like: Tensor, marks: LayerMarks, *arguments: nvrtc.Argument) -> None:
+def launch(name: str, shape: LayerShape, like: Tensor, *arguments: nvrtc.Argument) -> None:
+    """Run one of the kernels of a layout without marks."""
+    _launch(name, shape, like, (0, 0), *arguments)
+
+
+def _launch(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int], *arguments: nvrtc.Argument) -> None:
     """Run one of the kernels over a whole sequence. Blocks that wait for each other must all run at once, unless they are one cluster."""
-    run = _recurrent(name, shape, like, marks.kinds)
+    run = _recurrent(name, shape, like, kinds)
     run((shape.blocks, 1, 1), (shape.threads, 1), *arguments, cooperative=not shape.near)
 
 
@@ -300,7 +316,7 @@ def _fp16(like: Tensor) -> bool:
 def _recurrent(name: str, shape: LayerShape, like: Tensor, kinds: tuple[int, int]) -> nvrtc.Kernel:
     resets, noise = kinds
     constants = shape.constants(fp16=_fp16(like), resets=resets, noise=noise)
-    source = STREAM if shape.streamed is not None else WIDE if shape.wide else SOURCE
+    source = STREAM if shape.streamed is not None else WIDE if shape.wide else JOINED if shape.joined > 1 else SOURCE
     return nvrtc.kernel(source, name, constants, shape.shared_bytes + (shape.reset_bytes if resets else 0), like.get_device())
 
 

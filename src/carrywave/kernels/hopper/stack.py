@@ -18,12 +18,16 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels import pass_cache
+from carrywave.kernels.hopper import joined as joining
 from carrywave.kernels.hopper import recurrence
+from carrywave.kernels.hopper.joined import Turned
 from carrywave.kernels.hopper.layout import LayerShape, Wave
 from carrywave.kernels.hopper.marks import NOTHING, LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Span
+
+_PRODUCTS_AT_ONCE = 4  # weight gradients: one does not fill the GPU
 
 Ends = tuple[Tensor | None, Tensor | None]  # gradients [B, P] of h and c after the last step; None: zero
 
@@ -40,6 +44,10 @@ class Activations(NamedTuple):
 
     def part(self, span: Span, pieces: slice) -> Activations:
         """Some steps of the same, which are these pieces. The mask and the first layer's inputs are the chunk's own: they are left out."""
+        return self._replace(mask=None).of_steps(span)._replace(cs_CBP=self.cs_CBP[pieces.start : pieces.stop + 1])
+
+    def of_steps(self, span: Span) -> Activations:
+        """Some steps of the same, with the memory of all pieces."""
         first, end = span
         rows = slice(first * self.hs_SBP.shape[1], end * self.hs_SBP.shape[1])
         return Activations(
@@ -47,8 +55,8 @@ class Activations(NamedTuple):
             self.hs_SBP[first : end + 1],
             self.gates_NQ[rows],
             None if self.cells_TBP is None else self.cells_TBP[first:end],
-            self.cs_CBP[pieces.start : pieces.stop + 1],
-            None,
+            self.cs_CBP,
+            None if self.mask is None else _steps_of(self.mask, first, end),
         )
 
 
@@ -72,7 +80,7 @@ class Gradients(NamedTuple):
 
 def packed(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     """The weights in the kernel's order and dtype, packed once a pass."""
-    how = shape.hidden, shape.heads, shape.cell, pitch, like.dtype, like.device, transposed
+    how = shape.hidden, shape.heads, shape.cell, shape.joined > 1, pitch, like.dtype, like.device, transposed
     return pass_cache.cached(weights[:4], how, lambda: recurrence.pack(weights, shape, pitch, like, transposed=transposed))
 
 
@@ -93,7 +101,9 @@ def activations(
         if number:
             # With a mask, the inputs are a product; without one, they are h itself.
             below = made[-1].hs_SBP[1:].view(steps * lanes, shape.width)
-            inputs_NJ = torch.empty_like(below) if masked[number - 1] else below
+            inputs_NJ = below
+            if masked[number - 1]:
+                inputs_NJ = torch.empty_like(below) if shape.joined == 1 else recurrence.unwritten(below)
         memory = shape.width * shape.memory
         cs_CBP = like.new_empty(pieces + 1, lanes, memory, dtype=torch.float32)
         cs_CBP[0].copy_(recurrence.padded_to(c_BH, memory, torch.float32))
@@ -106,12 +116,13 @@ def activations(
 def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, learned: bool = False) -> list[Gradients]:
     """Buffers for the backward of these layers."""
     made = []
-    for layer in layers:
+    for number, layer in enumerate(layers):
         lanes = layer.hs_SBP.shape[1]
+        launches = pieces if number == 0 or shape.joined == 1 else 0  # layers in one launch have one ring
         h, memory = (layer.hs_SBP.new_empty(pieces, lanes, shape.width * each, dtype=torch.float32) for each in (1, shape.memory))
         bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.width, dtype=torch.float32)
         of_resets = bias.new_empty(pieces, shape.groups, shape.width, 2) if learned else None
-        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), (h, memory), bias, of_resets))
+        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, launches), (h, memory), bias, of_resets))
     return made
 
 
@@ -125,6 +136,10 @@ def forward(
 ) -> None:
     """Run the layers over these pieces."""
     lanes, shape = layers[0].hs_SBP.shape[1], wave.shape
+    if shape.joined > 1:
+        for piece, span in enumerate(spans):
+            joining.forward(shape, packs, [layer.of_steps(span) for layer in layers], piece, dealt[piece])
+        return
     with _Streams(wave.streams, layers[0].hs_SBP.device) as streams:
         for number, piece in diagonals(len(layers), len(spans)):
             layer, pack, (first, end) = layers[number], packs[number], spans[piece]
@@ -156,7 +171,7 @@ def forward(
 
 def backward(
     wave: Wave,
-    weights: Sequence[tuple[Tensor, Tensor]],
+    weights: Sequence[Turned],
     layers: Sequence[Activations],
     grads: Sequence[Gradients],
     grad_y_TBP: Tensor,
@@ -170,17 +185,22 @@ def backward(
     after: Sequence[Tensor] | None = None,
     before: bool = False,
 ) -> None:
-    """Run backward over these pieces, and write the gradient of the first layer's inputs. `weights`: w_ih [Q, J] and w_hh turned, [P, Q].
+    """Run backward over these pieces, and write the gradient of the first layer's inputs.
 
     `finish` is called with each layer whose gate gradients are complete, on its stream. `after` and `before` are for a window in several
     calls, as in `recurrence.backward`: each layer's gate gradients of the next step, if those of later steps are there.
     """
     (steps, lanes), shape, count = grad_y_TBP.shape[:2], wave.back, len(layers)
+    if shape.joined > 1:
+        _backward_joined(
+            shape, weights, layers, grads, grad_y_TBP, ends, spans, dealt, dx_NJ, finish, after=after is not None, before=before
+        )
+        return
     ys = [grad_y_TBP.new_empty(steps, lanes, shape.width) for _ in range(count - 1)] + [grad_y_TBP]
     with _Streams(wave.streams, grad_y_TBP.device) as streams:
         for turned_number, turned_piece in diagonals(count, len(spans)):
             number, piece = count - 1 - turned_number, len(spans) - 1 - turned_piece
-            layer, of_layer, (first, end), (w_ih_QJ, turned_PQ) = layers[number], grads[number], spans[piece], weights[number]
+            layer, of_layer, (first, end), turned = layers[number], grads[number], spans[piece], weights[number]
             rows, (of_h, of_memory) = slice(first * lanes, end * lanes), of_layer.starts
             follows = None if after is None else after[number]
             if piece < len(spans) - 1:
@@ -188,7 +208,7 @@ def backward(
             with streams.of(number, number + 1, piece):
                 assert layer.cells_TBP is not None  # kept by forward
                 recurrence.backward(
-                    shape, turned_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
+                    shape, turned.w_hh_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
                     ends[number] if piece == len(spans) - 1 else (of_h[piece + 1], of_memory[piece + 1]), of_layer.gates_NQ[rows],
                     (of_h[piece], of_memory[piece]), of_layer.bias_CEQ[piece], of_layer.ring[piece], dealt[piece],
                     marks[number].part(first, end), None if of_layer.resets_CEP2 is None else of_layer.resets_CEP2[piece],
@@ -196,13 +216,53 @@ def backward(
                 )  # fmt: skip
                 if number:
                     below = ys[number - 1][first:end]
-                    torch.mm(of_layer.gates_NQ[rows], w_ih_QJ, out=below.view(-1, shape.width))
+                    torch.mm(of_layer.gates_NQ[rows], turned.w_ih_QJ, out=below.view(-1, shape.width))
                     mask = layers[number - 1].mask
                     if mask is not None:
                         below.mul_(_steps_of(mask, first, end))
                 elif dx_NJ is not None:
-                    torch.mm(of_layer.gates_NQ[rows], w_ih_QJ, out=dx_NJ[rows])
+                    torch.mm(of_layer.gates_NQ[rows], turned.w_ih_QJ, out=dx_NJ[rows])
                 if piece == 0 and finish is not None:
+                    finish(number)
+
+
+def _backward_joined(
+    shape: LayerShape,
+    weights: Sequence[Turned],
+    layers: Sequence[Activations],
+    grads: Sequence[Gradients],
+    grad_y_TBP: Tensor,
+    ends: Sequence[Ends],
+    spans: Sequence[Span],
+    dealt: Sequence[Dealt],
+    dx_NJ: Tensor | None,
+    finish: Callable[[int], None] | None,
+    *,
+    after: bool,
+    before: bool,
+) -> None:
+    """The same for layers in one launch, which all finish together: their weight gradients run side by side."""
+    lanes, last = grad_y_TBP.shape[1], len(spans) - 1
+    for piece, (first, end) in reversed(list(enumerate(spans))):
+        rows = slice(first * lanes, end * lanes)
+        behind = ends if piece == last else [(each.starts[0][piece + 1], each.starts[1][piece + 1]) for each in grads]
+        joining.backward(
+            shape,
+            weights,
+            [layer.of_steps((first, end)) for layer in layers],
+            [each._replace(gates_NQ=each.gates_NQ[rows]) for each in grads],
+            grad_y_TBP[first:end],
+            behind,
+            piece,
+            dealt[piece],
+            None if dx_NJ is None else dx_NJ[rows],
+            after=after or piece < last,
+            before=before or piece > 0,
+        )
+    if finish is not None:
+        with _Streams(min(_PRODUCTS_AT_ONCE, len(layers)) if grad_y_TBP.is_cuda else 1, grad_y_TBP.device) as streams:
+            for number in range(len(layers)):
+                with streams.of(number, -1, 0):
                     finish(number)
 
 

@@ -24,8 +24,9 @@ from carrywave.kernels import derivatives
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.hopper import marks as marking
 from carrywave.kernels.hopper import recurrence, stack
+from carrywave.kernels.hopper.joined import Turned
 from carrywave.kernels.hopper.layout import Wave
-from carrywave.kernels.hopper.recurrence import Dealt
+from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.hopper.stack import Activations, Ends
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
@@ -135,7 +136,7 @@ class _Stack(torch.autograd.Function):
         for layer, (h_BH, c_BH) in zip(layers, carries, strict=True):
             outputs += stack.last_carry(layer, lengths_B, hidden, (h_BH.dtype, c_BH.dtype))
         if kept:
-            saved = [tensor for layer, pack in zip(layers, packs, strict=True) for tensor in (*layer, pack.w_ih_QJ, pack.turned_PQ)]
+            saved = [tensor for layer, pack in zip(layers, packs, strict=True) for tensor in (*layer, *turned_of(pack))]
             ctx.save_for_backward(*saved, *(tensor for each in dealt for tensor in each))
             ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans, ctx.marked = wave, x_TBI.shape, hidden, spans, marked
             ctx.dtypes = [(h.dtype, c.dtype, w.dtype, w.shape[1], b is not None) for h, c, w, _, b, *_ in given]
@@ -147,9 +148,9 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_more(grad_y_TBH, *grad_ends)
         wave, hidden, spans, marked, saved = ctx.wave, ctx.hidden, ctx.spans, ctx.marked, list(ctx.saved_tensors)
-        count, of_layer = len(ctx.dtypes), len(Activations._fields) + 2
+        count, of_layer = len(ctx.dtypes), len(Activations._fields) + len(Turned._fields)
         each = [saved[number * of_layer : (number + 1) * of_layer] for number in range(count)]
-        layers, weights = [Activations(*tensors[:-2]) for tensors in each], [(tensors[-2], tensors[-1]) for tensors in each]
+        layers, weights = [Activations(*tensors[:-3]) for tensors in each], [Turned(*tensors[-3:]) for tensors in each]
         dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
         wants = list(zip(*[iter(ctx.needs_input_grad[5:])] * _OF_LAYER, strict=True))
         grads = stack.gradients(layers, wave.back, len(spans), learned=marked[0].memory_P is not None)
@@ -158,7 +159,7 @@ class _Stack(torch.autograd.Function):
         dx_NJ = torch.empty_like(inputs_NJ) if ctx.needs_input_grad[2] else None
         products = [
             (torch.empty_like(w_ih_QJ) if want[2] else None, w_ih_QJ.new_empty(len(w_ih_QJ), wave.back.hidden) if want[3] else None)
-            for (w_ih_QJ, turned_PQ), want in zip(weights, wants, strict=True)
+            for (w_ih_QJ, *_), want in zip(weights, wants, strict=True)
         ]
 
         def finish(number: int) -> None:
@@ -180,7 +181,7 @@ class _Stack(torch.autograd.Function):
             results += [dw_ih, dw_hh, *(db.unbind() if db is not None and biased else (None, None)), None]
             begin: tuple[Tensor | None, Tensor | None] = (None, None)
             if any(wants[number][7:]):
-                begin = stack.initial_gradients(grads[number], weights[number][1], marked[number])
+                begin = stack.initial_gradients(grads[number], weights[number].w_hh_PQ, marked[number])
             results += [None if each is None else each[:hidden].to(w_dtype) for each in begin]
         return None, None, input_gradient(dx_NJ, ctx.x_shape), None, None, *results
 
@@ -201,6 +202,12 @@ def pitch_of(layer: Activations) -> int:
     """The padded width of a layer's inputs."""
     assert layer.inputs_NJ is not None
     return layer.inputs_NJ.shape[1]
+
+
+def turned_of(pack: Packed) -> Turned:
+    """The weights as backward reads them."""
+    assert pack.turned_PQ is not None  # packed for backward
+    return Turned(pack.w_ih_QJ, pack.turned_PQ, pack.turned_ih_JQ)
 
 
 def padded_mask(mask: Tensor | None, wave: Wave, like: Tensor) -> Tensor | None:

@@ -257,7 +257,7 @@ class StackWindow:
         after = [each.gates_NQ[next_rows] for each in self.grads] if following else None
         dx_NJ = torch.empty_like(self.rows[index]) if wants_dx else None
         grad_y = wave.grad_outputs(grad_y_TBH, x_shape, self.how, self.like)
-        turned = [(pack.w_ih_QJ, pack.turned_PQ) for pack in self.packs if pack.turned_PQ is not None]
+        turned = [wave.turned_of(pack) for pack in self.packs]
         stack.backward(
             self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ, self.marks[index],
             after=after, before=index > 0,

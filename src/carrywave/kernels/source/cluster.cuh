@@ -24,8 +24,8 @@ struct Swap {
         store_word(ring + (((u64)(turn % RING) * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + threadIdx.x, (__float_as_uint(sum) & ~1u) | lap);
 #endif
     }
-    // The sum of all four parts, including this block's own, always in the same order. All threads must call it.
-    __device__ __forceinline__ float sum(int turn, const float (&quarter)[4], bool owner) const {
+    // The sum of all four parts, including this block's own, always in the same order; and the parts. All threads must call it.
+    __device__ __forceinline__ float sum(int turn, const float (&quarter)[4], bool owner, float (&parts)[4]) const {
         u32 word[4];
 #if CLUSTER
         arrival(turn).wait(turn / RING, 3 * OWNERS * 4);
@@ -50,7 +50,10 @@ struct Swap {
 #endif
         float total = 0.0f;
 #pragma unroll
-        for (int n = 0; n < 4; n++) total += n == part ? quarter[n] : __uint_as_float(CLUSTER ? word[n] : word[n] & ~1u);
+        for (int n = 0; n < 4; n++) {
+            parts[n] = n == part ? quarter[n] : __uint_as_float(CLUSTER ? word[n] : word[n] & ~1u);
+            total += parts[n];
+        }
         return total;
     }
 };

@@ -3,7 +3,7 @@
 // Copies this warpgroup's part of K, for the lanes of a pass, from global to shared memory, in pieces of 16 bytes.
 //
 // Piece n of a thread is number n * 128 + thread in the warpgroup's part, counted by block of K, then by row. Rows repeat after PERIOD
-// pieces, SKIP blocks of K further on, so that few addresses are needed.
+// pieces, SKIP blocks of K further on, so that few addresses are needed. Of the END blocks, STRIDE warpgroups take turns.
 #if LANES == 8
 #define PERIOD 1
 #define SKIP 2
@@ -18,25 +18,27 @@
 // Very wide layers leave few registers: the pieces are then loaded in two batches.
 #define AT_ONCE (KPW > 5 && PIECES > 4 ? (PIECES + 1) / 2 : PIECES)
 
+template <int STRIDE = WARPGROUPS, int END = KBLOCKS>
 struct Gather {
     u32 offset[PERIOD], target[PERIOD];
     int row[PERIOD];
     u32 there;  // bit mask of the pieces that exist
 
     __device__ __forceinline__ void prepare(const int* lane_of, int pitch, u32 tiles, int warpgroup, int thread) {
+        int own = first_block<STRIDE>(warpgroup);
         there = 0;
 #pragma unroll
         for (int n = 0; n < PERIOD; n++) {
             int id = n * 128 + thread, i = id / (8 * LANES);
             row[n] = (id % (8 * LANES)) / 8;
-            offset[n] = (u32)lane_of[row[n]] * pitch + (warpgroup + WARPGROUPS * i) * 64 + (id & 7) * 8;
+            offset[n] = (u32)lane_of[row[n]] * pitch + (own + STRIDE * i) * 64 + (id & 7) * 8;
             if (NEAR) target[n] = tiles + (warpgroup + WARPGROUPS * i) * LANES * 128 + (id & 7) * LANES * 16 + row[n] * 16;
             else target[n] = tiles + (warpgroup * KPW + i) * LANES * 128 + row[n] * 128 + (((id & 7) ^ (row[n] & 7)) << 4);
         }
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
             int id = n * 128 + thread;
-            there |= id < CHUNKS && warpgroup + WARPGROUPS * (id / (8 * LANES)) < KBLOCKS ? 1u << n : 0;
+            there |= id < CHUNKS && own + STRIDE * (id / (8 * LANES)) < END ? 1u << n : 0;
         }
     }
 
@@ -57,7 +59,7 @@ struct Gather {
             while (__any_sync(0xFFFFFFFFu, asked)) {
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++)
-                    if (asked >> n & 1) piece[n] = load_pieces(from + offset[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * WARPGROUPS * 64);
+                    if (asked >> n & 1) piece[n] = load_pieces(from + offset[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * STRIDE * 64);
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++) {
                     bool whole = piece[n].x != WORD_EMPTY && piece[n].y != WORD_EMPTY && piece[n].z != WORD_EMPTY && piece[n].w != WORD_EMPTY;

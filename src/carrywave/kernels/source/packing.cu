@@ -24,12 +24,12 @@ __device__ __forceinline__ float number(const void* from, int halves, u64 at) {
     return low;
 }
 
-// Weights [GATES, H, I] (float32, or half if `halves`) -> [H padded, 4, pitch], both matrices in one launch; for the recurrent one also the
-// transpose [pitch, H padded, 4] if requested, each head by itself; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
+// Weights [GATES, H, I] (float32, or half if `halves`) -> [H padded, 4, pitch], both matrices in one launch; also the transposes
+// [pitch, H padded, 4] if requested, of the recurrent one each head by itself; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
 // A block of 32 x 8 threads handles 8 units (32 rows) and 32 columns.
 extern "C" __global__ void pack_weights(
     const void* w_ih, const void* w_hh, const void* b_ih, const void* b_hh, int halves, int hidden, int inputs, u16* packed_ih, u16* packed_hh,
-    u16* turned_hh, u16* bias, int padded, int pitch_ih, int units_of_head, int padded_head) {
+    u16* turned_hh, u16* bias, u16* turned_ih, int padded, int pitch_ih, int units_of_head, int padded_head) {
     __shared__ u16 tile[32][33];
     bool recurrent = blockIdx.z == 1;
     const void* from = recurrent ? w_hh : w_ih;
@@ -52,13 +52,14 @@ extern "C" __global__ void pack_weights(
         if (b_ih && unit < hidden && of_h >= 0) sum += number(b_hh, halves, of_h * hidden + unit);
         bias[unit0 * 4 + threadIdx.x] = (u16)pack(sum, 0.0f);
     }
-    if (!recurrent || !turned_hh) return;
+    u16* turned = recurrent ? turned_hh : turned_ih;
+    if (!turned) return;
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         int row = blockIdx.x * 32 + threadIdx.y * 4 + n;
         u64 head = (u64)(unit0 / padded_head) * padded_head * padded_head * 4;
-        turned_hh[head + (u64)row * padded_head * 4 + unit0 % padded_head * 4 + threadIdx.x] = tile[threadIdx.x][threadIdx.y * 4 + n];
+        turned[head + (u64)row * padded_head * 4 + unit0 % padded_head * 4 + threadIdx.x] = tile[threadIdx.x][threadIdx.y * 4 + n];
     }
 }
 

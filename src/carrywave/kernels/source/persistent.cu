@@ -94,7 +94,7 @@
     Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * SLOT};                                                \
     int column = head * HIDDEN + member * UNITS + unit, parity = 0;                                                                 \
     u64 step_h = (u64)lanes.count * WIDTH;                                                                                          \
-    Gather gather;                                                                                                                  \
+    Gather<> gather;                                                                                                                  \
     u32 rest = tiles + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES + RING_END;                                           \
     Near near = {tiles, rest};                                                                                                      \
     near.begin();                                                                                                                   \
@@ -310,7 +310,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
         for (int pass = 0; pass < PASSES; pass++) {
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
             u64 cell = (u64)table.lane[at] * WIDTH + column;
-            float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f}, parts[4];
             if (active[pass] > 0) {
                 if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * WIDTH, tiles, warpgroup, thread & 127);
                 int turn = longest - 2 - step;
@@ -344,7 +344,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             bool again = RESETS && step >= 0 && note_in(c_now[pass]);
             Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[pass], noisy);
             slopes.hold();
-            if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner);
+            if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner, parts);
             fetch(step - 1, pass);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);

@@ -46,19 +46,27 @@ __device__ __forceinline__ void mma_shared(float (&d)[LANES / 2], u64 a, u64 b) 
     asm volatile(MMA_N D_LIST ", " R0 ", " R1 ", 1, 1, 1, 0, 0;\n" : D_OPS(d) : "l"(a), "l"(b));
 }
 
+// The first 64-wide block of K of a warpgroup, if STRIDE of them share the blocks.
+template <int STRIDE>
+__device__ __forceinline__ int first_block(int warpgroup) {
+    return STRIDE == WARPGROUPS ? warpgroup : warpgroup % STRIDE;
+}
+
 // The weights of a block: tiles of 64 rows. A thread holds parts of two rows of each, in the layout of wgmma's operand A.
 struct Weights {
     u32 fragment[KREG > 0 ? KREG : 1][TILES][4][4];
     u32 shared;  // those of this warpgroup that do not fit into registers
 
     // `row0`: this thread's first row of the first tile, at the first column of this block's K; its second row is `to_second` numbers
-    // further on, the next tile `to_next`.
-    __device__ __forceinline__ void load(const u16* row0, u64 to_second, u64 to_next, u32 tiles, int warpgroup, int warp, int lane) {
+    // further on, the next tile `to_next`. Of the END 64-wide blocks of K, STRIDE warpgroups take turns. Without
+    // `any`, all weights are zero.
+    template <int STRIDE = WARPGROUPS, int END = KBLOCKS>
+    __device__ __forceinline__ void load(const u16* row0, u64 to_second, u64 to_next, u32 tiles, int warpgroup, int warp, int lane, bool any = true) {
         int q = lane & 3, row = warp * 16 + (lane >> 2);
         shared = tiles + warpgroup * KSHARED * TILES * 8192;
 #pragma unroll
         for (int i = 0; i < KPW; i++) {
-            int block = warpgroup + WARPGROUPS * i;
+            int block = first_block<STRIDE>(warpgroup) + STRIDE * i;
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
 #pragma unroll
@@ -68,7 +76,7 @@ struct Weights {
                     for (int half = 0; half < 2; half++) {
                         int k = j * 16 + half * 8 + q * 2;
                         const u16* from = row0 + m * to_next + block * 64 + k;
-                        bool there = block < KBLOCKS;
+                        bool there = block < END && any;
                         part[half * 2] = there ? *(const u32*)from : 0;
                         part[half * 2 + 1] = there ? *(const u32*)(from + to_second) : 0;
                         if (i >= KREG) {
