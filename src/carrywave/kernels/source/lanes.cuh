@@ -52,6 +52,13 @@ __device__ __forceinline__ u64 plain_descriptor(u32 address) {  // no swizzle: 8
     return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32);
 }
 
+// A descriptor further on by so many bytes, computed when it is needed: ahead of time, all of them would not fit into registers.
+__device__ __forceinline__ u64 further(u64 from, int bytes) {
+    u32 low = (u32)from + (bytes >> 4);
+    asm volatile("" : "+r"(low));
+    return (from & 0xFFFFFFFF00000000ull) | low;
+}
+
 // Bounds a wait: if it takes seconds, a block is missing, and the launch is aborted with an error.
 struct Patience {
     int left;

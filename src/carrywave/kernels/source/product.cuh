@@ -107,15 +107,22 @@ struct Weights {
         u64 b = NEAR ? plain_descriptor(tiles_at) : descriptor(tiles_at);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int i = 0; i < KPW; i++) {
+        for (int i = 0; i < KREG; i++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                u64 from = b + ((NEAR ? i * WARPGROUPS * LANES * 128 + j * LANES * 32 : i * LANES * 128 + j * 32) >> 4);
+                u64 from = further(b, NEAR ? i * WARPGROUPS * LANES * 128 + j * LANES * 32 : i * LANES * 128 + j * 32);
 #pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    if (i < KREG) mma_registers(sums[m], fragment[i < KREG ? i : 0][m][j], from);
-                    else mma_shared(sums[m], descriptor(weights_at + ((i - KREG) * TILES + m) * 8192) + ((j * 32) >> 4), from);
-                }
+                for (int m = 0; m < TILES; m++) mma_registers(sums[m], fragment[i][m][j], from);
+            }
+        }
+        constexpr int UNROLLED = TILES == 2 ? 1 : KPW;  // with two tiles, there are no registers for more
+#pragma unroll UNROLLED
+        for (int i = KREG; i < KPW; i++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u64 from = further(b, NEAR ? i * WARPGROUPS * LANES * 128 + j * LANES * 32 : i * LANES * 128 + j * 32);
+#pragma unroll
+                for (int m = 0; m < TILES; m++) mma_shared(sums[m], further(descriptor(weights_at), ((i - KREG) * TILES + m) * 8192 + j * 32), from);
             }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
