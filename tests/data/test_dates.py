@@ -11,9 +11,11 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from carrywave.data.python_inputs import from_python, series_of
 from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
+from carrywave.spec.spec import Spec
 
 DAYS = pd.date_range("2024-01-01", periods=60)
 
@@ -67,6 +69,25 @@ def test_offsets_that_differ_are_read_in_utc_and_said() -> None:
     days = pd.date_range("2024-03-20", periods=30, tz="Europe/Berlin")
     with pytest.raises(DataError, match=r"irregular: 2024-03-31T00.* is followed by .*; write local times without offsets"):
         arranged([day.isoformat() for day in days])
+
+
+def test_a_calendar_that_was_read_in_utc_in_training_is_read_so_of_other_data() -> None:
+    hours = pd.date_range("2024-10-26 20:00", periods=24, freq="h", tz="Europe/Berlin")  # clocks are set back in between
+    zoned = pd.DataFrame({"ds": hours, "y": range(24)})
+    spec = Spec.model_validate(
+        {"task": "forecasting", "data": {"share": 0, "horizon": 1, "calendar": ["hour"]}, "batch": {"lanes": 1, "steps": 4}}
+    )
+    for train, utc in ((zoned.assign(ds=hours.map(str)), True), (zoned, False)):
+        codec = from_python(train, spec).codec
+        assert codec.utc is utc
+        for part in (zoned[-9:], zoned[-9:].assign(ds=hours[-9:].map(str))):  # at +01:00 alone
+            table = series_of(part, codec, spec)
+            clock = hours[-9:].tz_convert("UTC") if utc else hours[-9:]
+            sines = np.sin(2 * np.pi * clock.hour.to_numpy() / 24)
+            np.testing.assert_allclose(table.values[:, codec.columns.index("hour_sin")], sines, atol=1e-12)  # of numbers up to 1
+            said = "data: data.calendar and forecasts are in UTC, as in training, where times have different offsets from it"
+            assert (said in table.notes) is utc
+            assert table.ahead(0, 1) == ["2024-10-27 18:00:00+00:00" if utc else "2024-10-27 19:00:00+01:00"]
 
 
 def test_days_and_months_that_may_be_either_are_refused_but_with_dots() -> None:

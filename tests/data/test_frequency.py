@@ -130,6 +130,21 @@ def test_gaps_at_the_same_time_of_every_day_or_week_are_no_gaps(times: Any) -> N
     assert "rows are missing" in said
 
 
+def test_a_gap_that_several_series_share_is_one() -> None:
+    def found(times: Any) -> tuple[str | None, str]:
+        rows = [(series, time, 1.0) for series in "abcd" for time in times]
+        found = from_python(pd.DataFrame(rows, columns=["unique_id", "ds", "y"]), spec())
+        return found.codec.frequency, found.notes[1]
+
+    hourly = pd.date_range("2024-01-01", periods=24 * 6, freq="h")
+    frequency, said = found(np.delete(hourly, [50, 51]))  # an outage of all four
+    assert (frequency, "8 rows are missing" in said) == ("h", True)
+    frequency, said = found(np.delete(pd.date_range("2024-01-01", periods=12), 6))  # one Sunday
+    assert (frequency, "4 rows are missing" in said) == ("D", True)
+    with pytest.raises(DataError, match="are irregular"):
+        found(hours_of(lambda t: (t.hour >= 9) & (t.hour < 17))[: 8 * 4])  # three nights
+
+
 def test_gaps_that_come_by_chance_are_gaps() -> None:
     chance = np.random.default_rng(1)
     for every in (pd.date_range("2024-01-01", periods=3 * 1440, freq="min"), pd.date_range("2024-01-01", periods=24 * 30, freq="h")):

@@ -264,6 +264,7 @@ BAD: list[tuple[str, Any, str]] = [
     ),
     ("classification", (STEPS, LABELS[:2]), "train: 3 inputs for 2 targets; pass one target per input"),
     ("classification", (STEPS, np.eye(3)), r"item 0: label is .* of length 3, but .* one label for each sequence; for one-hot rows pass"),
+    ("classification", (STEPS, np.eye(3)[:, :1]), r"item 0: label is .* of length 1, .*; of an array with one column pass labels\[:, 0\],"),
     ("classification", (STEPS, 4), "train: 3 inputs for int targets"),
     ("classification", STEPS, "train item 0: the field label is missing"),
     ("classification", [*ROWS, {"steps": [[1.0]], "label": "a"}], "train item 3: a step has 1 features, but the training data has 2"),

@@ -14,6 +14,7 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import DataError, RunError, UserError
+from carrywave.spec.load import load_own
 
 DAYS = pd.date_range("2026-01-01", periods=40)
 FRAME = pd.DataFrame(
@@ -251,3 +252,33 @@ def test_a_second_fit_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert len(forecaster.predict()) == 3
     with pytest.raises(RunError, match="already exists"):  # another forecaster's: neither overwritten nor mixed up
         cloned(forecaster).fit(frame)
+
+
+def test_new_parameters_change_neither_which_fit_was_the_last_nor_which_folder_is_next(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"ds": range(60), "y": [float(step % 4) for step in range(60)]})
+    forecaster = cw.Forecaster(2, model={"hidden": 4, "layers": 1}, train={"epochs": 1}, run=tmp_path / "run").fit(frame).fit(frame[:50])
+    assert forecaster.set_params(train={"epochs": 2}).run == tmp_path / "run-3"
+    assert forecaster.fit(frame[:50], resume=True).run == tmp_path / "run-2"
+    assert forecaster.set_params(train={"epochs": 3}).fit(frame).run == tmp_path / "run-3"
+
+
+def test_a_run_opened_again_is_fitted_with_its_own_settings(tmp_path: Path) -> None:
+    data = {"known": ["price"], "calendar": ["weekday"], "distribution": "normal"}
+    model, train = {"hidden": 5, "layers": 2, "linear": 0}, {"epochs": 1, "lr": 0.01}
+    cw.Forecaster(3, season=5, model=model, data=data, train=train, run=tmp_path / "run").fit(FRAME)
+    opened = cw.Forecaster.load(tmp_path / "run")
+    assert cloned(opened).get_params() == opened.get_params()
+    first, again = (load_own(Path(str(run)) / "spec.yaml") for run in (opened.run, opened.fit(FRAME).run))
+    assert again == first
+    assert opened.run == tmp_path / "run-2"
+    ahead = pd.DataFrame({"unique_id": ["a"] * 3 + ["b"] * 3, "ds": [*pd.date_range("2026-02-10", periods=3)] * 2, "price": 1})
+    assert opened.predict(future=ahead).equals(cw.Forecaster.load(tmp_path / "run").predict(FRAME, future=ahead))
+
+
+def test_a_run_from_files_is_fitted_again_with_a_frame(tmp_path: Path) -> None:
+    FRAME[["unique_id", "ds", "y"]].to_csv(tmp_path / "days.csv", index=False, sep=";")
+    data = {"train": str(tmp_path / "days.csv"), "separator": ";", "horizon": 3, "transform": "log1p"}
+    cw.fit(SMALL["model"], None, task="forecasting", data=data, batch=SMALL["batch"], train={"epochs": 1}, run=tmp_path / "run")
+    opened = cw.Forecaster.load(tmp_path / "run").fit(FRAME)
+    assert load_own(tmp_path / "run-2" / "spec.yaml").data.transform == "log1p"
+    assert len(opened.predict()) == 6

@@ -26,6 +26,7 @@ TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
 # Left out if they have their default: hashes stay.
 LATER = (
     "date_order",
+    "utc",
     "month_days",
     "channels",
     "transform",
@@ -109,6 +110,7 @@ class Codec:
     series: str | None = None
     frequency: str | None = None  # spacing of times; None: unknown
     date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
+    utc: bool = False  # times in train have several offsets, so the calendar is that of UTC, whatever offset or zone other data has
     scale_season: int = 0  # series are scaled by their mean absolute change over this many rows; 0: by their deviation
     month_days: tuple[int, ...] = ()  # days of the month that series are on, 31 for the last; none if each time tells its own
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
@@ -150,7 +152,7 @@ class Codec:
 
     def problem(self) -> str | None:
         """Return what is inconsistent in a codec read from a file, or None."""
-        for name in ("own_scale", "lowercase", "text_labels"):
+        for name in ("own_scale", "lowercase", "text_labels", "utc"):
             if not isinstance(getattr(self, name), bool):
                 return f"{name} is {getattr(self, name)!r:.40}"
         for name, kind in SINGLE.items():

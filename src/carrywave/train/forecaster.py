@@ -25,6 +25,8 @@ from carrywave.train.result import Result
 SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's libraries use
 # Keys of a spec's data section that are arguments of a forecaster.
 ARGUMENTS = {name: name for name in ("horizon", "quantiles", "season", "series", "time")} | {"targets": "target"}
+# Further keys of a spec that are about the files of a run; another fit is given frames.
+OF_FILES = ("train", "valid", "test", "format", "encoding", "separator", "decimal")
 ERRORS = ("pinball", "mae")  # by which a score compares a forecast with the naive one: quantiles are judged as such
 
 
@@ -100,11 +102,11 @@ class Forecaster:
     @property
     def run(self) -> Path | str | None:
         """The folder of the run: of the last fit, or the one that the next fit will use; None if that will choose one."""
-        return self._asked if self._fitted is None else self._fitted
+        return self._folder(resume=False) if self._fitted is None else self._fitted
 
     @classmethod
     def load(cls, run: str | Path, *, device: str = "auto") -> Self:
-        """Open a run that was trained before, by a forecaster or by any other means.
+        """Open a run that was trained before, by a forecaster or by any other means. A further fit has its settings.
 
         >>> import carrywave as cw
         >>> wave = [float(step % 4) for step in range(80)]
@@ -118,6 +120,8 @@ class Forecaster:
         if spec.task != "forecasting":
             raise RunError(f"{run} is a {spec.task} model, not a forecaster; use cw.predict")
         codec, data = codec_of(opened, spec), spec.data
+        sections = {name: getattr(spec, name).model_dump(mode="json") for name in ("model", "data", "batch", "train")}
+        sections["data"] = {key: value for key, value in sections["data"].items() if key not in (*ARGUMENTS, *OF_FILES)}
         forecaster = cls(
             data.horizon,
             quantiles=data.quantiles,
@@ -125,6 +129,7 @@ class Forecaster:
             series=codec.series or SERIES,
             time=codec.time or TIME,
             target=list(codec.forecast_columns),
+            **sections,
             run=run,
             device=device,
         )
@@ -258,11 +263,12 @@ class Forecaster:
 
     def _folder(self, *, resume: bool) -> Path | str | None:
         """The folder for a fit. It follows from earlier fits, not from what is on disk, so that workers started again find theirs."""
-        if resume:
-            return self.run
-        if self._asked is None or not self._fits:
+        if resume and self._fitted is not None:
+            return self._fitted
+        number = self._fits + (not resume)
+        if self._asked is None or number <= 1:
             return self._asked
-        named = f"{str(self._asked).rstrip('/')}-{self._fits + 1}"
+        named = f"{str(self._asked).rstrip('/')}-{number}"
         return named if isinstance(self._asked, str) else Path(named)
 
     def _opened(self, what: str) -> Path | str:

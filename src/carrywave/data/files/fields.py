@@ -154,9 +154,9 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         return "string", value
     if field == "label" and hasattr(value, "__len__"):
         fact = f"label is {kind_of(value)} of length {len(value)}, but classification has one label for each sequence"
+        first = "of an array with one column pass labels[:, 0]" if len(value) == 1 else "for one-hot rows pass labels.argmax(axis=1)"
         raise DataError(
-            f"{where}: {fact}; for one-hot rows pass labels.argmax(axis=1), for a label at each step use task=tagging, for any "
-            "number of labels set data.multi_label=true"
+            f"{where}: {fact}; {first}, for a label at each step use task=tagging, for any number of labels set data.multi_label=true"
         )
     if isinstance(value, list | tuple | np.ndarray):
         raise DataError(f"{where}: {field} is {kind_of(value)} ({value!r:.40}); for several at a step set data.multi_label=true")

@@ -24,7 +24,7 @@ SAME = {"H": "h", "T": "min", "S": "s", "sec": "s", "d": "D", "w": "W", "b": "B"
 MONTHS = {"M": 1, "Q": 3, "Y": 12, "A": 12}
 BUSINESS = "1111100"
 MOST = 0.5  # more than this fraction of gaps must be single steps; otherwise times are irregular rather than regular with gaps
-RECURRING = 3  # this many gaps at the same time of day or week are not a coincidence
+RECURRING = 3  # this many gaps at the same time of day or week are not a coincidence; one of several series at once counts as one
 DIGITS = 9  # significant digits of a fractional step
 ROUNDING = 1e-6  # tolerance for inexact decimal fractions, relative to the step
 SHORTEST, LONGEST = 28, 31  # months, in days
@@ -220,8 +220,11 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
         frequency = Weekdays(mask, int(units.min()))
     if not _steady(frequency, before, after):
         return None
-    # One skipped weekend establishes business days; any other day off must be skipped three times.
+    # One skipped weekend establishes business days; any other day off must be skipped three times, whatever the number of series.
     days_a, days_b = before.astype("datetime64[D]"), after.astype("datetime64[D]")
+    lengths = (days_b - days_a).astype(np.int64)
+    first = np.unique(days_a.astype(np.int64) * (lengths.max() + 1) + lengths, return_index=True)[1]
+    days_a, days_b = days_a[first], days_b[first]
     needed = 1 if mask == BUSINESS else 3
     for day in set(range(7)) - present:
         only = "".join("1" if day == other else "0" for other in range(7))
@@ -233,14 +236,14 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
 def _recurring(step: FixedStep, keys: Keys, before: Keys, after: Keys) -> bool:
     """True if most gaps start at a time of day or week that never occurs in the data: nights, weekends."""
     size = int(step.size)
-    gaps = step.count(before, after) > 1
+    starts = np.unique(before[step.count(before, after) > 1].astype(np.int64)) + size
     for cycle in (DAY, 7 * DAY):
         if size >= cycle or cycle % size:
             continue
         present = np.unique(keys.astype(np.int64) % cycle)
-        nexts, counts = np.unique((before[gaps].astype(np.int64) + size) % cycle, return_counts=True)
+        nexts, counts = np.unique(starts % cycle, return_counts=True)
         again = counts[~np.isin(nexts, present) & (counts >= RECURRING)]
-        if int(again.sum()) > MOST * int(gaps.sum()):
+        if int(again.sum()) > MOST * len(starts):
             return True
     return False
 

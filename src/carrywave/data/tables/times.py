@@ -119,6 +119,15 @@ class Times:
         wrong = self.frequency.count(times[length - 1 : -1], times[length:]) != 1
         return int(np.argmax(wrong)) if wrong.any() else None
 
+    def in_utc(self) -> Times:
+        """The same moments on the clocks of UTC; times without a zone stay as they are."""
+        return self if self.zone is None else replace(self, zone="UTC", wall=self.keys)
+
+    @property
+    def of_several_offsets(self) -> bool:
+        """True if times were written with different offsets from UTC."""
+        return len(self.offsets) > 1
+
     def _written(self, key: Any, by_wall: bool) -> str | int | float:
         if self.shape == "number":
             value = key.item()
