@@ -1,6 +1,7 @@
 """Trains one spec with several seeds, each a run of its own: to see how much luck there is in a result, and to predict with all of them.
 
 FOLDER/
+  init.txt       the weights that they start from (`--init`); empty: none
   seeds.yaml     the spec
   seed-1/ …      ordinary runs, with the spec's seed, the next one, …; what they print is in logs/
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from carrywave.data.files.remote import is_address
 from carrywave.errors import RunError, option
 from carrywave.runs import output_file
 from carrywave.runs.run_place import free_place
@@ -21,7 +23,7 @@ from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import score
 from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
 
-BASE = "seeds.yaml"
+BASE, INIT = "seeds.yaml", "init.txt"
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ def train_seeds(
     resume: bool = False,
     device: str = "auto",
     devices: int | None = None,
+    init: str | None = None,
     words: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> SeedsResult:
     """Train the spec with `seeds` seeds, side by side where there are several GPUs; None: the spec of the runs that go on.
 
-    `words` are further arguments of `carrywave train`, the same for all.
+    All start from the weights `init`, which runs that go on need not be told again. `words` are further arguments of `carrywave train`,
+    the same for all.
     """
     if resume and run is None:
         raise RunError(f"{option('resume')} needs the folder of the runs; pass {option('run')}")
@@ -62,14 +66,17 @@ def train_seeds(
     folder = run or free_place(spec.task)
     if spec.data.valid is None and spec.data.split is None and not spec.streams:
         say("each seed holds other rows of train out as valid, so their metrics differ by that as well; set data.valid to compare them")
-    with holding(folder, resume=resume, marker=BASE):
+    with holding(folder, resume=resume, marker=BASE, before=INIT):
         if resume and load(folder / BASE) != spec:
             raise RunError(f"{folder} has runs of another spec; leave it out to go on with that one, or use another {option('run')}")
+        init = _begun_from(folder, init) if resume else init
+        output_file.write(folder / INIT, "" if init is None else f"{init}\n")
         output_file.write(folder / BASE, dump(spec))
+        further = (*words, *(() if init is None else ("--init", init)))
         jobs = [
             Job(
                 folder / f"seed-{number}",
-                (str(folder / BASE), f"train.seed={spec.train.seed + number - 1}", *options_of(device, devices), *words),
+                (str(folder / BASE), f"train.seed={spec.train.seed + number - 1}", *options_of(device, devices), *further),
             )
             for number in range(1, seeds + 1)
         ]
@@ -94,6 +101,21 @@ def train_seeds(
     return SeedsResult(
         folder, rows, _summary(rows, spec), complaints[0][0] if complaints else "", why, all(later for _, later in complaints)
     )
+
+
+def _begun_from(folder: Path, init: str | None) -> str | None:
+    """The weights that runs which go on were started from. Others are refused, unless those are no longer where they were."""
+    if not (folder / INIT).is_file():
+        return init  # an older version did not write it
+    before = (folder / INIT).read_text("utf-8").removesuffix("\n") or None
+    if init in (None, before):
+        return before
+    if before is None or is_address(before) or Path(before).exists():
+        how = "without initial weights" if before is None else f"from the weights of {before}"
+        raise RunError(
+            f"the runs in {folder} were started {how}; leave {option('init')} out to go on with them, or use another {option('run')}"
+        )
+    return init
 
 
 def _best(folder: Path, spec: Spec) -> dict[str, Any] | None:
