@@ -57,7 +57,8 @@ def check_place(path: Path) -> None:
         if missing:
             path.mkdir(parents=True, exist_ok=True)
         elif not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(number, os.strerror(number))
     except OSError as error:
         dangling = next((folder for folder in missing if folder.is_symlink()), None)
         if dangling is not None:
