@@ -53,6 +53,16 @@ def test_an_empty_folder_that_cannot_be_written_is_refused_for_what_it_is(tmp_pa
         Run.create(tmp_path, "language")
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "file:///run"])
+def test_an_address_that_became_a_path_is_no_new_folder(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="is an address in a store, but only a path on this machine can be used here"):
+        Run.create(Path(address), "language")
+    assert files(tmp_path) == []
+    with Run.create(Path("s3"), "language"), Run.create(Path("s3:"), "language"), Run.create(tmp_path / "s3:" / "run", "language"):
+        pass
+
+
 def test_names_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Run.create(None, "language").write_json("plan.json", {})

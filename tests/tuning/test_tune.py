@@ -132,6 +132,13 @@ def test_evaluations_from_before_a_trial_went_back_are_forgotten(tmp_path: Path)
         assert list(going.trials[1].values) == losses
 
 
+def test_a_search_is_kept_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="s3://bucket/search is an address in a store"):
+        tune(Path("s3://bucket/search"), {"train.lr": RATES}, trials=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_a_search_had_just_begun_when_it_was_killed_is_free(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     folder.mkdir()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from carrywave.data.files.remote import check_local
 from carrywave.errors import RunError, from_system, option, remedy_for
 from carrywave.launch import launch_record
 from carrywave.runs import owner
@@ -52,6 +53,7 @@ def check_name(path: Path) -> None:
 
 def check_place(path: Path) -> None:
     """Refuse a folder that cannot be created, before the work: it is created and removed again."""
+    check_local(path, RunError)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         if missing:
