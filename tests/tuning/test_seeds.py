@@ -71,6 +71,13 @@ def test_runs_that_go_on_start_from_the_same_weights(tmp_path: Path) -> None:
     weights.rename(tmp_path / "c.safetensors")
     go_on(tmp_path / "c.safetensors")
     assert started_from() == [str(tmp_path / "c.safetensors")] * 2
+    (tmp_path / "c.safetensors").unlink()
+    for number in (1, 2):
+        (folder / f"seed-{number}" / "init").unlink()
+    (folder / "seed-1" / "snapshots").mkdir()
+    (folder / "seed-1" / "snapshots" / "last").touch()
+    train_seeds(None, 2, run=folder, device="cpu", resume=True)  # what goes on from a snapshot needs them no more
+    assert [path.parent.name for path in folder.glob("seed-*/init")] == ["seed-2"]
     train_seeds(SPEC, 1, run=tmp_path / "none", device="cpu")
     with pytest.raises(RunError, match="were started without initial weights"):
         train_seeds(None, 1, run=tmp_path / "none", device="cpu", resume=True, init=str(others))

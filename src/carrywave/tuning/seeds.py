@@ -17,7 +17,8 @@ from typing import Any
 from carrywave.data.files.remote import is_address
 from carrywave.errors import RunError, option
 from carrywave.runs import output_file
-from carrywave.runs.run_place import free_place
+from carrywave.runs.checkpoint.snapshot import POINTER
+from carrywave.runs.run_place import SNAPSHOTS, free_place
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import score
@@ -72,14 +73,10 @@ def train_seeds(
         init = _begun_from(folder, init) if resume else init
         output_file.write(folder / INIT, "" if init is None else f"{init}\n")
         output_file.write(folder / BASE, dump(spec))
-        further = (*words, *(() if init is None else ("--init", init)))
-        jobs = [
-            Job(
-                folder / f"seed-{number}",
-                (str(folder / BASE), f"train.seed={spec.train.seed + number - 1}", *options_of(device, devices), *further),
-            )
-            for number in range(1, seeds + 1)
-        ]
+        jobs = []
+        for number in range(1, seeds + 1):
+            place, seed = folder / f"seed-{number}", f"train.seed={spec.train.seed + number - 1}"
+            jobs.append(Job(place, (str(folder / BASE), seed, *options_of(device, devices), *words, *_init_words(init, place))))
         waiting, complaints = list(jobs), list[tuple[str, bool]]()
         states: dict[str, str] = {}
 
@@ -110,12 +107,21 @@ def _begun_from(folder: Path, init: str | None) -> str | None:
     before = (folder / INIT).read_text("utf-8").removesuffix("\n") or None
     if init in (None, before):
         return before
-    if before is None or is_address(before) or Path(before).exists():
+    if before is None or _is_there(before):
         how = "without initial weights" if before is None else f"from the weights of {before}"
         raise RunError(
             f"the runs in {folder} were started {how}; leave {option('init')} out to go on with them, or use another {option('run')}"
         )
     return init
+
+
+def _init_words(init: str | None, run: Path) -> tuple[str, ...]:
+    """The option for the weights that a run starts from; one that has a snapshot does without if they are no longer there."""
+    return () if init is None or (not _is_there(init) and (run / SNAPSHOTS / POINTER).is_file()) else ("--init", init)
+
+
+def _is_there(init: str) -> bool:
+    return is_address(init) or Path(init).exists()
 
 
 def _best(folder: Path, spec: Spec) -> dict[str, Any] | None:
