@@ -226,6 +226,7 @@ def test_a_folder_with_something_in_it_is_left_alone(speaker: Path, tmp_path: Pa
         (["--to", "torch", "--int8"], "carrywave: --int8 is for --to onnx; remove it"),
         (["--to", "safetensors", "--stateful"], "carrywave: --stateful is for --to onnx and --to torch; remove it"),
         (["--to", "onnx", "--data", "x"], "carrywave: --data is what the loss of --int8 is measured on; remove it, or ask for --int8"),
+        (["--to", "c", "-o", "s3://bucket/x"], "carrywave: s3://bucket/x is an address in a store, but only a path on this machine can be"),
         (["--to", "tflite"], "'tflite' is not one of 'safetensors', 'onnx', 'torch', 'c'"),
         (["--to", "safetensors", "--step"], "carrywave: --step is for --to onnx and --to torch; remove it"),
         (["--to", "c", "--step"], "carrywave: --to c always writes a single step with its state; remove --step"),

@@ -314,6 +314,7 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
             "a backtest is for forecasts, but the spec has task language; use carrywave evaluate",
         ),
         (["spec.yaml", "--resume"], "--resume needs the folder of the backtest; pass --run"),
+        (["spec.yaml", "--run", "spec.yaml"], "spec.yaml is a file, but a backtest needs a folder; pass another --run"),
         (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another folder, or --resume"),
         (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),
         (["spec.yaml", "-o", "none/x.csv"], "none/x.csv cannot be written: folder none not found; create it, or use another path"),

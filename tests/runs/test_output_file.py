@@ -58,6 +58,14 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["astray", "folder", "round"]
 
 
+def test_an_address_in_a_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)  # where it would be written
+    with pytest.raises(UserError, match=r"s3://bucket/out\.json is an address in a store"):
+        output_file.write(Path("s3://bucket/out.json"), "text")
+    assert names(tmp_path / "s3:" / "bucket") == []
+
+
 def test_a_pipe_is_written_into(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,26 @@ def test_nothing_is_made_before_the_first_write(tmp_path: Path, monkeypatch: pyt
     with Run.create(tmp_path / "mine", "language"):
         pass
     assert files(tmp_path) == []
+
+
+def test_an_empty_folder_that_cannot_be_written_is_refused_for_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that became read-only is a fault of the machine, which may pass; missing permissions are not."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(RunError, match="Permission denied; use another run"):
+        Run.create(tmp_path, "language")
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ResourceError, match="Read-only file system; make the file system writable"):
+        Run.create(tmp_path, "language")
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "file:///run"])
+def test_an_address_that_became_a_path_is_no_new_folder(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="is an address in a store, but only a path on this machine can be used here"):
+        Run.create(Path(address), "language")
+    assert files(tmp_path) == []
+    with Run.create(Path("s3"), "language"), Run.create(Path("s3:"), "language"), Run.create(tmp_path / "s3:" / "run", "language"):
+        pass
 
 
 def test_names_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,11 @@ folder.mkdir(exist_ok=True)
 if hidden in (26, 27) and not (folder / "again").exists():  # a full disk; somebody who stops this run alone
     (folder / "again").touch()
     sys.exit(74 if hidden == 26 else 75)
+if hidden in (28, 29) and not (folder / "again").exists():  # somebody stops this run before its first step
+    (folder / "again").touch()
+    sys.exit(128 + (signal.SIGHUP if hidden == 28 else signal.SIGUSR1))
+if "--init" in words:
+    (folder / "init").write_text(words[words.index("--init") + 1])
 path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.is_file() else 0
 with path.open("a") as file:

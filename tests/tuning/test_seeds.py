@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,6 +43,44 @@ def test_seeds_follow_that_of_the_spec_and_their_median_and_spread_are_told(tmp_
         train_seeds(SPEC, 4, run=tmp_path / "r", device="cpu")
     with pytest.raises(RunError, match="nothing to resume"):
         train_seeds(None, 4, run=tmp_path / "none", device="cpu", resume=True)
+
+
+@pytest.mark.usefixtures("_quick_runs")
+def test_runs_that_go_on_start_from_the_same_weights(tmp_path: Path) -> None:
+    weights, others, folder = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "r"
+    for file in (weights, others):
+        file.touch()
+    folder.mkdir()
+    (folder / "init.txt").write_text("of a first start that was killed at once\n")
+
+    def started_from() -> list[str]:
+        return [(folder / f"seed-{number}" / "init").read_text() for number in (1, 2)]
+
+    def go_on(init: Path | None = None) -> None:
+        for number in (1, 2):
+            shutil.rmtree(folder / f"seed-{number}")
+        train_seeds(None, 2, run=folder, device="cpu", resume=True, init=None if init is None else str(init))
+
+    train_seeds(SPEC, 2, run=folder, device="cpu", init=str(weights))
+    assert started_from() == [str(weights)] * 2
+    go_on()
+    assert started_from() == [str(weights)] * 2
+    go_on(weights)
+    with pytest.raises(RunError, match=r"were started from the weights of .*a\.safetensors; leave init="):
+        train_seeds(None, 2, run=folder, device="cpu", resume=True, init=str(others))
+    weights.rename(tmp_path / "c.safetensors")
+    go_on(tmp_path / "c.safetensors")
+    assert started_from() == [str(tmp_path / "c.safetensors")] * 2
+    (tmp_path / "c.safetensors").unlink()
+    for number in (1, 2):
+        (folder / f"seed-{number}" / "init").unlink()
+    (folder / "seed-1" / "snapshots").mkdir()
+    (folder / "seed-1" / "snapshots" / "last").touch()
+    train_seeds(None, 2, run=folder, device="cpu", resume=True)  # what goes on from a snapshot needs them no more
+    assert [path.parent.name for path in folder.glob("seed-*/init")] == ["seed-2"]
+    train_seeds(SPEC, 1, run=tmp_path / "none", device="cpu")
+    with pytest.raises(RunError, match="were started without initial weights"):
+        train_seeds(None, 1, run=tmp_path / "none", device="cpu", resume=True, init=str(others))
 
 
 @pytest.mark.usefixtures("_quick_runs")

@@ -21,6 +21,8 @@ from carrywave.cli.main import app
 from carrywave.errors import PlanError, ResourceError, RunError, SpecError, UserError, WorkerError
 from carrywave.spec.load import load
 from carrywave.tuning import child_runs, study
+from carrywave.tuning import tune as tuning
+from carrywave.tuning.child_runs import ChildRun, Job
 from carrywave.tuning.study import Journal, Search, Trial
 from carrywave.tuning.tune import TuneResult
 
@@ -102,16 +104,49 @@ def test_a_run_that_dies_ends_only_its_trial(tmp_path: Path) -> None:
     assert found.best.model.hidden == 4
 
 
-@pytest.mark.parametrize("hidden", [26, 27])
+@pytest.mark.parametrize("hidden", [26, 27, 28, 29])
 def test_a_trial_that_the_machine_or_somebody_else_ended_goes_on_with_the_search(hidden: int, tmp_path: Path) -> None:
     keys = {"model.hidden": [4, hidden]}
-    with pytest.raises(ResourceError, match=r"1 of 2 trials ended before their end, the first with: .*exit code 7[45].*go on with resume"):
+    fact = "1 of 2 trials ended before their end, the first with: .*exit code (74|75|129|138);.*go on with resume"
+    with pytest.raises(ResourceError, match=fact):
         tune(tmp_path / "s", keys)
     assert load(tmp_path / "s" / "best.yaml").model.hidden == 4
     found = tune(tmp_path / "s", keys, resume=True)
     assert [row["state"] for row in found.rows] == ["finished", "finished"]
     assert found.best is not None
     assert found.best.model.hidden == hidden
+
+
+def test_evaluations_from_before_a_trial_went_back_are_forgotten(tmp_path: Path) -> None:
+    """Even where it has come as far again, or further, before the next look."""
+    trial = Trial(1, {"train.lr": 0.01})
+    search = Search("loss", {}, 1, prune=False)
+    going = tuning._Going(tmp_path, search, SPEC, tuning.How(1, None, None, "cpu", None, print), Journal(tmp_path / "tune.jsonl"), [trial])
+    child = ChildRun(Job(tmp_path / "trial-1", ()), {}, None)  # type: ignore[arg-type]
+    rows = tmp_path / "trial-1" / "metrics.jsonl"
+    rows.parent.mkdir()
+    for number, losses in enumerate([[3.5, 1.5], [3.5, 2.5], [3.5, 2.25, 2.0]]):
+        rows.write_text("".join(f'{{"split": "valid", "epoch": {epoch}, "loss": {loss}}}\n' for epoch, loss in enumerate(losses)))
+        os.utime(rows, ns=(number, number))
+        going.look(child)
+        assert list(going.trials[1].values) == losses
+
+
+def test_a_search_is_kept_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="s3://bucket/search is an address in a store"):
+        tune(Path("s3://bucket/search"), {"train.lr": RATES}, trials=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_a_search_had_just_begun_when_it_was_killed_is_free(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "tune.yaml").write_text("task: lang")
+    assert len(tune(folder, {"train.lr": RATES}, trials=1).rows) == 1
+    assert "classification" in (folder / "tune.yaml").read_text()
+    with pytest.raises(RunError, match="not empty"):
+        tune(folder, {"train.lr": RATES}, trials=1)
 
 
 def test_a_trial_that_goes_on_without_its_killed_search_is_waited_for(tmp_path: Path) -> None:

@@ -76,10 +76,9 @@ def train(
         if dry_run or on is not None or hosts is not None or host_index is not None or min_devices is not None:
             raise UserError("--seeds trains several runs on this machine; remove --dry-run, --on, --hosts, --host-index and --min-devices")
         resume = resume or (or_start and run is not None and (Path(run) / "seeds.yaml").is_file())
-        further = [] if init is None else ["--init", init]
-        further += [] if restarts is None else ["--restarts", str(restarts)]
+        further = [] if restarts is None else ["--restarts", str(restarts)]
         resolved = None if resume and not spec else load(path, overrides)
-        return _train_seeds(resolved, seeds, run, resume, device.value, devices, further, json_file)
+        return _train_seeds(resolved, seeds, run, resume, init, device.value, devices, further, json_file)
     job = requested_job(path, overrides, run)
     where = around(hosts, host_index, job)
     with agreed(device.value, job) as of_rank_0:
@@ -158,6 +157,7 @@ def _train_seeds(
     seeds: int,
     run: str | None,
     resume: bool,
+    init: str | None,
     device: str,
     devices: int | None,
     further: list[str],
@@ -170,7 +170,7 @@ def _train_seeds(
         from carrywave.tuning.seeds import train_seeds
 
     place = None if run is None else Path(run)
-    how: dict[str, Any] = {"run": place, "resume": resume, "device": device, "devices": devices, "words": further}
+    how: dict[str, Any] = {"run": place, "resume": resume, "init": init, "device": device, "devices": devices, "words": further}
     result = train_seeds(spec, seeds, say=typer.echo, **how)
     write_rows(json_file, result.rows)
     typer.echo(result.summary)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from carrywave.data.files.remote import check_local
 from carrywave.errors import RunError, UserError, from_system, option, remedy_for
 from carrywave.exporting import onnx_file, onnx_graph, torch_program, triton
 from carrywave.exporting.comparison import largest_difference, largest_step_difference
@@ -196,6 +197,7 @@ def _name(saved: Saved) -> str:
 
 def _free(folder: Path) -> Path:
     """Refuse a folder that holds something already: an export is never mixed with another, or with anything else."""
+    check_local(folder)
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise UserError(f"{folder} is not empty; remove it, or choose another folder with {option('output')}")

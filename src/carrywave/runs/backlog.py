@@ -57,9 +57,9 @@ class Backlog:
                 self._files[name] = kept()
         self._tell(name, why)
 
-    def first_row(self, name: str) -> bytes:
-        """The first of the rows that wait for a log; empty if none does."""
-        return bytes(self._rows.get(name, b"")).partition(b"\n")[0] + b"\n" if name in self._rows else b""
+    def rows(self, name: str) -> bytes:
+        """The rows that wait for a log."""
+        return bytes(self._rows.get(name, b""))
 
     def note(self, name: str, why: OSError | None) -> None:
         """What others keep if it cannot be written: `why` it was not, or None."""

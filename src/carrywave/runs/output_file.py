@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from carrywave.data.files.remote import check_local
 from carrywave.errors import UserError, from_system, remedy_for
 
 MOST_LINKS = 40
@@ -28,6 +29,7 @@ def check(path: Path | None, *, wanted: bool = False) -> None:
         if wanted and sys.stdout is None:
             raise UserError("standard output is closed, so the result would be lost; open it, or pass a file with -o")
         return
+    check_local(path)
     status = _status(path)
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise UserError(f"{path} is a folder; pass a file name")

@@ -229,8 +229,8 @@ class Run:
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
-        row = own_weights.first_row(self.path) or self.backlog.first_row(METRICS)
-        metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(row)
+        first_row = own_weights.first_row(self.path, self.backlog.rows(METRICS))
+        metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(first_row)
         metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
 
         def later() -> Callable[[], None]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from carrywave.data.files.remote import check_local
 from carrywave.errors import RunError, from_system, option, remedy_for
 from carrywave.launch import launch_record
 from carrywave.runs import owner
@@ -52,12 +53,14 @@ def check_name(path: Path) -> None:
 
 def check_place(path: Path) -> None:
     """Refuse a folder that cannot be created, before the work: it is created and removed again."""
+    check_local(path, RunError)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         if missing:
             path.mkdir(parents=True, exist_ok=True)
         elif not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(number, os.strerror(number))
     except OSError as error:
         dangling = next((folder for folder in missing if folder.is_symlink()), None)
         if dangling is not None:

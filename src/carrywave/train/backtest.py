@@ -180,6 +180,8 @@ def _alone(spec: Spec) -> Spec:
 
 def _folder(run: Path | None, resume: bool) -> Path:
     if run is not None:
+        if run.exists() and not run.is_dir():
+            raise UserError(f"{run} is a file, but a backtest needs a folder; pass another {option('run')}")
         if run.exists() and any(run.iterdir()) and not resume:
             raise UserError(f"{run} already exists and is not empty; pass another folder, or {option('resume')}")
         return run

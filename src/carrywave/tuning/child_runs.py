@@ -32,7 +32,7 @@ LOGS = "logs"
 COMMAND = (sys.executable, "-m", "carrywave", "train")
 POLL_SECONDS = 0.2
 # Exit codes of runs that may succeed later: the machine lacked something, or they were asked to stop.
-PASSING = (RESOURCE, STOPPED, INTERRUPTED, 128 + signal.SIGTERM)
+PASSING = (RESOURCE, STOPPED, INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGUSR1)
 SHOWN_CHARACTERS = 300  # of the last line of a run that failed
 
 Place = Mapping[str, str]  # the variables of the environment that give a run its devices
@@ -178,13 +178,17 @@ def places_for(at_once: int | None, device: str, devices: int | None) -> list[Pl
 
 
 @contextmanager
-def holding(folder: Path, *, resume: bool, marker: str) -> Iterator[None]:
-    """Own the folder that runs are trained in: a new one, or one with the file `marker`, which says that they were."""
+def holding(folder: Path, *, resume: bool, marker: str, before: str) -> Iterator[None]:
+    """Own the folder that runs are trained in: a new one, or one with the file `marker`, which says that they were.
+
+    `before` is what is written before that file: a process that was killed in between has left a folder that is as good as new.
+    """
     check_name(folder)
     if resume and not (folder / marker).is_file():
         raise RunError(f"{folder} has nothing to resume (no {marker}); correct {option('run')}, or remove {option('resume')}")
     if not resume:
-        refuse_occupied(folder)
+        if not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {owner.FILE, before}):
+            refuse_occupied(folder)
         check_place(folder)
     with atomic_files.writing(str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Trains one spec with several seeds, each a run of its own: to see how much luck there is in a result, and to predict with all of them.
 
 FOLDER/
+  init.txt       the weights that they start from (`--init`); empty: none
   seeds.yaml     the spec
   seed-1/ …      ordinary runs, with the spec's seed, the next one, …; what they print is in logs/
 """
@@ -13,15 +14,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from carrywave.data.files.remote import is_address
 from carrywave.errors import RunError, option
 from carrywave.runs import output_file
-from carrywave.runs.run_place import free_place
+from carrywave.runs.checkpoint.snapshot import POINTER
+from carrywave.runs.run_place import SNAPSHOTS, free_place
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import score
 from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
 
-BASE = "seeds.yaml"
+BASE, INIT = "seeds.yaml", "init.txt"
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,14 @@ def train_seeds(
     resume: bool = False,
     device: str = "auto",
     devices: int | None = None,
+    init: str | None = None,
     words: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> SeedsResult:
     """Train the spec with `seeds` seeds, side by side where there are several GPUs; None: the spec of the runs that go on.
 
-    `words` are further arguments of `carrywave train`, the same for all.
+    All start from the weights `init`, which runs that go on need not be told again. `words` are further arguments of `carrywave train`,
+    the same for all.
     """
     if resume and run is None:
         raise RunError(f"{option('resume')} needs the folder of the runs; pass {option('run')}")
@@ -62,17 +67,16 @@ def train_seeds(
     folder = run or free_place(spec.task)
     if spec.data.valid is None and spec.data.split is None and not spec.streams:
         say("each seed holds other rows of train out as valid, so their metrics differ by that as well; set data.valid to compare them")
-    with holding(folder, resume=resume, marker=BASE):
+    with holding(folder, resume=resume, marker=BASE, before=INIT):
         if resume and load(folder / BASE) != spec:
             raise RunError(f"{folder} has runs of another spec; leave it out to go on with that one, or use another {option('run')}")
+        init = _begun_from(folder, init) if resume else init
+        output_file.write(folder / INIT, "" if init is None else f"{init}\n")
         output_file.write(folder / BASE, dump(spec))
-        jobs = [
-            Job(
-                folder / f"seed-{number}",
-                (str(folder / BASE), f"train.seed={spec.train.seed + number - 1}", *options_of(device, devices), *words),
-            )
-            for number in range(1, seeds + 1)
-        ]
+        jobs = []
+        for number in range(1, seeds + 1):
+            place, seed = folder / f"seed-{number}", f"train.seed={spec.train.seed + number - 1}"
+            jobs.append(Job(place, (str(folder / BASE), seed, *options_of(device, devices), *words, *_init_words(init, place))))
         waiting, complaints = list(jobs), list[tuple[str, bool]]()
         states: dict[str, str] = {}
 
@@ -94,6 +98,30 @@ def train_seeds(
     return SeedsResult(
         folder, rows, _summary(rows, spec), complaints[0][0] if complaints else "", why, all(later for _, later in complaints)
     )
+
+
+def _begun_from(folder: Path, init: str | None) -> str | None:
+    """The weights that runs which go on were started from. Others are refused, unless those are no longer where they were."""
+    if not (folder / INIT).is_file():
+        return init  # an older version did not write it
+    before = (folder / INIT).read_text("utf-8").removesuffix("\n") or None
+    if init in (None, before):
+        return before
+    if before is None or _is_there(before):
+        how = "without initial weights" if before is None else f"from the weights of {before}"
+        raise RunError(
+            f"the runs in {folder} were started {how}; leave {option('init')} out to go on with them, or use another {option('run')}"
+        )
+    return init
+
+
+def _init_words(init: str | None, run: Path) -> tuple[str, ...]:
+    """The option for the weights that a run starts from; one that has a snapshot does without if they are no longer there."""
+    return () if init is None or (not _is_there(init) and (run / SNAPSHOTS / POINTER).is_file()) else ("--init", init)
+
+
+def _is_there(init: str) -> bool:
+    return is_address(init) or Path(init).exists()
 
 
 def _best(folder: Path, spec: Spec) -> dict[str, Any] | None:

@@ -121,7 +121,7 @@ def run_search(
         check_space(base, space)
         search = Search(_checked(base, space).train.best, space, 1 if seed is None else seed, prune)
     folder = run or free_place("tune")
-    with holding(folder, resume=resume, marker=JOURNAL):
+    with holding(folder, resume=resume, marker=JOURNAL, before=BASE):
         journal = Journal(folder / JOURNAL)
         if resume:
             search, trials = journal.read()
@@ -190,7 +190,7 @@ class _Going:
         self._before = {trial.number: trial.seconds for trial in trials}  # seconds of trials that go on
         self._waiting = [trial.number for trial in trials if trial.state in ("running", "stopped")]
         self._pruned: set[int] = set()
-        self._looked: dict[int, int] = {}  # size of the metrics file at the last look
+        self._looked: dict[int, tuple[int, int]] = {}  # size and time of the metrics file at the last look
 
     def next_job(self) -> Job | None:
         if self._waiting:
@@ -217,17 +217,17 @@ class _Going:
         if number in self._pruned:
             return True
         path = child.job.folder / "metrics.jsonl"
-        size = path.stat().st_size if path.is_file() else 0
-        if size == self._looked.get(number):
+        status = path.stat() if path.is_file() else None
+        seen = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
+        if seen == self._looked.get(number):
             return False
-        self._looked[number] = size
+        self._looked[number] = seen
         rows, trial = evaluations(child.job.folder), self.trials[number]
-        if len(rows) < len(trial.values):  # it went back to a snapshot
+        found = [None if (value := row.get(self.search.metric)) is None else float(value) for row in rows]
+        if tuple(found[: len(trial.values)]) != trial.values:  # it went back to a snapshot, and may have come as far again since
             trial = replace(trial, values=())
-        for row in rows[len(trial.values) :]:
-            value = row.get(self.search.metric)
-            values = (*trial.values, None if value is None else float(value))
-            trial = replace(trial, values=values, epochs=int(row.get("epoch") or 0))
+        for row, value in list(zip(rows, found, strict=True))[len(trial.values) :]:
+            trial = replace(trial, values=(*trial.values, value), epochs=int(row.get("epoch") or 0))
             # Judged evaluation by evaluation, so that the outcome does not depend on when we look.
             if self.search.is_hopeless(list(self.trials.values()), trial):
                 self._pruned.add(number)

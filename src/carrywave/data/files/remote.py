@@ -22,12 +22,21 @@ ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters, unl
 # What stores report about an object that changes when its content does.
 MARKS = ("ETag", "etag", "md5Hash", "md5", "content_md5", "crc32c", "checksum", "version_id", "VersionId", "generation")
 TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+# How paths begin that were made from addresses of the usual stores.
+FIRST_PARTS = ("s3:", "s3a:", "gs:", "gcs:", "az:", "abfs:", "abfss:", "oss:", "oci:", "tos:", "memory:", "file:", "http:", "https:")
 TRIES = 3  # to fetch a file that changes while it is fetched
 
 
 def is_address(name: object) -> bool:
     """True if a name is an address in a store, not a path."""
     return isinstance(name, str) and ADDRESS.match(name) is not None
+
+
+def check_local(path: Path, error: type[UserError] = UserError) -> None:
+    """Refuse to write to a path that was an address before it became one: it would be a folder `s3:` of this machine."""
+    if len(path.parts) > 1 and path.parts[0] in FIRST_PARTS:
+        address = f"{path.parts[0]}//{'/'.join(path.parts[1:])}"
+        raise error(f"{address} is an address in a store, but only a path on this machine can be used here; write there, then copy it")
 
 
 def kind_of(address: str) -> str:

@@ -22,13 +22,13 @@ def bound_to(first_row: bytes) -> dict[str, str]:
     return {MARK: hashlib.sha256(first_row.rstrip()).hexdigest()} if first_row.endswith(b"\n") else {}
 
 
-def first_row(folder: Path) -> bytes:
-    """The first row of a run's metrics; empty if there is none yet."""
-    metrics = folder / METRICS
-    if not metrics.is_file():
-        return b""
-    with metrics.open("rb") as file:
-        return file.readline()
+def first_row(folder: Path, waiting: bytes = b"") -> bytes:
+    """The first row of a run's metrics, or else of those that wait to be written there; empty if there is none yet."""
+    row = b""
+    if (folder / METRICS).is_file():
+        with (folder / METRICS).open("rb") as file:
+            row = file.readline()
+    return row or waiting[: waiting.find(b"\n") + 1]
 
 
 def are_of(weights: Path, step: int) -> bool:
