@@ -100,6 +100,13 @@ def test_every_kind_of_data_trains(kind: str, tmp_path: Path) -> None:
         cw.evaluate(result.run, device="cpu")
 
 
+def test_no_plan_is_the_plan_of_the_spec(tmp_path: Path) -> None:
+    spec = {**options("tagging"), "plan": {"chunk_steps": 2}}
+    device = spec.pop("device")
+    result = cw.fit(NARROW, (STEPS, TAGS), spec=spec, plan=None, device=device, run=tmp_path / "run")
+    assert '"chunk_steps": 2' in (result.run / "plan.json").read_text()
+
+
 def test_equal_calls_give_equal_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         torch.manual_seed(len(name) * os.getpid())  # what torch's generator has been doing does not matter
@@ -349,6 +356,7 @@ class Single(Largest):
         ),
         (NARROW, {"plan": {"replicas": 2}}, PlanError, "needs 2 workers, got 1"),
         (NARROW, {"plan": "fast"}, SpecError, "plan is"),
+        (NARROW, {"plan": 2}, SpecError, "plan is 2; use auto, or a section with replicas"),
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
         (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; pass loss="),

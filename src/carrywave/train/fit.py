@@ -103,7 +103,7 @@ def fit(
     devices: int = 1,
     restarts: int = RESTARTS,
     min_devices: int | None = None,
-    plan: str | Mapping[str, Any] | Plan = "auto",
+    plan: str | Mapping[str, Any] | Plan | None = "auto",
     device: str = "auto",
     loss: Loss | None = None,
     callbacks: Sequence[Callback] = (),

@@ -169,8 +169,8 @@ def spec_of_call(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any,
         base["model"] = dict(model)
     if isinstance(plan, Plan):
         plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
-    if plan != "auto":
-        base["plan"] = plan if isinstance(plan, str) else dict(plan)
+    if plan is not None and plan != "auto":
+        base["plan"] = dict(plan) if isinstance(plan, Mapping) else plan
     return parse(base, defaults=model is None or isinstance(model, Mapping))
 
 

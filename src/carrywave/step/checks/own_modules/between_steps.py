@@ -17,8 +17,8 @@ from torch import nn
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.step.checks.own_modules.module_changes import marks_of
-from carrywave.step.checks.own_modules.module_reads import attributes_read_by, is_library
-from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, is_users, own_classes, walk
+from carrywave.step.checks.own_modules.module_reads import attributes_read_by, is_library, is_unread
+from carrywave.step.checks.own_modules.object_walk import PLAIN, TORCHS, Met, Path, own_classes, walk
 from carrywave.step.checks.own_modules.parts import VOUCHED
 from carrywave.step.checks.own_modules.stepwise import HOOKS
 
@@ -54,11 +54,9 @@ class BetweenSteps:
 
     def _read(self, paths: set[Path]) -> set[Path]:
         """Those that a step may read."""
-        names = attributes_read_by([*self._parts.values(), *self._functions]) if paths else None
-        if names is None:
-            return paths
-        owners = dict(self._modules())
-        return {path for path in paths if path[1] in names or not is_users(owners.get(path[0]))}
+        read = attributes_read_by([*self._parts.values(), *self._functions]) if paths else None
+        owners = dict(self._modules()) if paths else {}
+        return {path for path in paths if not is_unread(owners.get(path[0]), path[1], read)}
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return (each for path, part in self._parts.items() for each in part.named_modules(prefix=path))

@@ -14,8 +14,7 @@ from carrywave.model.model import Model
 from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.step.checks.own_modules.module_changes import ModuleChanges
-from carrywave.step.checks.own_modules.module_reads import attributes_read_by
-from carrywave.step.checks.own_modules.object_walk import is_users
+from carrywave.step.checks.own_modules.module_reads import attributes_read_by, is_unread
 from carrywave.step.checks.own_modules.parts import VOUCHED
 
 
@@ -54,7 +53,7 @@ class ModelWatch:
         before, after = self._before or {}, self._now()
         changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         read = attributes_read_by([*self._own.values(), *self._functions]) if changed else None
-        return next((name for name in changed if read is None or not self._unread(name, read)), None)
+        return next((name for name in changed if not self._unread(name, read)), None)
 
     def _now(self) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {name: [_version(weight)] for name, weight in self._model.named_parameters()}
@@ -62,13 +61,13 @@ class ModelWatch:
             found.setdefault(self._named(path), []).append(value)
         return found
 
-    def _unread(self, name: str, read: set[str]) -> bool:
+    def _unread(self, name: str, read: set[str] | None) -> bool:
         """True for an attribute that no code of a step reads, such as a history."""
         first, *others = name.split(".")
         module: nn.Module | None = self._own.get(first)
         for each in others:
             if module is None or each not in module._modules:
-                return is_users(module) and each in vars(module) and each not in {*vars(nn.Module()), *read}
+                return module is not None and each in vars(module).keys() - vars(nn.Module()).keys() and is_unread(module, each, read)
             module = module._modules[each]
         return False
 

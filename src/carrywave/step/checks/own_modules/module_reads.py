@@ -127,6 +127,11 @@ def attributes_read_by(roots: Sequence[object]) -> set[str] | None:
     return names
 
 
+def is_unread(owner: object, name: str, read: set[str] | None) -> bool:
+    """True for an attribute of a module of the user's that no code of a step reads, such as a history; `read` is what that code reads."""
+    return read is not None and name not in read and is_users(owner)
+
+
 def is_library(value: object) -> bool:
     """True for a file or an object of a library that knows nothing of us; modules, functions and classes are looked into."""
     if isinstance(value, nn.Module | FunctionType | MethodType | type):
