@@ -33,7 +33,19 @@ MODEST_HIDDEN, MODEST_LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 
 SHORT = 32  # steps: as long as this, a call is also timed as a chunk
 CHUNKS = 4  # of the window that such a chunk is part of
 # (hidden, lanes, layers) of stacks in one call
-TOGETHER = ((128, 32, 2), (256, 16, 4), (512, 16, 2), (512, 16, 8), (512, 64, 4), (650, 20, 2), (1024, 16, 2), (1024, 64, 4))
+TOGETHER = (
+    (128, 32, 2),
+    (200, 20, 2),
+    (256, 16, 4),
+    (256, 64, 2),
+    (512, 16, 2),
+    (512, 32, 2),
+    (512, 16, 8),
+    (512, 64, 4),
+    (650, 20, 2),
+    (1024, 16, 2),
+    (1024, 64, 4),
+)
 # Of all other units; most vocabularies are no multiple of 8, with which products in half precision have faster kernels.
 WIDTHS, OUTPUTS, TOKENS = (128, 400, 1024), (10, 100, 2_000, 10_000, 10_001, 33_000, 33_278), ((16, 8), (32, 64), (100, 70))
 MODEST_WIDTHS, MODEST_OUTPUTS, MODEST_TOKENS = (256, 1024), (2_000, 10_000, 50_000), TOKENS[:2]
