@@ -68,7 +68,8 @@ def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     words = steps * lanes * shape.width // 8 if shape.polled else 0
     given = readable(h_BH, like)
     halves = int(given.dtype == like.dtype)
-    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.width, hs_SBP, None, 0)
+    grid = _waves(max(words, lanes * shape.width))
+    _simple("prepare", like)(grid, (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.width, hs_SBP, None, 0)
     return hs_SBP
 
 
