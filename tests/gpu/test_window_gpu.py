@@ -33,6 +33,8 @@ CASES: list[tuple[int, int, int, int, int, int, Wave | None]] = [
     (3, 40, 16, 512, 512, 16, Wave(LayerShape(512, 1, 16, 1, 32), 3, 8)),
     (4, 33, 20, 650, 650, 18, Wave(LayerShape(704, 1, 24, 1), 2, 9)),
     (1, 33, 200, 100, 500, 8, Wave(LayerShape(512, 2, 64, 2, cluster=2, streamed=4), 1, 8)),
+    (3, 40, 16, 512, 512, 16, Wave(LayerShape(512, 1, 16, 1, joined=3), 1, 16)),
+    (2, 33, 20, 650, 650, 18, Wave(LayerShape(704, 1, 24, 1, joined=2), 1, 9, LayerShape(704, 1, 24, 1, cluster=4, joined=2))),
 ]
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
 from _problems import Stack, assert_same
 
+from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.hopper.choice import wave_for
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 
@@ -63,6 +66,18 @@ def test_the_algorithm_is_the_definition(cell: str, chunk: int, monkeypatch: pyt
     assert shape.valid
     case = Stack(1, 5, 90, 3, short=True, cell=cell, hidden=100)
     assert_same(case.at_once(Wave(shape, 1, chunk)), case.defined())
+
+
+def test_many_threads_copy_the_first_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has to be marked here, but the numbers of many lanes take one block as long as a hundred steps."""
+    grids = []
+
+    def simple(name: str, like: object) -> Callable[..., None]:
+        return lambda grid, block, *arguments: grids.append(grid[0] * block[0])
+
+    monkeypatch.setattr(recurrence, "_simple", simple)
+    recurrence.states(torch.zeros(400, 512), LayerShape(512, 4, LANES, 2, cluster=CLUSTER, streamed=4), 6, torch.zeros(0))
+    assert grids == [400 * 512]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class Windowed(Stack):
     """A stack, and one window for it."""
 
     chunk: int = 1
+    shape: LayerShape = SHAPE
     deferred: Deferred = field(default_factory=Deferred)
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class Windowed(Stack):
         first, end = self.window.spans[index]
         masks = [mask if mask is None or len(mask) == 1 else mask[first:end] for mask in self.masks]
         lengths = None if self.lengths is None else (self.lengths - first).clamp(0, end - first)
-        how = self.fitted(Wave(SHAPE, 1, min(piece, end - first)))
+        how = self.fitted(Wave(self.shape, 1, min(piece, end - first)))
         marks = self.marks_of(first, end)
         return windowed.run(x, carries, self.layers, masks, lengths, how, WindowChunk(self.window, index), marks=marks)
 
@@ -105,6 +106,15 @@ def test_chunks_of_a_window_are_the_definition(given_stack: Windowed, piece: int
 @pytest.mark.parametrize("piece", [2, 7])
 def test_chunks_of_each_kind_are_the_definition(kind: dict[str, Any], piece: int) -> None:
     given_stack = Windowed(2, 9, 4, 5, chunk=4, short=True, **kind)
+    assert_same(given_stack.by_chunks(piece), given_stack.defined())
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("masked", ["", "steps", "locked"])
+@pytest.mark.parametrize("piece", [2, 4])
+def test_chunks_of_layers_in_one_launch_are_the_definition(cell: str, masked: str, piece: int) -> None:
+    shape = LayerShape(64, 2, 8, 1, joined=3)
+    given_stack = Windowed(3, 9, 11, 5, chunk=4, short=True, masked=masked, cell=cell, shape=shape)
     assert_same(given_stack.by_chunks(piece), given_stack.defined())
 
 
