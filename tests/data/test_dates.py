@@ -90,6 +90,48 @@ def test_a_calendar_that_was_read_in_utc_in_training_is_read_so_of_other_data() 
             assert table.ahead(0, 1) == ["2024-10-27 18:00:00+00:00" if utc else "2024-10-27 19:00:00+01:00"]
 
 
+def test_times_of_several_offsets_are_read_by_the_clock_of_training() -> None:
+    hours = pd.date_range("2024-10-20", periods=240, freq="h", tz="Europe/Berlin")  # clocks are set back on the 27th
+    zoned = pd.DataFrame({"ds": hours, "y": range(240)})
+    written = zoned.assign(ds=hours.map(str))
+    spec = Spec.model_validate(
+        {"task": "forecasting", "data": {"share": 0, "horizon": 1, "calendar": ["hour"]}, "batch": {"lanes": 1, "steps": 4}}
+    )
+    for train, zone in ((written[:100], "+02:00"), (zoned, "Europe/Berlin"), (zoned.assign(ds=hours.tz_convert("UTC")), "UTC")):
+        codec = from_python(train, spec).codec
+        assert (codec.zone, codec.utc) == (zone, False)
+        table = series_of(written, codec, spec)
+        clock = hours.tz_convert(zone)
+        sines = np.sin(2 * np.pi * clock.hour.to_numpy() / 24)
+        np.testing.assert_allclose(table.values[:, codec.columns.index("hour_sin")], sines, atol=1e-12)  # of numbers up to 1
+        fact = "data: column ds has times with different offsets from UTC (+01:00 and +02:00)"
+        assert f"{fact}: data.calendar and forecasts are in {zone}, as in training" in table.notes
+        assert table.ahead(0, 1) == [str(clock[-1] + pd.Timedelta("1h"))]
+
+
+def test_times_by_another_clock_than_that_of_training_are_told() -> None:
+    hours = pd.date_range("2024-10-20", periods=240, freq="h", tz="Europe/Berlin")
+    local, utc, naive = (pd.DataFrame({"ds": each, "y": range(240)}) for each in (hours, hours.tz_convert("UTC"), hours.tz_localize(None)))
+    naive, mixed = naive[:100], local.assign(ds=hours.map(str))
+    spec = Spec.model_validate(
+        {"task": "forecasting", "data": {"share": 0, "horizon": 1, "calendar": ["hour"]}, "batch": {"lanes": 1, "steps": 4}}
+    )
+    taken = "column ds has times without an offset; data.calendar takes them for times in UTC, as those in training are"
+    is_in = "data.calendar and forecasts are in {}, as the times in column ds; those in training are in {}".format
+    for train, other, told in (
+        (mixed, naive, taken),
+        (utc, naive, taken),
+        (utc, local, is_in("Europe/Berlin", "UTC")),
+        (local, utc, is_in("UTC", "Europe/Berlin")),
+        (local, naive, None),
+        (naive, local, None),
+        (local, mixed[-50:], None),
+        (utc, utc, None),
+    ):
+        notes = series_of(other, from_python(train, spec).codec, spec).notes
+        assert [note for note in notes if "data.calendar" in note] == ([] if told is None else [f"data: {told}"])
+
+
 def test_days_and_months_that_may_be_either_are_refused_but_with_dots() -> None:
     months = pd.date_range("2024-01-01", periods=12, freq="MS")
     for form in ("%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y"):

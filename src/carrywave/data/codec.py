@@ -27,6 +27,7 @@ TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
 LATER = (
     "date_order",
     "utc",
+    "zone",
     "month_days",
     "channels",
     "transform",
@@ -53,6 +54,7 @@ SINGLE: dict[str, Any] = {
     "series": str | None,
     "frequency": str | None,
     "date_order": str | None,
+    "zone": str | None,
     "transform": str,
     "distribution": str,
     "label_sets": str,
@@ -111,6 +113,7 @@ class Codec:
     frequency: str | None = None  # spacing of times; None: unknown
     date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
     utc: bool = False  # times in train have several offsets, so the calendar is that of UTC, whatever offset or zone other data has
+    zone: str | None = None  # of the calendar in train, by name or as an offset; None: times have none, or several offsets
     scale_season: int = 0  # series are scaled by their mean absolute change over this many rows; 0: by their deviation
     month_days: tuple[int, ...] = ()  # days of the month that series are on, 31 for the last; none if each time tells its own
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std

@@ -28,7 +28,7 @@ from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
 
-FORMAT = 7  # part of every key, so that entries of another format, or read in another way, are never used
+FORMAT = 8  # part of every key, so that entries of another format, or read in another way, are never used
 CHECKS = 5  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
 ARRAYS = (
     *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),

@@ -208,6 +208,7 @@ class _Seen:
             frequency=self.spec.data.frequency_text or table.frequency,
             date_order=None if table.times is None else table.times.order,
             utc=bool(choice.calendar) and table.times is not None and table.times.of_several_offsets,
+            zone=table.times.one_zone if choice.calendar and table.times is not None else None,
             month_days=() if table.times is None else table.times.month_days,
             calendar=choice.calendar,
             static=choice.static,

@@ -40,6 +40,7 @@ class ColumnChoice:
     frequency: str | None = None
     date_order: str | None = None  # of dates with the year last that do not show it themselves
     utc: bool = False  # times with an offset or a zone are read in UTC, as those of the training data
+    zone: str | None = None  # of the calendar in the training data, if it was one
     month_days: tuple[int, ...] | None = None  # of the series in the training data; None if this is it
     strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
     trained: bool = False  # read as the training data was read
@@ -69,7 +70,7 @@ class ColumnChoice:
         learned["each_step"] = bool(codec.step_targets)
         strict = codec.frequency is not None
         learned["date_order"] = codec.date_order
-        learned["utc"] = codec.utc
+        learned["utc"], learned["zone"] = codec.utc, codec.zone
         learned["month_days"] = codec.month_days
         learned["weight"] = weight if labelled or not codec.step_targets else None
         columns = (*codec.read_columns, *learned["targets"]) if codec.step_targets else codec.read_columns

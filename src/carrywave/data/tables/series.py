@@ -95,6 +95,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         frequency=spec.data.frequency_text or table.frequency,
         date_order=None if table.times is None else table.times.order,
         utc=bool(choice.calendar) and table.times is not None and table.times.of_several_offsets,
+        zone=table.times.one_zone if choice.calendar and table.times is not None else None,
         month_days=() if table.times is None else table.times.month_days,
         own_scale=by_series,
         scale_season=season if scales else 0,

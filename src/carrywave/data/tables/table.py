@@ -233,8 +233,8 @@ def _in_time(
     if choice.frequency != "none":
         _refuse_calendar_numbers(column, name, roles.time)
     times = read_times(column, name, roles.time, choice.date_order)
-    elsewhere = choice.utc and times.zone not in (None, "UTC")
-    times = times.in_utc() if elsewhere else times
+    written = times.zone
+    times = times.on_clocks_of("UTC" if choice.utc else choice.zone if times.of_several_offsets else None)
     if times.in_words:
         _refuse_unknown_dates(column, times, name, roles.time, by_series, codes, choice)
     order: Ints = np.lexsort((times.keys, codes))
@@ -254,12 +254,7 @@ def _in_time(
     remarks = [] if gaps is None or choice.missing != "error" else [gaps]
     if times.order is not None:
         remarks.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {times.order} first")
-    if elsewhere:
-        remarks.append(f"{name}: data.calendar and forecasts are in UTC, as in training, where times have different offsets from it")
-    if times.of_several_offsets:
-        shown = " and ".join(times.offsets[:2])
-        fact = f"column {roles.time} has times with different offsets from UTC ({shown})"
-        remarks.append(f"{name}: {fact}: data.calendar and forecasts are in UTC; for local time, use Parquet or a frame with a time zone")
+    remarks += [f"{name}: {remark}" for remark in times.clock_remarks(roles.time, written, choice.utc, choice.zone)]
     if times.in_words:
         fact = f"column {roles.time} contains {column[0].as_py()!r:.40}, which is not a recognised date"
         remarks.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from carrywave.errors import DataError
 
 NONE = "none"  # rows count as equally spaced, and their times are not used
 LAST = np.datetime64("9999-12-30T23:59:59", "us")  # last time that can be written in any time zone
+UTC = ("UTC", "Etc/UTC", "+00:00", "Z")  # names of one clock
 FARTHEST = 2**62  # differences of times up to here, and times ahead of them, fit in 64 bits
 Shape = Literal["number", "date", "month", "datetime", "other"]
 
@@ -119,14 +121,37 @@ class Times:
         wrong = self.frequency.count(times[length - 1 : -1], times[length:]) != 1
         return int(np.argmax(wrong)) if wrong.any() else None
 
-    def in_utc(self) -> Times:
-        """The same moments on the clocks of UTC; times without a zone stay as they are."""
-        return self if self.zone is None else replace(self, zone="UTC", wall=self.keys)
+    def on_clocks_of(self, zone: str | None) -> Times:
+        """The same moments on the clocks of a zone; times without one stay as they are, as do all if it is None."""
+        if self.zone is None or zone in (None, self.zone):
+            return self
+        moments = pa.array(self.keys.astype(np.int64), pa.int64()).cast(pa.timestamp("us", zone))
+        return replace(self, zone=zone, wall=_micros(pc.local_timestamp(moments)))
 
     @property
     def of_several_offsets(self) -> bool:
         """True if times were written with different offsets from UTC."""
         return len(self.offsets) > 1
+
+    @property
+    def one_zone(self) -> str | None:
+        """The time zone, or the offset from UTC that all times have; None if they have none, or several offsets."""
+        return None if self.of_several_offsets else self.zone
+
+    def clock_remarks(self, label: str, written: str | None, utc: bool, trained: str | None) -> Iterator[str]:
+        """Tell by which clock times are read, if not by their own (of the zone `written`), or not by that of the training data: `utc` if
+        its times have several offsets, or else of the zone `trained`, if that is known.
+        """
+        if self.of_several_offsets:
+            fact = f"column {label} has times with different offsets from UTC ({' and '.join(self.offsets[:2])})"
+            where = "UTC; for local time, use Parquet or a frame with a time zone" if trained is None else f"{trained}, as in training"
+            yield f"{fact}: data.calendar and forecasts are in {where}"
+        elif self.zone != written:
+            yield "data.calendar and forecasts are in UTC, as in training, where times have different offsets from it"
+        elif self.zone is None and self.shape == "datetime" and (utc or trained in UTC):
+            yield f"column {label} has times without an offset; data.calendar takes them for times in UTC, as those in training are"
+        elif None not in (self.zone, trained) and (self.zone in UTC) != (trained in UTC):
+            yield f"data.calendar and forecasts are in {self.zone}, as the times in column {label}; those in training are in {trained}"
 
     def _written(self, key: Any, by_wall: bool) -> str | int | float:
         if self.shape == "number":
