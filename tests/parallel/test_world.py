@@ -239,6 +239,13 @@ def test_the_next_run_of_a_script_is_no_other_job(before: dict[str, int], monkey
         join("cpu", ONE | {"run": "two"})
 
 
+@pytest.mark.parametrize(("kept", "attempt"), [("True", "2"), ("False", "0")])
+def test_restarted_workers_meet_anew_in_a_store_that_torchrun_keeps(kept: str, attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static rendezvous (`--master-addr`) keeps its store, although the variable is set."""
+    launcher(monkeypatch, TORCHELASTIC_RESTART_COUNT=2, TORCHELASTIC_USE_AGENT_STORE=kept, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+    assert world._attempt() == attempt
+
+
 def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that was restarted before the others noticed: a launcher may try again."""
     launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)

@@ -382,6 +382,11 @@ def test_nothing_there(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(RunError, match="has no snapshot"):
         load(tmp_path / "nowhere")
+    for step in (15, 16):
+        save(tmp_path, f"step-{step}", small(), keep=2)
+    (tmp_path / "last").unlink()
+    with pytest.raises(RunError, match=r"last is missing; write the name of the newest snapshot beside it, step-16, into it"):
+        load(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

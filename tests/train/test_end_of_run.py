@@ -187,7 +187,15 @@ def test_weights_of_another_vocabulary_are_what_is_recorded(tmp_path: Path) -> N
     assert (found.tokens, found.min_count) == ("word", 2)
     assert json.loads((tmp_path / "fine" / "codec.json").read_text())["kind"] == "word"
     assert go(load(tmp_path / "fine" / "spec.yaml", ["train.epochs=2"]), tmp_path / "fine", resume=True).ending == "done"
+    longer = parse(asked | {"train": {"epochs": 3}})
+    assert go(longer, tmp_path / "fine", resume=True).ending == "done"
+    (tmp_path / "words").rename(tmp_path / "moved")
+    longest = parse(asked | {"train": {"epochs": 4}})
+    assert go(longest, tmp_path / "fine", resume=True, init=str(tmp_path / "words")).ending == "done"  # as --continue and restarts have it
+    (tmp_path / "moved").rename(tmp_path / "words")
     other = parse({**asked, "data": {**asked["data"], "tokens": "char"}})
+    with pytest.raises(RunError, match=r"was started with data.tokens=word, not char"):
+        go(other, tmp_path / "fine", resume=True)
     message = r"data.tokens=char, but the weights of .*words were trained with data.tokens=word, .*; remove data.tokens, or remove init="
     with pytest.raises(RunError, match=message):
         go(other, tmp_path / "other", init=str(tmp_path / "words"))

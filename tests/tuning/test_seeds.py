@@ -46,10 +46,34 @@ def test_seeds_follow_that_of_the_spec_and_their_median_and_spread_are_told(tmp_
 
 
 @pytest.mark.usefixtures("_quick_runs")
+def test_runs_do_not_start_from_weights_that_have_changed(tmp_path: Path) -> None:
+    weights, kept, folder = tmp_path / "a.safetensors", tmp_path / "kept.safetensors", tmp_path / "r"
+    for file in (weights, kept):
+        file.write_text("of the first start")
+    train_seeds(SPEC, 1, run=folder, device="cpu", init=str(weights))
+    weights.write_text("trained further")
+    (folder / "seed-1" / "snapshots").mkdir()
+    (folder / "seed-1" / "snapshots" / "last").touch()
+    found = train_seeds(None, 2, run=folder, device="cpu", resume=True)
+    assert [row["state"] for row in found.rows] == ["finished", "failed"]
+    assert found.failed.startswith(f"seed-2 failed: the weights of {weights} have changed since the first run started from them; restore")
+    assert not found.later
+    assert not (folder / "seed-2").exists()
+    again = train_seeds(None, 2, run=folder, device="cpu", resume=True, init=str(kept))
+    assert (again.failed, (folder / "seed-2" / "init").read_text()) == ("", str(kept))
+    train_seeds(None, 2, run=folder, device="cpu", resume=True, init=f"{tmp_path}/./kept.safetensors")
+    with pytest.raises(RunError, match=r"were started from the weights of .*kept\.safetensors; leave init="):
+        train_seeds(None, 2, run=folder, device="cpu", resume=True, init=str(weights))
+    with pytest.raises(RunError, match=r"not found; pass a run folder or a \.safetensors file"):
+        train_seeds(SPEC, 2, run=tmp_path / "other", device="cpu", init=str(tmp_path / "none"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("_quick_runs")
 def test_runs_that_go_on_start_from_the_same_weights(tmp_path: Path) -> None:
     weights, others, folder = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "r"
     for file in (weights, others):
-        file.touch()
+        file.write_text(file.name)
     folder.mkdir()
     (folder / "init.txt").write_text("of a first start that was killed at once\n")
 

@@ -74,10 +74,10 @@ def warning() -> str | None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    return (
-        f"torchrun may restart workers (--max-restarts {restarts}), which can then hang on stale entries in its store; "
-        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
-    )
+    remedy = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":  # without effect on torchrun's default, a static rendezvous
+        remedy = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 acts only with --standalone or --rdzv-backend c10d; pass one of them"
+    return f"torchrun may restart workers (--max-restarts {restarts}), which can then hang on stale entries in its store; {remedy}"
 
 
 def with_fewer() -> bool:

@@ -292,7 +292,9 @@ def _attempt() -> str:
     if WORKER in os.environ:
         return str(worker_file().attempt)  # our own launchers agree on it, and keep their store
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
-    fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    # With --master-addr, or without any rendezvous backend, it is not reopened, whatever the variable says.
+    reopened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1" and reopened
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

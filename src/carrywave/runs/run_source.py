@@ -13,7 +13,7 @@ from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import DataError, RunError, SpecError, option
 from carrywave.launch import launch_record
 from carrywave.runs.checkpoint import atomic_files, own_weights
-from carrywave.runs.checkpoint.same_spec import check_same
+from carrywave.runs.checkpoint.same_spec import check_same, spec_of
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
@@ -76,7 +76,7 @@ def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
             f"{folder.path} was started {how} and ended before its first snapshot; "
             f"remove the folder and start the run again in the same way, or use another {option('run')}"
         )
-    check_same(spec, load_own(folder.path / "spec.yaml"))
+    check_same(spec if init is None else read_alike(spec, reading_of(init, spec)), load_own(folder.path / "spec.yaml"))
     return True
 
 
@@ -103,11 +103,21 @@ def weights_file(init: str) -> Path:
 
 def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec | None:
     """The codec of the weights that a run starts from, or started from before it was stopped; None: it builds its own."""
-    if init is not None:
-        return _init_codec(init)
-    if snapshot is not None and folder.read_object("facts.json").get("given_codec"):
-        return Codec.from_json(json.dumps(folder.read_json("codec.json")))
-    return None
+    if snapshot is None:
+        return None if init is None else _init_codec(init)
+    return Codec.from_json(json.dumps(folder.read_json("codec.json"))) if _was_given_codec(folder) else None
+
+
+def given_reading(spec: Spec, init: str | None, folder: Run, snapshot: Stored | None) -> dict[str, Any]:
+    """How data is read, where the weights that a run starts from, or started from before it was stopped, say so and its spec does not."""
+    if snapshot is None:
+        return {} if init is None else reading_of(init, spec)
+    before = spec_of(snapshot).data.model_dump(mode="json", include=set(LEARNED_BY))
+    return {name: value for name, value in before.items() if name not in spec.data.model_fields_set} if _was_given_codec(folder) else {}
+
+
+def _was_given_codec(folder: Run) -> bool:
+    return bool(folder.read_object("facts.json").get("given_codec"))
 
 
 def reading_of(init: str, spec: Spec) -> dict[str, Any]:

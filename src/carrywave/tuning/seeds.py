@@ -1,7 +1,7 @@
 """Trains one spec with several seeds, each a run of its own: to see how much luck there is in a result, and to predict with all of them.
 
 FOLDER/
-  init.txt       the weights that they start from (`--init`); empty: none
+  init.txt       the weights that they start from (`--init`), and their SHA-256; empty: none
   seeds.yaml     the spec
   seed-1/ …      ordinary runs, with the spec's seed, the next one, …; what they print is in logs/
 """
@@ -14,17 +14,40 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from carrywave.data.files.hashes import sha256
 from carrywave.data.files.remote import is_address
-from carrywave.errors import RunError, option
+from carrywave.errors import RunError, UserError, option
 from carrywave.runs import output_file
 from carrywave.runs.checkpoint.snapshot import POINTER
 from carrywave.runs.run_place import SNAPSHOTS, free_place
+from carrywave.runs.run_source import weights_file
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import score
 from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
 
 BASE, INIT = "seeds.yaml", "init.txt"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What all runs start from."""
+
+    name: str  # as the user gave it
+    sha256: str  # empty: not known, because an older version did not write it
+
+    @property
+    def are_there(self) -> bool:
+        """True if there is something under the name."""
+        return is_address(self.name) or Path(self.name).exists()
+
+    @property
+    def have_changed(self) -> bool:
+        """True if what is there is not what the first run started from; if it cannot be read, the run that needs it says why."""
+        try:
+            return bool(self.sha256) and self.are_there and sha256(weights_file(self.name)) != self.sha256
+        except (UserError, OSError):
+            return False
 
 
 @dataclass(frozen=True)
@@ -67,18 +90,31 @@ def train_seeds(
     folder = run or free_place(spec.task)
     if spec.data.valid is None and spec.data.split is None and not spec.streams:
         say("each seed holds other rows of train out as valid, so their metrics differ by that as well; set data.valid to compare them")
+    found = None if init is None or resume else _found(init)
     with holding(folder, resume=resume, marker=BASE, before=INIT):
         if resume and load(folder / BASE) != spec:
             raise RunError(f"{folder} has runs of another spec; leave it out to go on with that one, or use another {option('run')}")
-        init = _begun_from(folder, init) if resume else init
-        output_file.write(folder / INIT, "" if init is None else f"{init}\n")
+        weights = _begun_from(folder, init) if resume else found
+        output_file.write(folder / INIT, "" if weights is None else f"{weights.name}\n{weights.sha256}\n")
         output_file.write(folder / BASE, dump(spec))
         jobs = []
         for number in range(1, seeds + 1):
             place, seed = folder / f"seed-{number}", f"train.seed={spec.train.seed + number - 1}"
-            jobs.append(Job(place, (str(folder / BASE), seed, *options_of(device, devices), *words, *_init_words(init, place))))
+            jobs.append(Job(place, (str(folder / BASE), seed, *options_of(device, devices), *words, *_init_words(weights, place))))
         waiting, complaints = list(jobs), list[tuple[str, bool]]()
         states: dict[str, str] = {}
+
+        def next_job() -> Job | None:
+            while waiting:
+                job = waiting.pop(0)
+                if weights is None or _has_snapshot(job.folder) or not weights.have_changed:
+                    return job
+                name = job.folder.name
+                states[name] = "failed"
+                fact = f"the weights of {weights.name} have changed since the first run started from them"
+                complaints.append((f"{name} failed: {fact}; restore them, or start all runs anew in another {option('run')}", False))
+                say(complaints[-1][0])
+            return None
 
         def ended(child: ChildRun, code: int) -> None:
             name = child.job.folder.name
@@ -89,7 +125,7 @@ def train_seeds(
             elif not code:
                 say(f"{name}: {_in_words(_best(child.job.folder, spec), spec)}")
 
-        why = run_jobs(lambda: waiting.pop(0) if waiting else None, places, lambda _: False, ended, say=say)
+        why = run_jobs(next_job, places, lambda _: False, ended, say=say)
         rows = []
         for number, job in enumerate(jobs):
             best = _best(job.folder, spec)
@@ -100,28 +136,33 @@ def train_seeds(
     )
 
 
-def _begun_from(folder: Path, init: str | None) -> str | None:
-    """The weights that runs which go on were started from. Others are refused, unless those are no longer where they were."""
+def _found(init: str) -> Weights:
+    return Weights(init, sha256(weights_file(init)))
+
+
+def _begun_from(folder: Path, init: str | None) -> Weights | None:
+    """The weights that runs which go on were started from. Others are refused, also in the place of those."""
     if not (folder / INIT).is_file():
-        return init  # an older version did not write it
-    before = (folder / INIT).read_text("utf-8").removesuffix("\n") or None
-    if init in (None, before):
+        return None if init is None else Weights(init, "")  # an older version did not write it
+    name, _, digest = (folder / INIT).read_text("utf-8").removesuffix("\n").partition("\n")
+    before = Weights(name, digest) if name else None
+    if init is None or (before is not None and init == before.name):
         return before
-    if before is None or _is_there(before):
-        how = "without initial weights" if before is None else f"from the weights of {before}"
-        raise RunError(
-            f"the runs in {folder} were started {how}; leave {option('init')} out to go on with them, or use another {option('run')}"
-        )
-    return init
+    if before is not None and (_found(init).sha256 == digest if digest else not before.are_there):
+        return before if before.are_there and not before.have_changed else Weights(init, digest)
+    how = "without initial weights" if before is None else f"from the weights of {before.name}"
+    raise RunError(
+        f"the runs in {folder} were started {how}; leave {option('init')} out to go on with them, or use another {option('run')}"
+    )
 
 
-def _init_words(init: str | None, run: Path) -> tuple[str, ...]:
+def _init_words(weights: Weights | None, run: Path) -> tuple[str, ...]:
     """The option for the weights that a run starts from; one that has a snapshot does without if they are no longer there."""
-    return () if init is None or (not _is_there(init) and (run / SNAPSHOTS / POINTER).is_file()) else ("--init", init)
+    return () if weights is None or (not weights.are_there and _has_snapshot(run)) else ("--init", weights.name)
 
 
-def _is_there(init: str) -> bool:
-    return is_address(init) or Path(init).exists()
+def _has_snapshot(run: Path) -> bool:
+    return (run / SNAPSHOTS / POINTER).is_file()
 
 
 def _best(folder: Path, spec: Spec) -> dict[str, Any] | None:

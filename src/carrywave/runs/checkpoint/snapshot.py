@@ -131,6 +131,9 @@ def last(folder: Path) -> Path:
     if (folder / POINTER).exists() and not (folder / POINTER).is_file():
         raise RunError(f"{folder / POINTER} is not a regular file; replace it with one that holds the name of a snapshot folder beside it")
     if not (folder / POINTER).is_file():
+        newest = max((found.parent.name for found in folder.glob(f"step-*/{MANIFEST}")), default=None)
+        if newest is not None:
+            raise RunError(f"{folder / POINTER} is missing; write the name of the newest snapshot beside it, {newest}, into it")
         raise RunError(f"{folder} has no snapshot; remove {option('resume')} and start in another {option('run')}")
     name = pointed(folder, POINTER)
     if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():

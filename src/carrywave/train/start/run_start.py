@@ -30,7 +30,7 @@ from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.runs.null_run import NullRun
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import Run
-from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
+from carrywave.runs.run_source import given_codec, given_reading, open_folder, read_alike, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.idle_keys import idle_beside_own, idle_in_files, idle_with
 from carrywave.spec.load import parse, read_values
@@ -51,7 +51,7 @@ class Start:
     folder: Run
     snapshot: Stored | None
     codec: Codec | None  # given together with initial weights
-    init: str | None
+    init: str | None  # the weights that it starts from
     watch: Watcher
     visibility: FolderVisibility  # who sees the run's folder
     before: Plan | None = None  # the run's plan so far; known to rank 0 only
@@ -95,11 +95,11 @@ def begin(
                     watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")
                 if from_files and (resume or snapshot is not None):
                     refuse_python(spec, folder)
+                reading = given_reading(spec, init, folder, snapshot)
                 if snapshot is not None:
-                    check_same(spec, spec_of(snapshot), files_move=True)
+                    check_same(read_alike(spec, reading), spec_of(snapshot), files_move=True)
                     before = plan_before(folder)
                 codec = given_codec(init, folder, snapshot)
-                reading = {} if init is None else reading_of(init, spec)
                 snapshot_json = None if snapshot is None else snapshot.to_json()
                 summary = json.dumps([str(folder.path), None if codec is None else codec.to_json(), snapshot_json, reading])
         path, codec_json, snapshot_json, reading = json.loads(all_gather_text(world, summary)[0])
@@ -111,7 +111,8 @@ def begin(
         visibility = look(world, Path(path))
         stored = None if snapshot_json is None else receive_snapshot(world, snapshot_json, visibility)
         spec = spec if stored is None else with_choices_of(spec, stored)
-        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, visibility, before)
+        begins_with = init if stored is None else None  # a run that goes on has its weights from the snapshot
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, begins_with, watch, visibility, before)
     except BaseException:
         if folder is not None:
             folder.release()
