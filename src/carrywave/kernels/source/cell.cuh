@@ -1,4 +1,5 @@
-// What a cell computes for one unit of one lane, forward and backward. Part of persistent.cu, wide.cu and stream.cu, whose constants it uses.
+// What a cell computes for one unit of one lane, forward and backward. Part of persistent.cu, joined.cu, wide.cu
+// and stream.cu, whose constants it uses.
 //
 // Every cell has four numbers per unit and step, made of the products with the inputs and with h:
 //   LSTM  input, forget, candidate and output gate; its memory is c

@@ -1,5 +1,5 @@
 // Data exchange between blocks: inside a cluster it goes from shared memory to shared memory, a much shorter way than through L2. Part of
-// persistent.cu, whose constants it uses.
+// persistent.cu and joined.cu, whose constants it uses.
 
 // The exchange between the four blocks of a quad: one float per owner, from each of the other blocks. Inside clusters, a barrier counts the
 // bytes; through global memory, the lowest bit of a word tells which lap through the ring it belongs to.

@@ -1,4 +1,5 @@
-// How a block gets the data of other blocks for its product: polling. Part of persistent.cu, whose constants it uses.
+// How a block gets the data of other blocks for its product: polling. Part of persistent.cu and joined.cu, whose
+// constants it uses.
 
 // Copies this warpgroup's part of K, for the lanes of a pass, from global to shared memory, in pieces of 16 bytes.
 //

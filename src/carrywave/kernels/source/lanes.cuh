@@ -1,5 +1,5 @@
 // How a block deals with its lanes, and how it reads and writes what other blocks write and read, through memory and in clusters. Part of
-// persistent.cu, wide.cu and stream.cu, whose constants it uses.
+// persistent.cu, joined.cu, wide.cu and stream.cu, whose constants it uses.
 
 struct Lanes {
     const int* order;    // lanes from longest to shortest, or null: in order of their numbers

@@ -100,21 +100,6 @@
     near.begin();                                                                                                                   \
     Weights own;
 
-// The partial sums of all warpgroups; with one buffer, `done` waits until it may be overwritten.
-#define SUMS (partial + (SUM_BUFFERS == 2 ? parity : 0) * WARPGROUPS * RED_FLOATS)
-__device__ __forceinline__ void done() {
-    if (SUM_BUFFERS == 1) __syncthreads();
-}
-
-// The warpgroups' partial sums for one row and lane, added up, always in the same order.
-__device__ __forceinline__ float total(const float* partial, int row, int place) {
-    const float* at = partial + row * ROW_PITCH + place;
-    float sum = at[0];
-#pragma unroll
-    for (int n = 1; n < WARPGROUPS; n++) sum += at[n * RED_FLOATS];
-    return sum;
-}
-
 #if NEAR
 #define CLUSTERED_FORWARD CLUSTERED
 #else

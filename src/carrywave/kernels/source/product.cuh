@@ -1,4 +1,5 @@
-// A block's matrix product: its tiles of weights, kept on the chip, times an operand in shared memory. Part of persistent.cu, whose constants it uses.
+// A block's matrix product: its tiles of weights, kept on the chip, times an operand in shared memory. Part of persistent.cu and joined.cu, whose
+// constants it uses.
 
 #if LANES == 8
 #define D_LIST "{%0, %1, %2, %3}"
@@ -144,3 +145,18 @@ struct Weights {
         }
     }
 };
+
+// The partial sums of all warpgroups; with one buffer, `done` waits until it may be overwritten.
+#define SUMS (partial + (SUM_BUFFERS == 2 ? parity : 0) * WARPGROUPS * RED_FLOATS)
+__device__ __forceinline__ void done() {
+    if (SUM_BUFFERS == 1) __syncthreads();
+}
+
+// The warpgroups' partial sums for one row and lane, added up, always in the same order.
+__device__ __forceinline__ float total(const float* partial, int row, int place) {
+    const float* at = partial + row * ROW_PITCH + place;
+    float sum = at[0];
+#pragma unroll
+    for (int n = 1; n < WARPGROUPS; n++) sum += at[n * RED_FLOATS];
+    return sum;
+}

@@ -10,7 +10,7 @@
 // The lowest layer finds the input product in its gates, and the gradient of the highest layer's outputs is given; there, the other half of
 // K is left out. Outputs that are multiplied by a mask (dropout) are also written as such, for the layer above.
 //
-// Compile-time constants, set by the host: LAYERS, and those of persistent.cu, with KREG, KSHARED and KPW for the whole of K.
+// Compile-time constants, set by the host: LAYERS, and those of persistent.cu, with KREG for the whole of K.
 
 #include "half.cuh"
 
@@ -19,7 +19,7 @@
 #define HIDDEN (KBLOCKS * 64)
 #define BLOCKS_OF_GROUP (HIDDEN / UNITS)
 #define TILES (UNITS / 16)
-#define KPW ((KBLOCKS + 1) / 2)  // of 2 * KBLOCKS
+#define KPW ((KBLOCKS + 1) / 2)  // the same: 2 * KBLOCKS
 #define KSHARED (KPW - KREG)
 #define CHUNKS (KPW * 8 * LANES)
 #define PIECES ((CHUNKS + 127) / 128)
@@ -111,26 +111,13 @@ __device__ __forceinline__ int again(int number) {
     u64 step_h = (u64)lanes.count * HIDDEN;                                                                                         \
     Weights own;
 
-// As in persistent.cu.
-#define SUMS (partial + (SUM_BUFFERS == 2 ? parity : 0) * WARPGROUPS * RED_FLOATS)
-__device__ __forceinline__ void done() {
-    if (SUM_BUFFERS == 1) __syncthreads();
-}
-__device__ __forceinline__ float total(const float* partial, int row, int place) {
-    const float* at = partial + row * ROW_PITCH + place;
-    float sum = at[0];
-#pragma unroll
-    for (int n = 1; n < WARPGROUPS; n++) sum += at[n * RED_FLOATS];
-    return sum;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ Layers<Forward> layers, const int* order, const int* lengths, int count, int groups, int steps, int keep,
     int mask_steps) {  // 0: masks are the same at all steps
     SETUP
     const Forward& layer = layers.of[number];
     // The first two warpgroups multiply h, the others what comes from below.
-        bool fed = layer.below != nullptr;
+    bool fed = layer.below != nullptr;
     {
         const u16* row0 = (warpgroup < 2 ? layer.w_hh : layer.w_ih) + (u64)((member * UNITS + (lane >> 2)) * 4 + warp) * HIDDEN;
         own.load<2, KBLOCKS>(row0, (u64)8 * 4 * HIDDEN, (u64)16 * 4 * HIDDEN, tiles + B_BYTES, warpgroup, warp, lane, warpgroup < 2 || fed);
