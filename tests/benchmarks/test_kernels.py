@@ -235,6 +235,7 @@ def test_ours_is_timed_where_it_runs(host: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(persistent, "refusal", lambda *given: "")
     monkeypatch.setattr(BACKENDS, "choose", lambda asked, x, layer, marks=None: "reference" if asked == "reference" else "persistent")
     plain = BACKENDS.backends["reference"]
+    monkeypatch.setattr(persistent, "wave_of", lambda *given, **named: None)
     monkeypatch.setattr(persistent, "layer", lambda x, carry, layer, lengths, *chunk, **clean: plain(x, carry, layer, lengths))
     found = kernels.measure(replace(SMALL, dropout=0.5), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "ours_eager", "ours_graph"}  # no reference with dropout
