@@ -76,6 +76,7 @@ def test_runs_that_go_on_start_from_the_same_weights(tmp_path: Path) -> None:
         file.write_text(file.name)
     folder.mkdir()
     (folder / "init.txt").write_text("of a first start that was killed at once\n")
+    (folder / ".seeds.yaml.tmp").write_text("task: l")
 
     def started_from() -> list[str]:
         return [(folder / f"seed-{number}" / "init").read_text() for number in (1, 2)]

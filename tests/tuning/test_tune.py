@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -147,6 +149,31 @@ def test_a_folder_that_a_search_had_just_begun_when_it_was_killed_is_free(tmp_pa
     assert "classification" in (folder / "tune.yaml").read_text()
     with pytest.raises(RunError, match="not empty"):
         tune(folder, {"train.lr": RATES}, trials=1)
+
+
+@pytest.mark.parametrize("draft", [".tune.yaml.tmp", ".tune.jsonl.tmp"])
+def test_a_file_that_a_killed_search_was_writing_is_in_nobodys_way(draft: str, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "tune.yaml").write_text("task: lang")
+    (folder / draft).write_text("task: l")
+    assert len(tune(folder, {"train.lr": RATES}, trials=1).rows) == 1
+    assert not (folder / draft).exists()
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_search_that_found_a_full_disk_can_be_started_again(written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, sync = itertools.count(), os.fsync
+
+    def full(handle: int) -> None:
+        if next(calls) == written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="could not be written: No space left on device"):
+        tune(tmp_path / "s", {"train.lr": RATES}, trials=1)
+    assert len(tune(tmp_path / "s", {"train.lr": RATES}, trials=1).rows) == 1
 
 
 def test_a_trial_that_goes_on_without_its_killed_search_is_waited_for(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def never_began(path: Path) -> bool:
     A process that was killed at its start leaves that: nothing in it was trained, so a new run may take its place.
     """
     return all(
-        entry.name in INITIAL or _is_draft(entry) or (entry.name == SNAPSHOTS and entry.is_dir() and _is_unused(entry))
+        entry.name in INITIAL or is_draft(entry) or (entry.name == SNAPSHOTS and entry.is_dir() and _is_unused(entry))
         for entry in path.iterdir()
     )
 
@@ -116,10 +116,10 @@ def clear(path: Path, *, start_over: bool) -> None:
 
 
 def _is_unused(snapshots: Path) -> bool:
-    return all(entry.name == NONE_YET or _is_draft(entry) for entry in snapshots.iterdir())
+    return all(entry.name == NONE_YET or is_draft(entry) for entry in snapshots.iterdir())
 
 
-def _is_draft(entry: Path) -> bool:
+def is_draft(entry: Path) -> bool:
     """True for a file that was being written."""
     return entry.name.startswith(".") and entry.suffix == ".tmp"
 

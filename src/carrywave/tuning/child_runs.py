@@ -26,7 +26,7 @@ from carrywave.launch.hardware import cores, visible
 from carrywave.launch.signals import Reason, Stop
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.run_place import check_name, check_place, refuse_occupied
+from carrywave.runs.run_place import check_name, check_place, is_draft, refuse_occupied
 
 LOGS = "logs"
 COMMAND = (sys.executable, "-m", "carrywave", "train")
@@ -187,7 +187,7 @@ def holding(folder: Path, *, resume: bool, marker: str, before: str) -> Iterator
     if resume and not (folder / marker).is_file():
         raise RunError(f"{folder} has nothing to resume (no {marker}); correct {option('run')}, or remove {option('resume')}")
     if not resume:
-        if not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {owner.FILE, before}):
+        if not (folder.is_dir() and all(entry.name in (owner.FILE, before) or is_draft(entry) for entry in folder.iterdir())):
             refuse_occupied(folder)
         check_place(folder)
     with atomic_files.writing(str(folder)):

@@ -17,7 +17,7 @@ from typing import Any
 from carrywave.data.files.hashes import sha256
 from carrywave.data.files.remote import is_address
 from carrywave.errors import RunError, UserError, option
-from carrywave.runs import output_file
+from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import POINTER
 from carrywave.runs.run_place import SNAPSHOTS, free_place
 from carrywave.runs.run_source import weights_file
@@ -95,8 +95,10 @@ def train_seeds(
         if resume and load(folder / BASE) != spec:
             raise RunError(f"{folder} has runs of another spec; leave it out to go on with that one, or use another {option('run')}")
         weights = _begun_from(folder, init) if resume else found
-        output_file.write(folder / INIT, "" if weights is None else f"{weights.name}\n{weights.sha256}\n")
-        output_file.write(folder / BASE, dump(spec))
+        with atomic_files.writing(str(folder)):
+            begun_from = "" if weights is None else f"{weights.name}\n{weights.sha256}\n"
+            atomic_files.write_bytes(folder / INIT, begun_from.encode(errors="backslashreplace"))
+            atomic_files.write_bytes(folder / BASE, dump(spec).encode(errors="backslashreplace"))
         jobs = []
         for number in range(1, seeds + 1):
             place, seed = folder / f"seed-{number}", f"train.seed={spec.train.seed + number - 1}"

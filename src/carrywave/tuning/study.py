@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from carrywave.errors import RunError, UserError
+from carrywave.runs.checkpoint import atomic_files
 from carrywave.spec.train_spec import score
 from carrywave.tuning.search_space import Choices, Space, combinations, read_space
 
@@ -146,8 +147,8 @@ class Journal:
         self.path = path
 
     def begin(self, search: Search) -> None:
-        """Write the line of the search."""
-        self._append({"search": search.to_json()})
+        """Begin the file with the line of the search, completely or not at all."""
+        atomic_files.write_bytes(self.path, _line({"search": search.to_json()}))
 
     def write(self, trial: Trial) -> None:
         """Write a line of a trial."""
@@ -169,6 +170,10 @@ class Journal:
 
     def _append(self, row: Mapping[str, Any]) -> None:
         with self.path.open("ab") as file:
-            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            file.write(_line(row))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"

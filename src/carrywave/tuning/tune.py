@@ -21,6 +21,7 @@ from carrywave.data.prepare import digests_of
 from carrywave.errors import ResourceError, RunError, SpecError, UserError, option
 from carrywave.report.tune_page import render_search
 from carrywave.runs import output_file
+from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.run_place import free_place
 from carrywave.spec.load import dump, parse, read_values, with_overrides
 from carrywave.spec.spec import Spec
@@ -127,8 +128,9 @@ def run_search(
             search, trials = journal.read()
             _check_same(folder, search, base, space, seed)
         else:
-            output_file.write(folder / BASE, dump_yaml(_plain(base or {})))
-            journal.begin(search)
+            with atomic_files.writing(str(folder)):
+                atomic_files.write_bytes(folder / BASE, dump_yaml(_plain(base or {})).encode(errors="backslashreplace"))
+                journal.begin(search)
             trials = []
         _check_data(folder, trials, read_values(folder / BASE))
         going = _Going(folder, search, read_values(folder / BASE), how, journal, trials)
