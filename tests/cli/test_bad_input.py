@@ -606,6 +606,10 @@ PREDICT: dict[str, tuple[list[str], str]] = {
         ["labels", "train.jsonl", "--prompt", "a"],
         "--prompt needs a language model, but labels is a classification model; pass an INPUT",
     ),
+    **{
+        option: (["labels", "train.jsonl", option, value], f"{option} is for language models, but labels is a classification model")
+        for option, value in (("--top-k", "2"), ("--top-p", "0.5"), ("--temperature", "2"), ("--tokens", "2"))
+    },
     "unknown character": (["run", "--prompt", "cat?"], "the prompt: token '?' is not in the training vocabulary; train with"),
     "unknown in a file": (["run", "prompts.txt"], "prompts.txt:2: token '?' is not in the training vocabulary; train with"),
     "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: the line is not JSON ("),
@@ -622,7 +626,7 @@ def test_what_cannot_be_predicted(case: str, run: Path, labels: Path) -> None:
     write("prompts.txt", "cat\ndog?\n")
     write("prompts.jsonl", '{"text": "cat"}\n{"text"\n')
     write("empty.txt", "")
-    assert refused("predict", *words, "--tokens", "3").startswith(message)
+    assert refused("predict", *words, *(["--tokens", "3"] if words[0] == "run" else [])).startswith(message)
 
 
 def test_an_empty_prompt_where_no_line_ends() -> None:

@@ -13,6 +13,7 @@ from _folders import HISTORY, START, metrics, timeline, timing, write
 
 from carrywave.errors import RunError
 from carrywave.report import figures
+from carrywave.report.page import render
 from carrywave.report.record import RunRecord, read_run, stamp
 
 
@@ -122,6 +123,26 @@ def test_the_best_step_is_that_of_the_metric_that_picks_the_weights(record: RunR
     assert chosen.best is not None
     assert chosen.best["step"] == 10  # the first of equal ones, although its loss is not the lowest
     assert figures.tiles(chosen)[0].note == "at step 10, epoch 1, which has the best accuracy"
+
+
+def test_where_the_last_weights_are_kept_none_are_called_the_best(record: RunRecord) -> None:
+    rows = [{"split": "valid", "epoch": at, "step": 10 * at, "loss": 1.0 + at, "accuracy": 0.5} for at in range(3)]
+    kept = replace(record, spec={**record.spec, "train": {"best": "accuracy", "weights": "last"}}, metrics=rows)
+    loss, accuracy = figures.tiles(kept)[:2]
+    assert (loss.name, loss.value, loss.note) == ("last validation loss", "3", "at step 20, epoch 2")
+    assert accuracy.note == "validation, at the last step"
+    page = render([kept], [None])
+    assert "last: 3 at step 20" in page
+    assert "best:" not in page
+    assert "3 (last)" in render([kept, record], [None, None])
+
+
+def test_the_loss_of_a_distribution_is_in_nats(record: RunRecord) -> None:
+    spec = {**record.spec, "task": "forecasting", "data": {"distribution": "poisson"}}
+    counted = replace(record, spec=spec)
+    assert figures.loss_name(counted) == "loss (nats per value)"
+    assert figures.unit(counted, "crps") == " (standardized)"
+    assert figures.metric_text("within_80", 0.8125) == "81.25%"
 
 
 def test_metrics_of_a_column_are_named_and_the_train_loss_is_no_metric(record: RunRecord) -> None:

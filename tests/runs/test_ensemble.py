@@ -143,7 +143,7 @@ def test_forecasts_are_averaged_in_the_units_of_the_data(folder: Path, series: P
     data = {"train": str(series), "split": [10, 5, 5], "horizon": 3, "quantiles": quantiles}
     kind = "points" if quantiles is None else "quantiles"
     first = learn(folder, f"{kind}-1", "forecasting", {**data, "residual": "last"})
-    second = learn(folder, f"{kind}-2", "forecasting", {**data, "split": [8, 7, 5]}, 2, model={"hidden": 4, "layers": 1})
+    second = learn(folder, f"{kind}-2", "forecasting", {**data, "split": [8, 7, 5], "scale": "change"}, 2, model={"hidden": 4, "layers": 1})
     runs = [first, second]
     one, two, both = (cw.predict(some, str(series), device="cpu") for some in (first, second, runs))
     columns = [name for name in both[0] if name.startswith("y")]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import carrywave as cw
-from carrywave.errors import DataError, RunError, SpecError
+from carrywave.errors import DataError, RunError, SpecError, UserError
 from carrywave.report.samples import samples_of
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import refuse_python
@@ -187,3 +187,13 @@ def test_a_run_of_an_older_version_is_read_and_resumed_under_the_new_names_of_ke
     with pytest.raises(SpecError, match=r"^plan\.slices is now called plan\.micro_batches; use that name$"):
         load(spec)
     assert with_new_names({"plan": "auto"}) == {"plan": "auto"}
+
+
+@pytest.mark.parametrize("by", ["series", "step", "column"])
+def test_metrics_by_something_need_a_point_forecast(tmp_path: Path, by: str) -> None:
+    frame = series("a", 60)
+    small = {"model": {"hidden": 4, "layers": 1}, "batch": {"lanes": 1, "steps": 16}, "train": {"max_steps": 1}}
+    fitted = cw.Forecaster(3, quantiles=[0.1, 0.9], run=tmp_path / "run", **small).fit(frame, progress=False)
+    with pytest.raises(UserError, match=rf"metrics by {by} are of a point forecast, but .*run has no median among its data\.quantiles"):
+        cw.evaluate(tmp_path / "run", frame, by=[by])
+    assert "pinball" in cw.evaluate(str(fitted.run), frame)

@@ -18,6 +18,7 @@ SHARES = (
     "exact_match",
     "span_",
     "coverage",
+    "within_",
     "top",
     "label_error",
     "sequence_error",
@@ -120,6 +121,8 @@ def loss_name(record: RunRecord) -> str:
         return "loss (nats, summed over labels)"
     if record.task == "transcription":
         return "loss (nats per label)"
+    if _section(record, "data").get("distribution", "none") != "none":
+        return "loss (nats per value)"
     if record.task in ("language", "classification", "tagging"):
         return "loss (nats per target)"
     return f"loss{_scaled(record)}" if record.task in ("forecasting", "regression") else "loss"
@@ -129,6 +132,8 @@ def unit(record: RunRecord, name: str) -> str:
     """What an error is measured in, to follow its name: forecasts are scored as they are trained, single columns as in the file."""
     if name.startswith(("mae[", "rmse[")):
         return " (units of the file)"
+    if name == "crps":
+        return _scaled(record)
     if name in ("mae", "rmse", "pinball"):
         several = record.task == "regression" and record.facts.get("outputs", 1) > 1  # whose units may differ
         return _scaled(record) if record.task == "forecasting" or several else " (units of the file)"
@@ -252,15 +257,15 @@ def tiles(record: RunRecord) -> list[Tile]:
     best, last = record.best, (record.rows("train") or [{}])[-1]
     if best is not None:
         at = f"at step {best['step']:,}, epoch {best.get('epoch', '?')}"
-        by_loss = record.best_metric == "loss"
-        name = "best validation loss" if by_loss else "validation loss"
+        by_loss = record.best_metric == "loss" or record.keeps_last
+        name = "last validation loss" if record.keeps_last else "best validation loss" if by_loss else "validation loss"
         summary.append(Tile(name, number(best["loss"]), at if by_loss else f"{at}, which has the best {metric_name(record.best_metric)}"))
         for name in record.metric_names[:2]:
             if name in best:
                 simple = {what: best.get(f"{kind}_{name}") for kind, what in (("naive", "naive forecast"), ("ridge", "ridge"))}
                 others = ", ".join(f"{what} {metric_text(name, value)}" for what, value in simple.items() if is_number(value))
                 units = "" if unit(record, name) == "" else unit(record, name).strip(" ()") + "; "
-                note = f"{units}{others}" if others else "validation, at the best step"
+                note = f"{units}{others}" if others else f"validation, at the {'last' if record.keeps_last else 'best'} step"
                 summary.append(Tile(metric_name(name), metric_text(name, best[name]), note))
         in_units = [name for name in record.metric_names if name.startswith("mae[") and is_number(best.get(name))]
         if len(in_units) == 1:  # there is no room for many

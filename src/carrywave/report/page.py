@@ -139,6 +139,8 @@ def _marked(record: RunRecord, best: Mapping[str, Any], name: str) -> str:
     """The caption of the step whose weights were kept: it is the best by one metric, and not by the others."""
     value = chart.number(best[name]) if name == "loss" else figures.metric_text(name, best[name])
     at = f"{value} at step {best['step']:,}"
+    if record.keeps_last:
+        return f"last: {at}"
     if name == record.best_metric:
         return f"best: {at}"
     return f"{at}, best by {figures.metric_name(record.best_metric)}" if name == "loss" else at
@@ -345,6 +347,7 @@ def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:
         for number, record in enumerate(records):
             if part == "valid" and name == "loss" and (best := record.best):
                 by = "" if record.best_metric == "loss" else f" (by {figures.metric_name(record.best_metric)})"
+                by = " (last)" if record.keeps_last else by
                 marks.append(Mark(best["step"], best["loss"], f"{chart.number(best['loss'])}{by}", f"c{number % COLOURS}"))
         drawn += _figure(title, lines, marks=marks, percent=name.startswith(figures.SHARES))
     return {"rows": rows, "spec": [(key, [one.get(key, "–") for one in flat]) for key in keys], "drawn": drawn}

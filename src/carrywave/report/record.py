@@ -49,11 +49,16 @@ class RunRecord:
 
     @property
     def best(self) -> Row | None:
-        """The evaluation whose weights were kept: the best by `train.best`, the first of equal ones; None if there is none."""
+        """The evaluation whose weights were kept: the best by `train.best`, the first of equal ones, or the last; None if there is none."""
         judged = [row for row in self.rows("valid") if is_number(row.get("loss")) and is_number(row.get(self.best_metric))]
-        if judged and self._of_train("weights") == "last":
+        if judged and self.keeps_last:
             return judged[-1]
         return min(judged, key=lambda row: score(self.best_metric, row[self.best_metric]), default=None)
+
+    @property
+    def keeps_last(self) -> bool:
+        """True if the weights after the last step were kept, however good others had been (`train.weights`)."""
+        return self._of_train("weights") == "last"
 
     @property
     def best_metric(self) -> str:

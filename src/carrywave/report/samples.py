@@ -295,7 +295,8 @@ def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
     ]
     series = errors[0].by_series()
     worst = sorted(series.items(), key=lambda pair: -pair[1])[:MOST_WORST] if len(series) > 1 else []
-    return [Distributed("MAE by step ahead (standardized)", [("forecast", ours), *simple], worst, len(series))]
+    unit = "units of the file" if saved.spec.data.standardize is False else "standardized"
+    return [Distributed(f"MAE by step ahead ({unit})", [("forecast", ours), *simple], worst, len(series))]
 
 
 def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, made_HQ: NDArray[np.float64]) -> Forecasted:

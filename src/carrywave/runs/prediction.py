@@ -41,6 +41,7 @@ from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
 
+DRAWN = {"temperature": 1.0, "tokens": 200}  # how tokens are drawn if nothing is said; other options are None
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
 
 
@@ -319,6 +320,10 @@ def _check(saved: Saved, request: _Request) -> None:
         raise UserError(f"{option('prompt')} and INPUT cannot be combined; pass only one of them")
     if data is None and task != "language":
         raise UserError(f"predict needs an INPUT file for a {task} model; pass it after the run folder")
+    drawn = {"top-k": request.how.top_k, "top-p": request.how.top_p, "temperature": request.how.temperature, "tokens": request.tokens}
+    for name, value in drawn.items():
+        if task != "language" and value != DRAWN.get(name):
+            raise UserError(f"{option(name)} is for language models, but {request.paths[0]} is a {task} model; remove it")
 
 
 def _no_loss(out: Any, target: Tensor) -> NoReturn:

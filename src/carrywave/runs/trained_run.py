@@ -268,6 +268,10 @@ def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
         if name not in groups:
             remedy = f"use {', '.join(groups)}" if groups else "remove it"
             raise UserError(f"there are no metrics of {task} by {name}; {remedy}")
+    levels = saved.spec.data.levels if task == "forecasting" else None
+    if by and levels is not None and 0.5 not in levels:
+        fact = f"metrics by {by[0]} are of a point forecast, but {saved.run.path} has no median among its data.quantiles"
+        raise UserError(f"{fact}; remove it, or train with 0.5 among them")
     return tuple(dict.fromkeys(by))
 
 

@@ -15,7 +15,7 @@ Paths = Path | str | Sequence[Path | str]
 # How numbers are scaled, and what is only known of the training data, may differ: predictions are averaged in the units of the data.
 MAY_DIFFER = (
     *("mean", "std", "target_mean", "target_std", "names", "means", "stds", "spreads"),
-    *("own_scale", "frequency", "date_order", "utc", "zone", "label_kind"),
+    *("own_scale", "scale_season", "frequency", "date_order", "utc", "zone", "label_kind"),
 )
 
 
