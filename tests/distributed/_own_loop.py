@@ -83,6 +83,7 @@ MADE: dict[str, dict[str, Any]] = {
     "made with another buffer": {"passing": 1.5},
     "made with another seed": {},
     "made with another option": {},
+    "changed at once": {},
 }
 
 
@@ -93,7 +94,11 @@ def made(case: str, plan: dict[str, Any], rank: int, device: str) -> dict[str, A
     if rank == 1 and case == "made with another option":
         net.lstm.dropout = 0.3
     seed = 1 + rank if case == "made with another seed" else 1
-    return {"losses": [float(cw.Trainer(net, {"lr": 0.02, "seed": seed}, plan=plan, device=device).step(batch(0)))]}
+    trainer = cw.Trainer(net, {"lr": 0.02, "seed": seed}, plan=plan, device=device)
+    if case == "changed at once":
+        net.lstm.dropout = 0.3 if rank == 1 else net.lstm.dropout
+        return {"losses": [trainer.evaluate([batch(0)])]}
+    return {"losses": [float(trainer.step(batch(0)))]}
 
 
 def module() -> Labels:

@@ -73,6 +73,7 @@ MADE = {
     "made with another buffer": r"rank 1 has other numbers in the encoder's passing: \w+, but rank 0 has \w+; .*a saved buffer",
     "made with another seed": r"rank 1 has train\.seed 2, but rank 0 has 1; pass the same to every worker's Trainer; a seed too",
     "made with another option": r"rank 1 has as the model's lstm LSTM\(.*dropout=0\.3\), but rank 0 has LSTM\(.*dropout=0\.2\)",
+    "changed at once": r"since the last step rank 1 has set lstm\.dropout 0\.3, but rank 0 has not",
 }
 FAILED = r"ContactLost: contact with rank {} on \S+ was lost at [\d:]+ \(its step failed with ValueError: mine\)"
 ALIKE_IN_STAGES = ("other weights", "another buffer")  # rank 1 holds other ones there

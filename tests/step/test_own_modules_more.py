@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.own_modules.probe_sample import few_of
 from carrywave.step.checks.own_modules.shared_objects import changed_by, shared_objects
 from carrywave.step.trainer import Trainer
-from carrywave.step.worker_setup import _check_plan
+from carrywave.step.worker_setup import _check_plan, place_model
 
 
 class Over(nn.Module):
@@ -218,6 +220,14 @@ def test_tensors_that_share_their_memory_are_not_separated(tie: Callable[[Model]
     tie(net)
     with pytest.raises(PlanError, match=r"two tensors in the same memory.*; make them one parameter.*, or remove plan.stages"):
         _check_plan(net, Plan(stages=2), TrainSpec())
+
+
+def test_parameters_without_a_shape_are_refused_on_stages_too() -> None:
+    net = square()
+    net.encoder = nn.LazyLinear(3)
+    alone: Any = SimpleNamespace(plan=Plan(stages=2), world=SimpleNamespace(size=1))
+    with pytest.raises(UserError, match=r"the model's encoder\.weight has no shape yet"):
+        place_model(net, alone, TrainSpec())
 
 
 @pytest.mark.parametrize("tie", [tied_by_attribute, within_a_part])

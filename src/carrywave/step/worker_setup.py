@@ -111,10 +111,10 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
 
     Drawn weights have the same bits everywhere, but for those that hosts round differently: replicas take these from the first one.
     """
-    _check_plan(model, mesh.plan, spec)
     drawn = isinstance(model, Model) and model.drawn
     if not drawn:
         _check_whole(model, mesh.world)
+    _check_plan(model, mesh.plan, spec)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
         # Rows that a worker has initialized itself belong to no other worker.

@@ -80,7 +80,7 @@ class Agreement:
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
         self._rows: tuple[Later, StepInputs | None] | None = None
         self._between = BetweenSteps(model) if mesh.world.size > 1 else None
-        self._own = False  # the last step was given a user's batches
+        self._own = True  # False: the last step was given batches that are not a user's
 
     def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0, others: Sequence[str] = ()) -> None:
         """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed.

@@ -22,6 +22,7 @@ REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
 # What code uses that reads more than it names.
 _BY_ANY_NAME = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "__getstate__", "eval", "exec"})
 _BY_ANY_NAME |= {"attrgetter", "methodcaller", "getmembers", "getmembers_static", "getattr_static", "asdict", "astuple"}
+_READERS = (getattr, hasattr, vars, dir, eval, exec, attrgetter, methodcaller)  # under any name
 _MOST_FUNCTIONS = 500  # to look into
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -110,7 +111,8 @@ def attributes_read_by(roots: Sequence[object]) -> set[str] | None:
     seen: set[int] = set()
     while waiting:
         for met in walk([Met((), waiting.pop())], foreign=False):
-            if len(seen) > _MOST_FUNCTIONS or is_library(met.value) or isinstance(met.value, attrgetter | methodcaller):
+            reads_any = any(met.value is each for each in _READERS) or isinstance(met.value, attrgetter | methodcaller)
+            if len(seen) > _MOST_FUNCTIONS or is_library(met.value) or reads_any:
                 return None  # it may be given a module
             code = getattr(met.value, "__code__", None)
             if code is None or id(code) in seen or is_foreign(met.value.__module__):

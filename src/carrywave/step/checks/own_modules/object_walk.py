@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import _lru_cache_wrapper, cache, partial
+from functools import _lru_cache_wrapper, cache, partial, partialmethod, singledispatchmethod
 from itertools import islice
 from threading import local
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -23,7 +23,7 @@ TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attr
 Cached = _lru_cache_wrapper  # a function with functools.cache or lru_cache
 _LEAVES = (*PLAIN, Tensor, np.ndarray, nn.Module, ModuleType, BuiltinFunctionType)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-_GROUPS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local)  # Python's classes that only group values of the user's
+GROUPS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local)  # Python's classes that only group values of the user's
 _DEPTH, _MOST = 6, 256  # how deep to descend, and how many members of each to visit
 _MOST_HOLDING = 1 << 14  # members of each that are visited if they are tensors, containers or objects, which may change
 
@@ -74,7 +74,7 @@ own_classes: Callable[[type], list[type]] = cache(_own_classes)  # asked for eve
 
 def is_users(value: object) -> bool:
     """True for a class of the user's, an object of one, or one that only groups values of the user's."""
-    return not is_foreign((value if isinstance(value, type) else type(value)).__module__) or isinstance(value, _GROUPS)
+    return not is_foreign((value if isinstance(value, type) else type(value)).__module__) or isinstance(value, GROUPS)
 
 
 def class_values(kind: type) -> dict[str, Any]:
@@ -108,7 +108,9 @@ def _members(value: Any, *, foreign: bool) -> Iterable[tuple[Any, Any]]:
         inside = {"value": value.get(None)}
     elif isinstance(value, property):
         inside = {"get": value.fget, "set": value.fset}
-    elif isinstance(value, partial):
+    elif isinstance(value, singledispatchmethod):
+        inside = {"function": value.func, "dispatcher": value.dispatcher}
+    elif isinstance(value, partial | partialmethod):
         inside = {"function": value.func, "arguments": value.args, **value.keywords}
     elif isinstance(value, Cached):
         inside = {"function": value.__wrapped__, **dict(enumerate(_results_of(value)))}

@@ -30,14 +30,14 @@ def unregistered_values(roots: Mapping[str, object]) -> dict[str, str]:
             continue
         passing = [Met((name,), module._buffers[name]) for module in modules_of([root]) for name in module._non_persistent_buffers_set]
         for met in [*passing, *reached_by([root])]:
-            data = None if met.path[0] in unread else _bytes_of(met)
+            data = None if met.path[0] in unread else bytes_of(met)
             if data is not None:
                 name = f"{path}'s {met.path[0]}"
                 found[name] = zlib.crc32(data, found.get(name, 0))
     return {name: f"{checksum:08x}" for name, checksum in found.items()}
 
 
-def _bytes_of(met: Met) -> bytes | None:
+def bytes_of(met: Met) -> bytes | None:
     """The bytes of a tensor, an array, a fraction, or a whole number in a sequence; None of everything else."""
     value: Any = met.value
     if isinstance(value, Tensor):
