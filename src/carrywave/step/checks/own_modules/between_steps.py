@@ -142,9 +142,9 @@ class BetweenSteps:
     def _met(self, held: list[Met]) -> Iterator[Met]:
         libraries: set[Path] = set()
         for met in walk(held, foreign=False):
-            if any(met.path[:end] in libraries for end in range(2, len(met.path))):
+            if libraries and any(met.path[:end] in libraries for end in range(2, len(met.path))):
                 continue
-            if is_library(met.value):
+            if not isinstance(met.value, PLAIN) and is_library(met.value):
                 libraries.add(met.path)
             yield met
 
