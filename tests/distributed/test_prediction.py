@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,9 @@ def test_nothing_is_left_of_a_command_that_was_stopped(folder: Path, tmp_path: P
     place.mkdir()
     (place / "kept.jsonl").write_text("old\n")
     words = command("predict", "run", "-", "-o", str(place / "kept.jsonl"), "--devices", workers)
-    with subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so do their children
+    with subprocess.Popen(words, cwd=folder, preexec_fn=listening, **pipes) as running:
         assert running.stdin is not None
         # A block is predicted; for the next one it waits.
         for row in rows(MOST_ROWS + 5):
