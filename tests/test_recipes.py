@@ -155,12 +155,12 @@ def test_too_large_for_one_device_and_planned_for_four() -> None:
 
 @pytest.mark.slow
 def test_long_windows_have_the_loss_of_any_other_plan() -> None:
-    small = ["model.hidden=16", "model.layers=1", "batch.steps=1000", "train.max_steps=6", "train.log_every=1"]
+    small = ["model.hidden=16", "model.layers=1", "batch.steps=1000", "train.max_steps=12", "train.log_every=1", "train.lr=0.03"]
     rows = trained("long", *small, "plan.chunk_steps=25", run="twice")
     whole = trained("long", *small, "plan.chunk_steps=null", "plan.recompute=false", run="whole")
     losses, others = ([row["loss"] for row in each if row["split"] == "train"] for each in (rows, whole))
     assert losses == pytest.approx(others, rel=1e-4)  # float32, summed in another order
-    assert losses[-1] < losses[0] < 1.1 * math.log(100)
+    assert losses[-1] < losses[0] - 0.1 < 1.1 * math.log(100)
 
 
 @pytest.mark.slow
