@@ -41,7 +41,7 @@ from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
 
-DRAWN = {"temperature": 1.0, "tokens": 200}  # how tokens are drawn if nothing is said; other options are None
+TEMPERATURE, TOKENS = 1.0, 200  # how tokens are drawn if nothing is said
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
 
 
@@ -68,8 +68,8 @@ def predict(
     data: Any = None,
     *,
     prompt: str | None = None,
-    tokens: int = 200,
-    temperature: float = 1.0,
+    tokens: int = TOKENS,
+    temperature: float = TEMPERATURE,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
@@ -121,8 +121,8 @@ def predict_run(
     output: Path | None = None,
     *,
     prompt: str | None = None,
-    tokens: int = 200,
-    temperature: float = 1.0,
+    tokens: int = TOKENS,
+    temperature: float = TEMPERATURE,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 1,
@@ -320,9 +320,9 @@ def _check(saved: Saved, request: _Request) -> None:
         raise UserError(f"{option('prompt')} and INPUT cannot be combined; pass only one of them")
     if data is None and task != "language":
         raise UserError(f"predict needs an INPUT file for a {task} model; pass it after the run folder")
-    drawn = {"top-k": request.how.top_k, "top-p": request.how.top_p, "temperature": request.how.temperature, "tokens": request.tokens}
-    for name, value in drawn.items():
-        if task != "language" and value != DRAWN.get(name):
+    how, default = request.how, {"temperature": TEMPERATURE, "tokens": TOKENS}
+    for name, value in {"top-k": how.top_k, "top-p": how.top_p, "temperature": how.temperature, "tokens": request.tokens}.items():
+        if task != "language" and value != default.get(name):
             raise UserError(f"{option(name)} is for language models, but {request.paths[0]} is a {task} model; remove it")
 
 

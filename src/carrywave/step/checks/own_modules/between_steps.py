@@ -33,7 +33,6 @@ _MOST = 5000  # values to look at in all
 _VARIABLE = "the variable"
 _SETTINGS = (*PLAIN, Mapping, ContextVar, FunctionType, *GROUPS)  # variables that are looked at
 _NOT_SET = TORCHS | {"training"}  # attributes of modules that are looked at as what they are, or not at all
-
 _MEMBERS = (property, staticmethod, classmethod, type)  # of classes
 
 # What steps leave behind in a module, by the names from there: those of one trainer are those of others that train it, too.
@@ -57,23 +56,24 @@ class BetweenSteps:
                 self._parts[f"{place} {name}".strip()] = value
         self._left: set[Path] = set()  # behind, by steps, in no module
         self._grown: set[Path] = set()  # what steps have added to
-        self._after = self._before = self._now()
+        self._after = self._before = self._marks(*self._look())
 
     def changes(self, *, modes: bool) -> list[str]:
         """What has been set since the last step, with its value if that is a number. `modes`: and all that is in evaluation mode."""
-        self._before = self._now()
+        plain, held = self._look()
+        self._before = self._marks(plain, held)
         differing = _differing(self._after, self._before)
         left = self._left_behind() if differing else set()
-        set_since = self._read({path for path in differing if path not in left and not self._cached(path)})
+        set_since = self._read({path for path in differing if path not in left and not self._cached(path)}, held)
         evaluating = [f"{path}.training False" for path, module in self._modules() if not module.training] if modes else []
-        values = self._values(set_since)
+        values = self._values(set_since, held)
         found = [*evaluating, *(f"{_named(path)}{_worded(self._before.get(path, []), values.get(path))}" for path in set_since)]
         vouched = {path for path, part in self._parts.items() if getattr(part, VOUCHED, False) is True}
         return sorted(each for each in found if each.partition(".")[0] not in vouched)
 
     def settle(self) -> None:
         """A step or an evaluation that began at the last look has ended."""
-        self._after = self._now()
+        self._after = self._marks(*self._look())
         left = _differing(self._before, self._after).keys()
         owners = dict(self._modules()) if left else {}
         for path in left:
@@ -91,21 +91,21 @@ class BetweenSteps:
         """True for an entry that has come or gone where steps add some."""
         return path[:-1] in self._grown and (path in self._before) != (path in self._after)
 
-    def _read(self, paths: set[Path]) -> set[Path]:
+    def _read(self, paths: set[Path], held: list[Met]) -> set[Path]:
         """Those that a step may read."""
         read = attributes_read_by([*self._parts.values(), *self._functions]) if paths else None
         owners = dict(self._modules()) if paths else {}
-        held = {met.path: met.value for met in self._look()[1]} if paths else {}
+        values = {met.path: met.value for met in held} if paths else {}
         return {
             path
             for path in paths
-            if not is_unread(owners.get(path[0]), path[1], read) and not _is_unread_inside(held.get(path[:2]), path, read)
+            if not is_unread(owners.get(path[0]), path[1], read) and not _is_unread_inside(values.get(path[:2]), path, read)
         }
 
-    def _values(self, paths: set[Path]) -> dict[Path, int]:
+    def _values(self, paths: set[Path], held: list[Met]) -> dict[Path, int]:
         """Checksums of the numbers in these, other than single ones: both workers may have set them, but not to the same."""
         found: dict[Path, int] = {}
-        for met in self._met(self._look()[1]) if paths else ():
+        for met in self._met(held) if paths else ():
             path = met.within or met.path
             data = bytes_of(met) if path in paths else None
             if data is not None:
@@ -133,8 +133,8 @@ class BetweenSteps:
                 held.append(Met(path, value))
         return found, held
 
-    def _now(self) -> Marks:
-        found, held = self._look()
+    def _marks(self, plain: Marks, held: list[Met]) -> Marks:
+        found = dict(plain)
         for met in islice(self._met(held), _MOST):
             found.setdefault(met.within or met.path, []).append(_mark(met.value))
         return found
