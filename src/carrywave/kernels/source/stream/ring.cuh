@@ -110,6 +110,7 @@ struct Exchange {
             while (missing >> chunk & 1) {
                 if (waits) waits = BLOCKS_OF_GROUP == CHUNKS ? acquire_word(at) < wanted : acquire_least(at) < wanted;
                 missing = __ballot_sync(0xFFFFFFFFu, waits);
+                __syncwarp();  // what every thread has acquired comes before the copy by the first: the ballot alone orders no memory
                 asm volatile("fence.proxy.async.global;" ::: "memory");
                 patience.spend();
             }
