@@ -94,7 +94,7 @@ import carrywave
 package = files("carrywave")
 assert (package / "py.typed").is_file()
 assert not carrywave.__file__.startswith({tree!r}), carrywave.__file__
-assert "__global__" in (package / "kernels" / "source" / "persistent.cu").read_text()
+assert "__global__" in (package / "kernels" / "source" / "persistent" / "persistent.cu").read_text()
 from carrywave.plan.cost.shipped_profiles import names
 assert "h200" in names()
 print(carrywave.__version__)

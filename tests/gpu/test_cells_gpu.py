@@ -111,6 +111,7 @@ def plans(hidden: int, lanes: int, steps: int, heads: int = 1) -> list[Wave]:
 
 
 SHAPES = [(70, 64, 512), (45, 128, 256), (45, 40, 128), (37, 256, 512), (33, 20, 650), (20, 64, 1024)]
+SHAPES += [(20, 60, 1792), (16, 62, 1536), (9, 30, 2048)]  # four, three and two passes
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

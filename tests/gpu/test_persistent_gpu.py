@@ -173,6 +173,9 @@ SOME = [
     Case(8, 30, 90, 512, varied=True),
     Case(5, 20, 300, 2048, varied=True),
     Case(4, 16, 64, 1800, torch.float16),
+    Case(9, 60, 128, 1792, torch.float16, varied=True),  # four passes, owned by the two halves of the threads in turn
+    Case(7, 62, 40, 1536, varied=True),  # three passes
+    Case(40, 64, 64, 2048, varied=True),
     Case(35, 20, 650, 650, varied=True),
     Case(9, 100, 40, 1024, torch.float16, varied=True),
     Case(11, 100, 40, 1150, varied=True),  # wide.cu

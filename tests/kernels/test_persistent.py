@@ -226,20 +226,27 @@ def test_the_source_for_many_passes_compiles(hidden: int, lanes: int, cell: str,
 
 
 @pytest.mark.parametrize(
-    ("hidden", "lanes", "pays"),
+    ("hidden", "lanes", "gates", "pays"),
     [
-        (1024, 64, True),
-        (1024, 256, True),  # stream.cu
-        (1024, 512, False),  # eight passes, where cuDNN is faster
-        (1150, 100, True),  # four passes, but rows of 2,300 bytes
-        (1152, 100, False),
-        (1150, 256, True),  # fits nowhere, which `refusal` says before this is asked
-        (2044, 64, True),
-        (2048, 64, False),
+        (1024, 64, 4, True),
+        (1024, 256, 4, True),  # stream.cu
+        (1024, 512, 4, False),  # eight passes, where cuDNN is faster
+        (1150, 100, 4, True),  # four passes, but rows of 2,300 bytes
+        (1152, 100, 4, False),
+        (1150, 256, 4, True),  # fits nowhere, which `refusal` says before this is asked
+        (1280, 96, 4, False),
+        (1536, 64, 4, True),
+        (1536, 80, 4, False),  # four passes
+        (2044, 64, 4, True),
+        (2048, 64, 4, True),
+        (2048, 64, 3, False),
+        (2048, 32, 3, True),
     ],
 )
-def test_cudnn_is_left_the_wide_layers_with_many_lanes(hidden: int, lanes: int, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_left_the_wide_layers_with_many_lanes(
+    hidden: int, lanes: int, gates: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(persistent, "_chip", lambda x: H200)
     x_TBI = torch.empty(70, lanes, 8, dtype=torch.bfloat16)
-    weights = (LayerWeights(torch.empty(4 * hidden, 8), torch.empty(4 * hidden, hidden)),)
+    weights = (LayerWeights(torch.empty(gates * hidden, 8), torch.empty(gates * hidden, hidden)),)
     assert persistent.pays(x_TBI, weights) is pays

@@ -63,19 +63,20 @@ def failure(error: nvrtc.KernelError) -> str:
 
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
-    passes through a layer that is too wide for `stream.cu`, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent
-    kernel for them. It always is if the width is no multiple of 8: then rows of the weights do not start at multiples of 16 bytes, and
-    cuDNN's products are slow.
+    passes through a layer that is too wide for `stream.cu`, but for LSTMs of more than 1,280 units with up to 64 lanes; nor in fp16 for
+    short sequences in layers so narrow that cuDNN has a persistent kernel for them. It always is if the width is no multiple of 8: then
+    rows of the weights do not start at multiples of 16 bytes, and cuDNN's products are slow.
 
     Call `refusal` first: only a GPU that can run the kernels can be asked how much of it they may fill.
     """
-    hidden = weights[0].w_hh.shape[1]
+    rows, hidden = weights[0].w_hh.shape
     chip, (steps, lanes) = _chip(x_TBI), x_TBI.shape[:2]
     shape, plain = shape_for(chip, hidden, lanes), alone(chip, hidden, lanes, steps, plain=True)
     tiny = x_TBI.dtype == torch.float16 and hidden <= 64 and steps < 32
     few = shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072
+    wide = shape is not None and shape.k_blocks > 5 and lanes <= 64 and rows == 4 * hidden  # a GRU's three gates take us as long as four
     streamed = plain is not None and plain.shape.streamed is not None
-    return not tiny and (few or streamed or hidden % 8 != 0)
+    return not tiny and (few or wide or streamed or hidden % 8 != 0)
 
 
 @cache

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from carrywave.kernels.hopper.marks import LayerMarks
     from carrywave.kernels.step_marks import CellNoise
 
-SOURCE, WIDE, STREAM, JOINED = "persistent.cu", "wide/wide.cu", "stream/stream.cu", "joined/joined.cu"
+SOURCE, WIDE, STREAM, JOINED = "persistent/persistent.cu", "wide/wide.cu", "stream/stream.cu", "joined/joined.cu"
 PACKING, LENGTHS = "packing.cu", "lengths.cu"
 _MOST_SORTED = 1024  # lanes that our own kernel can sort
 

@@ -17,11 +17,11 @@ struct Swap {
     __device__ __forceinline__ void give(int turn, int to, float sum) const {
 #if CLUSTER
         int rank = NEAR ? blockIdx.x % CLUSTER - part + to : to;
-        u32 there = in_block(shared + (u32)((turn % RING * 4 + part) * OWNERS + threadIdx.x) * 4, rank), barrier = in_block(arrival(turn).address, rank);
+        u32 there = in_block(shared + (u32)((turn % RING * 4 + part) * OWNERS + OWNED) * 4, rank), barrier = in_block(arrival(turn).address, rank);
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(__float_as_uint(sum)), "r"(barrier) : "memory");
 #else
         u32 lap = (turn / RING & 1) ^ 1;
-        store_word(ring + (((u64)(turn % RING) * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + threadIdx.x, (__float_as_uint(sum) & ~1u) | lap);
+        store_word(ring + (((u64)(turn % RING) * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + OWNED, (__float_as_uint(sum) & ~1u) | lap);
 #endif
     }
     // The sum of all four parts, including this block's own, always in the same order; and the parts. All threads must call it.
@@ -32,11 +32,11 @@ struct Swap {
         if (!owner) return 0.0f;
 #pragma unroll
         for (int n = 0; n < 4; n++)
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[n]) : "r"(shared + (u32)((turn % RING * 4 + n) * OWNERS + threadIdx.x) * 4) : "memory");
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[n]) : "r"(shared + (u32)((turn % RING * 4 + n) * OWNERS + OWNED) * 4) : "memory");
 #else
         if (!owner) return 0.0f;
         u32 lap = (turn / RING & 1) ^ 1, missing = 0xFu & ~(1u << part);
-        const u32* post = ring + ((u64)(turn % RING) * gridDim.x + blockIdx.x) * 4 * OWNERS + threadIdx.x;
+        const u32* post = ring + ((u64)(turn % RING) * gridDim.x + blockIdx.x) * 4 * OWNERS + OWNED;
         Patience patience = {PATIENCE};
         while (missing) {
 #pragma unroll

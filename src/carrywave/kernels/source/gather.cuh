@@ -16,8 +16,12 @@
 #define SKIP 1
 #endif
 
-// Very wide layers leave few registers: the pieces are then loaded in two batches.
+// Very wide layers leave few registers, which only some of the pieces pass through at once. With several passes the others are copied at the
+// same time; with one they would not be there yet, and are loaded afterwards.
 #define AT_ONCE (KPW > 5 && PIECES > 4 ? (PIECES + 1) / 2 : PIECES)
+#define COPIED (KPW > 5 && PIECES > 4 && PASSES > 1)
+
+#define WHOLE(piece) (piece.x != WORD_EMPTY && piece.y != WORD_EMPTY && piece.z != WORD_EMPTY && piece.w != WORD_EMPTY)
 
 template <int STRIDE = WARPGROUPS, int END = KBLOCKS>
 struct Gather {
@@ -52,18 +56,34 @@ struct Gather {
             for (int n = 0; n < PIECES; n++) missing &= row[n % PERIOD] < active ? ~0u : ~(1u << n);
         }
         if (pause > 0 && published) pause_for(pause);
+#if COPIED
+#pragma unroll
+        for (int n = AT_ONCE; n < PIECES; n++)
+            if (missing >> n & 1) copy_pieces(target[n % PERIOD] + (n / PERIOD) * SKIP * LANES * 128, from + offset[n % PERIOD] + (n / PERIOD) * SKIP * STRIDE * 64);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
         Patience patience = {PATIENCE};
 #pragma unroll
         for (int first = 0; first < PIECES; first += AT_ONCE) {
             uint4 piece[AT_ONCE];
             u32 asked = AT_ONCE < PIECES ? missing >> first & ((1u << AT_ONCE) - 1) : missing;
+#if COPIED
+            if (first > 0) {
+                asm volatile("cp.async.wait_group 0;" ::: "memory");
+#pragma unroll
+                for (int n = 0; n < PIECES - AT_ONCE; n++) piece[n] = load_smem(target[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * LANES * 128);
+#pragma unroll
+                for (int n = 0; n < PIECES - AT_ONCE; n++)
+                    if (WHOLE(piece[n]) || !published) asked &= ~(1u << n);
+            }
+#endif
             while (__any_sync(0xFFFFFFFFu, asked)) {
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++)
                     if (asked >> n & 1) piece[n] = load_pieces(from + offset[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * STRIDE * 64);
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++) {
-                    bool whole = piece[n].x != WORD_EMPTY && piece[n].y != WORD_EMPTY && piece[n].z != WORD_EMPTY && piece[n].w != WORD_EMPTY;
+                    bool whole = WHOLE(piece[n]);
                     if ((asked >> n & 1) && (whole || !published)) {
                         store_smem(target[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * (NEAR ? WARPGROUPS : 1) * LANES * 128, piece[n]);
                         asked &= ~(1u << n);

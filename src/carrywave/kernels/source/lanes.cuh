@@ -34,6 +34,7 @@ __device__ __forceinline__ uint4 load_smem(u32 address) {
 __device__ __forceinline__ void store_smem(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+__device__ __forceinline__ void copy_pieces(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // wgmma: the instruction for n lanes (wide.cu: n sums of a lane), 16 of a thread's sums, and operands in shared memory.
@@ -103,14 +104,17 @@ struct Table {
 
 // Prefetches what a step reads from memory one step ahead, into the thread's own slot, and only after its polling: a multiprocessor's
 // loads return in the order in which they were issued, so polls would wait behind slower loads issued before them.
+#ifndef PENDING
+#define PENDING (PASSES - 1)
+#endif
 struct Slot {
     u32 address;
     __device__ __forceinline__ void fetch_8(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void fetch_4(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address + at), "l"(from) : "memory"); }
-    __device__ __forceinline__ void fetch_16(int at, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + at), "l"(from) : "memory"); }
+    __device__ __forceinline__ void fetch_16(int at, const void* from) { copy_pieces(address + at, from); }
     __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
     // Every pass commits one group per step, so the groups of the other passes may still be in flight.
-    __device__ __forceinline__ void await() const { asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory"); }
+    __device__ __forceinline__ void await() const { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
     __device__ __forceinline__ uint4 read(bool owner) {
         uint4 v = make_uint4(0, 0, 0, 0);
         await();

@@ -116,8 +116,7 @@ struct Weights {
                 for (int m = 0; m < TILES; m++) mma_registers(sums[m], fragment[i][m][j], from);
             }
         }
-        // With two tiles there are no registers for more; with several passes, the instruction cache is too small for it.
-        constexpr int UNROLLED = TILES == 2 || PASSES > 1 ? 1 : KPW;
+        constexpr int UNROLLED = TILES == 2 ? 1 : KPW;  // with two tiles there are no registers for more
 #pragma unroll UNROLLED
         for (int i = KREG; i < KPW; i++) {
 #pragma unroll

@@ -30,6 +30,7 @@
 #define RED_BYTES (SUM_BUFFERS * WARPGROUPS * RED_FLOATS * 4)
 #define PREPARED (KPW < 6)
 #define OWNERS (UNITS * LANES)
+#define OWNED threadIdx.x
 #define NEAR 0
 #define STAGE_BYTES 0
 #define SLOT_BYTES (OWNERS * SLOT)

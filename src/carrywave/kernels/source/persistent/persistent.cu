@@ -62,14 +62,8 @@
 // With RESETS, their words come last.
 #define RESETS_AT (B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES + RING_END + (NEAR ? 2 * STAGE_BYTES + 16 : 0))
 #define STAGE_BYTES (OWNERS * 8)           // what a block sends to the others: in backward, four numbers per owner
-// Clock cycles, as measured on an H200. With several passes, the work of the other passes is pause enough.
-#ifndef FORWARD_PAUSE
-#define FORWARD_PAUSE (PASSES > 1 ? 0 : LANES > 8 ? 500 : 300)
-#endif
-#ifndef BACKWARD_PAUSE
-#define BACKWARD_PAUSE (PASSES > 1 || KBLOCKS < (CLUSTER ? 4 : 8) ? 0 : 300)
-#endif
 
+#include "persistent/passes.cuh"
 #include "cell.cuh"
 #include "lanes.cuh"
 #include "product.cuh"
@@ -89,9 +83,10 @@
     for (int n = thread * 16; n < B_ALL; n += THREADS * 16)   *(uint4*)(memory + n) = make_uint4(0, 0, 0, 0);                       \
     table.fill(lanes, group, thread);                                                                                               \
     /* One thread per unit and lane: a warp covers eight units of four lanes. */                                                    \
-    int unit = (thread & 7) + (thread / (8 * LANES)) * 8, place = (thread >> 3) % LANES;                                            \
-    bool owner = thread < OWNERS;                                                                                                   \
-    Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * SLOT};                                                \
+    int owned = OWNED, unit = (owned & 7) + (owned / (8 * LANES)) * 8, place = (owned >> 3) % LANES;                                \
+    bool owning = thread < (HALVES ? 2 : 1) * OWNERS; /* in some pass */                                                            \
+    auto owns = [&](int pass) { return HALVES ? thread / OWNERS == (pass & 1) : owning; };                                          \
+    Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owning ? owned : 0) * SLOT};                                                \
     int column = head * HIDDEN + member * UNITS + unit, parity = 0;                                                                 \
     u64 step_h = (u64)lanes.count * WIDTH;                                                                                          \
     Gather<> gather;                                                                                                                  \
@@ -128,35 +123,43 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
     __syncthreads();
     if (NEAR) cluster_barrier();
 
-    Memory c[PASSES];
-    float h_before[PASSES];
-    u32 noise_byte[PASSES];
-    Memory begin = RESETS == 2 && owner ? reset_memory[column] : nothing();
-    int active[PASSES];
-    auto fetch = [&](int step, int pass) {
+    Memory c[KEPT];
+    float h_before[KEPT];
+    u32 noise_byte[KEPT];
+    Memory begin = RESETS == 2 && owning ? reset_memory[column] : nothing();
+    int active[ROLLED ? 1 : PASSES];
+    auto fetch = [&](int step, int pass, u32& noise_byte) {
         int at = pass * LANES + place;
         Slot to = {slot.address + pass * OWNERS * SLOT};
-        if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * WIDTH + column) * 4);
-        if (NOISE && owner && table.length[at] > step) noise_byte[pass] = noise.fetch(step * step_h + (u64)table.lane[at] * WIDTH + column);
+        if (owns(pass) && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * WIDTH + column) * 4);
+        if (NOISE && owns(pass) && table.length[at] > step) noise_byte = noise.fetch(step * step_h + (u64)table.lane[at] * WIDTH + column);
         to.close();
     };
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
-        bool there = owner && group + at * lanes.groups < lanes.count;
+        bool there = owning && group + at * lanes.groups < lanes.count;
         u64 cell = (u64)table.lane[at] * WIDTH + column;
-        c[pass] = there ? first_memory[cell] : nothing();
-        if (NOISE) h_before[pass] = there ? half_at(hs, cell) : 0.0f;
-        active[pass] = table.active(pass, 0);
-        fetch(0, pass);
+        if (!HALVES || owns(pass)) {
+            c[OWN_PLACE(pass)] = there ? first_memory[cell] : nothing();
+            if (NOISE) h_before[OWN_PLACE(pass)] = there ? half_at(hs, cell) : 0.0f;
+        }
+        if (!ROLLED) active[IN_TURN(pass)] = table.active(pass, 0);
+        fetch(0, pass, noise_byte[OWN_PLACE(pass)]);
     }
     if (PREPARED) gather.prepare(table.lane, WIDTH, near.tiles_of(1), warpgroup, thread & 127);
     int longest = table.length[0];
     for (int step = 0; step < longest; step++) {
         if (RESETS) resets.keep(table.lane, step);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
-            if (active[pass] == 0) {
+#pragma unroll AT_A_TIME
+        for (int pass = 0; pass < PASSES; turn(owns(pass), c, h_before, noise_byte), pass++) {
+            bool owner = owns(pass);
+            auto fetch_last = [&]() {  // for the pass before this one, which was this thread's
+                if (HALVES && !owner && step + pass > 0) fetch(step + (pass > 0), (pass + PASSES - 1) % PASSES, noise_byte[KEPT - 1]);
+            };
+            if (ROLLED) active[0] = table.active(pass, step);
+            if (active[IN_TURN(pass)] == 0) {
+                fetch_last();
                 slot.close();
                 continue;
             }
@@ -165,10 +168,10 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
             bool real = owner && table.length[at] > step;
             if (!PREPARED) gather.prepare(table.lane + pass * LANES, WIDTH, tiles, warpgroup, thread & 127);
             if (NEAR && step > 0) near.receive(step - 1);
-            else gather.run(hs + step * step_h + head * HIDDEN, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
+            else gather.run(hs + step * step_h + head * HIDDEN, active[IN_TURN(pass)], step > 0, FORWARD_PAUSE, warpgroup);
             uint4 input = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
-            u32 noisy = NOISE ? noise_byte[pass] : 0;
-            fetch(step + 1, pass);
+            u32 noisy = NOISE ? noise_byte[IN_TURN(pass)] : 0;
+            if (!HALVES) fetch(step + 1, pass, noise_byte[IN_TURN(pass)]);
             own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
             float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -187,11 +190,11 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
             parity ^= 1;
             if (owner) {
                 float h = 0.0f;
-                if (RESETS) c[pass] = chosen(again, begin, c[pass]), h_before[pass] = NOISE ? chosen(again, 0.0f, h_before[pass]) : 0.0f;
-                if (real) h = cell_forward(a, c[pass], NOISE ? h_before[pass] : 0.0f, noise.of(noisy));
+                if (RESETS) c[IN_TURN(pass)] = chosen(again, begin, c[IN_TURN(pass)]), h_before[IN_TURN(pass)] = NOISE ? chosen(again, 0.0f, h_before[IN_TURN(pass)]) : 0.0f;
+                if (real) h = cell_forward(a, c[IN_TURN(pass)], NOISE ? h_before[IN_TURN(pass)] : 0.0f, noise.of(noisy));
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
-                if (NOISE) h_before[pass] = half_of(both, unit & 1);  // as all blocks see it
+                if (NOISE) h_before[IN_TURN(pass)] = half_of(both, unit & 1);  // as all blocks see it
                 if (real) {
                     if (!(unit & 1)) {
                         if (NEAR) *(u32*)__cvta_shared_to_generic(near.place_of(step, unit, place)) = both;
@@ -199,20 +202,21 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
                     }
                     if (keep) {
                         *(uint2*)(gates + cell * 4) = make_uint2(pack(a[0], a[1]), pack(a[2], a[3]));
-                        memories[cell] = RESETS ? noted(c[pass], again) : c[pass];
+                        memories[cell] = RESETS ? noted(c[IN_TURN(pass)], again) : c[IN_TURN(pass)];
                     }
                 }
             }
+            fetch_last();
             if (NEAR && step + 1 < longest) near.send(step, member * UNITS, UNITS * LANES * 2, 0, 1, CLUSTER);
-            active[pass] = table.active(pass, step + 1);
+            if (!ROLLED) active[IN_TURN(pass)] = table.active(pass, step + 1);
         }
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
-        if (owner && group + at * lanes.groups < lanes.count) {
+        if (owns(pass) && group + at * lanes.groups < lanes.count) {
             u64 cell = (u64)table.lane[at] * WIDTH + column;
-            last_memory[cell] = c[pass];
+            last_memory[cell] = c[OWN_PLACE(pass)];
             // No block waits for these: a lane that has ended is no longer gathered.
             for (int step = table.length[at]; step < lanes.steps; step++) hs[(u64)(step + 1) * step_h + cell] = 0;
         }
@@ -253,23 +257,23 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     __syncthreads();
     cluster_barrier();
 
-    Memory dc[PASSES], c_now[PASSES];
-    float past[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
-    u32 noise_byte[PASSES];
-    bool cut[PASSES];  // the next step starts again
-    Memory begin = RESETS == 2 && owner ? reset_memory[column] : nothing();
-    int active[PASSES];  // lanes that reach step + 1
+    Memory dc[KEPT], c_now[KEPT];
+    float past[KEPT], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}, of_reset[2] = {0.0f, 0.0f};
+    u32 noise_byte[KEPT];
+    bool cut[KEPT];  // the next step starts again
+    Memory begin = RESETS == 2 && owning ? reset_memory[column] : nothing();
+    int active[ROLLED ? 1 : PASSES];  // lanes that reach step + 1
     int longest = table.length[0], swaps = 0;
-    auto fetch = [&](int step, int pass) {
+    auto fetch = [&](int step, int pass, u32& noise_byte) {
         int at = pass * LANES + place;
         Slot to = {slot.address + pass * OWNERS * SLOT};
-        if (owner && step >= 0 && table.length[at] > step) {
+        if (owns(pass) && step >= 0 && table.length[at] > step) {
             u64 lane_cell = (u64)table.lane[at] * WIDTH + column, cell = step * step_h + lane_cell;
             to.fetch_8(0, gates + cell * 4);
             const Memory* before = step > 0 ? memories + (cell - step_h) : first_memory + lane_cell;
             if (SLOT == 16) to.fetch_4(8, before);
             else to.fetch_16(16, before);
-            if (NOISE) noise_byte[pass] = noise.fetch(cell);
+            if (NOISE) noise_byte = noise.fetch(cell);
             to.fetch_4(12, grad_y + (cell & ~1ull));  // together with its neighbour's
         }
         to.close();
@@ -277,30 +281,34 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
-        bool there = owner && group + at * lanes.groups < lanes.count;
+        bool there = owns(pass) && group + at * lanes.groups < lanes.count;
         u64 cell = (u64)table.lane[at] * WIDTH + column;
-        dc[pass] = there && grad_last_memory ? grad_last_memory[cell] : nothing();
-        c_now[pass] = (CELL != GRU || RESETS) && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : nothing();
-        past[pass] = 0.0f;
-        if (RESETS) cut[pass] = there && after && resets.in(resets.word(table.lane[at], longest), longest);
-        active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
+        if (!HALVES || owns(pass)) {
+            dc[OWN_PLACE(pass)] = there && grad_last_memory ? grad_last_memory[cell] : nothing();
+            c_now[OWN_PLACE(pass)] = (CELL != GRU || RESETS) && there && table.length[at] > 0 ? memories[(u64)(table.length[at] - 1) * step_h + cell] : nothing();
+            past[OWN_PLACE(pass)] = 0.0f;
+            if (RESETS) cut[OWN_PLACE(pass)] = there && after && resets.in(resets.word(table.lane[at], longest), longest);
+        }
+        if (!ROLLED) active[IN_TURN(pass)] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
-        fetch(longest - 1, pass);
+        fetch(longest - 1, pass, noise_byte[OWN_PLACE(pass)]);
     }
     if (PREPARED) gather.prepare(table.lane, 4 * WIDTH, tiles, warpgroup, thread & 127);
     // Step -1 computes the gradient of the initial h.
     for (int step = longest - 1; step >= (before ? 0 : -1); step--) {
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
+#pragma unroll AT_A_TIME
+        for (int pass = 0; pass < PASSES; turn(owns(pass), dc, c_now, past, noise_byte, cut), pass++) {
+            bool owner = owns(pass);
+            if (ROLLED) active[0] = step + 1 < longest ? table.active(pass, step + 1) : after && longest == lanes.steps ? table.active(pass, step) : 0;
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
             u64 cell = (u64)table.lane[at] * WIDTH + column;
             float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f}, parts[4];
-            if (active[pass] > 0) {
+            if (active[IN_TURN(pass)] > 0) {
                 if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * WIDTH, tiles, warpgroup, thread & 127);
                 int turn = longest - 2 - step;
                 if (NEAR) near.receive(turn);
-                else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
+                else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[IN_TURN(pass)], true, BACKWARD_PAUSE, warpgroup);
                 own.multiply(near.tiles_of(turn), SUMS, warpgroup, warp, lane);
                 __syncthreads();
                 if (owner) {
@@ -314,9 +322,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
                 done();
                 parity ^= 1;
             }
+            if (HALVES && !owner) {
+                swaps += active[0] > 0;
+                if (pass > 0 || step < longest - 1) fetch(step - (pass > 0), (pass + PASSES - 1) % PASSES, noise_byte[KEPT - 1]);
+                continue;
+            }
             // While the others' sums travel: everything that does not need them.
             uint4 kept = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
-            NoiseOf noisy = noise.of(NOISE ? noise_byte[pass] : 0);
+            NoiseOf noisy = noise.of(NOISE ? noise_byte[IN_TURN(pass)] : 0);
 #if SLOT == 16
             Memory c_before = __uint_as_float(kept.z);
 #else
@@ -326,66 +339,54 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             float a[4];
             unpack(kept.x, a[0], a[1]);
             unpack(kept.y, a[2], a[3]);
-            bool again = RESETS && step >= 0 && note_in(c_now[pass]);
-            Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[pass], noisy);
+            bool again = RESETS && step >= 0 && note_in(c_now[IN_TURN(pass)]);
+            Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[IN_TURN(pass)], noisy);
             slopes.hold();
-            if (active[pass] > 0) recurrent = swap.sum(swaps++, quarter, owner, parts);
-            fetch(step - 1, pass);
+            if (active[IN_TURN(pass)] > 0) recurrent = swap.sum(swaps++, quarter, owner, parts);
+            if (!HALVES) fetch(step - 1, pass, noise_byte[IN_TURN(pass)]);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
-            float dh = chosen(follows && !(RESETS && cut[pass]), recurrent, 0.0f);
-            if (NOISE && CELL != GRU) dh += past[pass];
-            if (RESETS) cut[pass] = again && length > step;
+            float dh = chosen(follows && !(RESETS && cut[IN_TURN(pass)]), recurrent, 0.0f);
+            if (NOISE && CELL != GRU) dh += past[IN_TURN(pass)];
+            if (RESETS) cut[IN_TURN(pass)] = again && length > step;
             if (step >= 0 && length > step) {
                 float low, high, d[4];
                 unpack(kept.w, low, high);
                 dh += (column & 1) ? high : low;
                 if (step == length - 1 && grad_last_h) dh += grad_last_h[cell];
-                slopes.apply(dh, d, dc[pass], past[pass]);
+                slopes.apply(dh, d, dc[IN_TURN(pass)], past[IN_TURN(pass)]);
                 u32 first = pack(d[0], d[1]), second = pack(d[2], d[3]);
                 if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
                 store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
-                if (CELL != GRU || RESETS) c_now[pass] = c_before;
+                if (CELL != GRU || RESETS) c_now[IN_TURN(pass)] = c_before;
 #pragma unroll
                 for (int n = 0; n < 4; n++) bias[n] += d[n];
 #if RESETS == 2 && CELL != SLSTM
-                if (cut[pass]) of_reset[0] += dc[pass], of_reset[1] += past[pass];
+                if (cut[IN_TURN(pass)]) of_reset[0] += dc[IN_TURN(pass)], of_reset[1] += past[IN_TURN(pass)];
 #endif
-                if (RESETS) dc[pass] = chosen(cut[pass], nothing(), dc[pass]), past[pass] = chosen(cut[pass], 0.0f, past[pass]);
+                if (RESETS) dc[IN_TURN(pass)] = chosen(cut[IN_TURN(pass)], nothing(), dc[IN_TURN(pass)]), past[IN_TURN(pass)] = chosen(cut[IN_TURN(pass)], 0.0f, past[IN_TURN(pass)]);
             }
             // To the block of each quad that handles this quarter of K.
             if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
             if (step < 0 && length > 0) grad_first_h[cell] = dh;
-            active[pass] = step < 0 ? 0 : table.active(pass, step);
+            if (!ROLLED) active[IN_TURN(pass)] = step < 0 ? 0 : table.active(pass, step);
         }
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         int at = pass * LANES + place;
         u64 cell = (u64)table.lane[at] * WIDTH + column;
-        if (owner && group + at * lanes.groups < lanes.count) {
-            grad_first_memory[cell] = dc[pass];
+        if (owns(pass) && group + at * lanes.groups < lanes.count) {
+            grad_first_memory[cell] = dc[OWN_PLACE(pass)];
             if (table.length[at] == 0) grad_first_h[cell] = grad_last_h ? grad_last_h[cell] : 0.0f;
-            else if (before) grad_first_h[cell] = NOISE ? past[pass] : 0.0f;
+            else if (before) grad_first_h[cell] = NOISE ? past[OWN_PLACE(pass)] : 0.0f;
         }
     }
-    __syncthreads();
-    if (owner) *(float4*)(partial + (unit * LANES + place) * 4) = make_float4(bias[0], bias[1], bias[2], bias[3]);
-    __syncthreads();
-    if (thread < UNITS * 4) {
-        float sum = 0.0f;
-        for (int n = 0; n < LANES; n++) sum += partial[((thread >> 2) * LANES + n) * 4 + (thread & 3)];
-        grad_bias[((u64)group * WIDTH + head * HIDDEN + member * UNITS) * 4 + thread] = sum;
-    }
+    int at = (HALVES ? thread / OWNERS * OWNERS : 0) + unit * LANES + place;
+    u64 first = (u64)group * WIDTH + head * HIDDEN + member * UNITS;
+    sum_lanes<2>(partial, thread, owning, at, make_float4(bias[0], bias[1], bias[2], bias[3]), grad_bias, first);
 #if RESETS == 2
-    __syncthreads();
-    if (owner) *(float2*)(partial + (unit * LANES + place) * 2) = make_float2(of_reset[0], of_reset[1]);
-    __syncthreads();
-    if (thread < UNITS * 2) {
-        float sum = 0.0f;
-        for (int n = 0; n < LANES; n++) sum += partial[((thread >> 1) * LANES + n) * 2 + (thread & 1)];
-        grad_reset[((u64)group * WIDTH + head * HIDDEN + member * UNITS) * 2 + thread] = sum;
-    }
+    sum_lanes<1>(partial, thread, owning, at, make_float2(of_reset[0], of_reset[1]), grad_reset, first);
 #endif
     if (NEAR) cluster_barrier();
 }
