@@ -17,7 +17,7 @@
 #endif
 
 // Very wide layers leave few registers, which only some of the pieces pass through at once. With several passes the others are copied at the
-// same time; with one they would not be there yet, and are loaded afterwards.
+// same time (from L2, as the polls are, and every word of them is checked); with one they would not be there yet, and are loaded afterwards.
 #define AT_ONCE (KPW > 5 && PIECES > 4 ? (PIECES + 1) / 2 : PIECES)
 #define COPIED (KPW > 5 && PIECES > 4 && PASSES > 1)
 
