@@ -102,11 +102,11 @@ struct Table {
     }
 };
 
+#ifndef PENDING
+#define PENDING (PASSES - 1)  // copies for later passes that may be under way when a pass reads its own
+#endif
 // Prefetches what a step reads from memory one step ahead, into the thread's own slot, and only after its polling: a multiprocessor's
 // loads return in the order in which they were issued, so polls would wait behind slower loads issued before them.
-#ifndef PENDING
-#define PENDING (PASSES - 1)
-#endif
 struct Slot {
     u32 address;
     __device__ __forceinline__ void fetch_8(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + at), "l"(from) : "memory"); }

@@ -153,12 +153,13 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
         if (RESETS) resets.keep(table.lane, step);
 #pragma unroll AT_A_TIME
         for (int pass = 0; pass < PASSES; turn(owns(pass), c, h_before, noise_byte), pass++) {
+            const int now = IN_TURN(pass);
             bool owner = owns(pass);
             auto fetch_last = [&]() {  // for the pass before this one, which was this thread's
                 if (HALVES && !owner && step + pass > 0) fetch(step + (pass > 0), (pass + PASSES - 1) % PASSES, noise_byte[KEPT - 1]);
             };
             if (ROLLED) active[0] = table.active(pass, step);
-            if (active[IN_TURN(pass)] == 0) {
+            if (active[now] == 0) {
                 fetch_last();
                 slot.close();
                 continue;
@@ -168,10 +169,10 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
             bool real = owner && table.length[at] > step;
             if (!PREPARED) gather.prepare(table.lane + pass * LANES, WIDTH, tiles, warpgroup, thread & 127);
             if (NEAR && step > 0) near.receive(step - 1);
-            else gather.run(hs + step * step_h + head * HIDDEN, active[IN_TURN(pass)], step > 0, FORWARD_PAUSE, warpgroup);
+            else gather.run(hs + step * step_h + head * HIDDEN, active[now], step > 0, FORWARD_PAUSE, warpgroup);
             uint4 input = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
-            u32 noisy = NOISE ? noise_byte[IN_TURN(pass)] : 0;
-            if (!HALVES) fetch(step + 1, pass, noise_byte[IN_TURN(pass)]);
+            u32 noisy = NOISE ? noise_byte[now] : 0;
+            if (!HALVES) fetch(step + 1, pass, noise_byte[now]);
             own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
             float a[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -190,11 +191,11 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
             parity ^= 1;
             if (owner) {
                 float h = 0.0f;
-                if (RESETS) c[IN_TURN(pass)] = chosen(again, begin, c[IN_TURN(pass)]), h_before[IN_TURN(pass)] = NOISE ? chosen(again, 0.0f, h_before[IN_TURN(pass)]) : 0.0f;
-                if (real) h = cell_forward(a, c[IN_TURN(pass)], NOISE ? h_before[IN_TURN(pass)] : 0.0f, noise.of(noisy));
+                if (RESETS) c[now] = chosen(again, begin, c[now]), h_before[now] = NOISE ? chosen(again, 0.0f, h_before[now]) : 0.0f;
+                if (real) h = cell_forward(a, c[now], NOISE ? h_before[now] : 0.0f, noise.of(noisy));
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
-                if (NOISE) h_before[IN_TURN(pass)] = half_of(both, unit & 1);  // as all blocks see it
+                if (NOISE) h_before[now] = half_of(both, unit & 1);  // as all blocks see it
                 if (real) {
                     if (!(unit & 1)) {
                         if (NEAR) *(u32*)__cvta_shared_to_generic(near.place_of(step, unit, place)) = both;
@@ -202,13 +203,13 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) forwa
                     }
                     if (keep) {
                         *(uint2*)(gates + cell * 4) = make_uint2(pack(a[0], a[1]), pack(a[2], a[3]));
-                        memories[cell] = RESETS ? noted(c[IN_TURN(pass)], again) : c[IN_TURN(pass)];
+                        memories[cell] = RESETS ? noted(c[now], again) : c[now];
                     }
                 }
             }
             fetch_last();
             if (NEAR && step + 1 < longest) near.send(step, member * UNITS, UNITS * LANES * 2, 0, 1, CLUSTER);
-            if (!ROLLED) active[IN_TURN(pass)] = table.active(pass, step + 1);
+            if (!ROLLED) active[now] = table.active(pass, step + 1);
         }
     }
 #pragma unroll
@@ -299,16 +300,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
     for (int step = longest - 1; step >= (before ? 0 : -1); step--) {
 #pragma unroll AT_A_TIME
         for (int pass = 0; pass < PASSES; turn(owns(pass), dc, c_now, past, noise_byte, cut), pass++) {
+            const int now = IN_TURN(pass);
             bool owner = owns(pass);
             if (ROLLED) active[0] = step + 1 < longest ? table.active(pass, step + 1) : after && longest == lanes.steps ? table.active(pass, step) : 0;
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
             u64 cell = (u64)table.lane[at] * WIDTH + column;
             float recurrent = 0.0f, quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f}, parts[4];
-            if (active[IN_TURN(pass)] > 0) {
+            if (active[now] > 0) {
                 if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * WIDTH, tiles, warpgroup, thread & 127);
                 int turn = longest - 2 - step;
                 if (NEAR) near.receive(turn);
-                else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[IN_TURN(pass)], true, BACKWARD_PAUSE, warpgroup);
+                else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[now], true, BACKWARD_PAUSE, warpgroup);
                 own.multiply(near.tiles_of(turn), SUMS, warpgroup, warp, lane);
                 __syncthreads();
                 if (owner) {
@@ -329,7 +331,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             }
             // While the others' sums travel: everything that does not need them.
             uint4 kept = Slot{slot.address + pass * OWNERS * SLOT}.read(owner);
-            NoiseOf noisy = noise.of(NOISE ? noise_byte[IN_TURN(pass)] : 0);
+            NoiseOf noisy = noise.of(NOISE ? noise_byte[now] : 0);
 #if SLOT == 16
             Memory c_before = __uint_as_float(kept.z);
 #else
@@ -339,37 +341,37 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) backward(
             float a[4];
             unpack(kept.x, a[0], a[1]);
             unpack(kept.y, a[2], a[3]);
-            bool again = RESETS && step >= 0 && note_in(c_now[IN_TURN(pass)]);
-            Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[IN_TURN(pass)], noisy);
+            bool again = RESETS && step >= 0 && note_in(c_now[now]);
+            Slopes slopes(a, RESETS ? chosen(again, begin, c_before) : c_before, c_now[now], noisy);
             slopes.hold();
-            if (active[IN_TURN(pass)] > 0) recurrent = swap.sum(swaps++, quarter, owner, parts);
-            if (!HALVES) fetch(step - 1, pass, noise_byte[IN_TURN(pass)]);
+            if (active[now] > 0) recurrent = swap.sum(swaps++, quarter, owner, parts);
+            if (!HALVES) fetch(step - 1, pass, noise_byte[now]);
             // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
             bool follows = length > step + 1 || (length > step && step + 1 == lanes.steps && after);
-            float dh = chosen(follows && !(RESETS && cut[IN_TURN(pass)]), recurrent, 0.0f);
-            if (NOISE && CELL != GRU) dh += past[IN_TURN(pass)];
-            if (RESETS) cut[IN_TURN(pass)] = again && length > step;
+            float dh = chosen(follows && !(RESETS && cut[now]), recurrent, 0.0f);
+            if (NOISE && CELL != GRU) dh += past[now];
+            if (RESETS) cut[now] = again && length > step;
             if (step >= 0 && length > step) {
                 float low, high, d[4];
                 unpack(kept.w, low, high);
                 dh += (column & 1) ? high : low;
                 if (step == length - 1 && grad_last_h) dh += grad_last_h[cell];
-                slopes.apply(dh, d, dc[IN_TURN(pass)], past[IN_TURN(pass)]);
+                slopes.apply(dh, d, dc[now], past[now]);
                 u32 first = pack(d[0], d[1]), second = pack(d[2], d[3]);
                 if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
                 store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
-                if (CELL != GRU || RESETS) c_now[IN_TURN(pass)] = c_before;
+                if (CELL != GRU || RESETS) c_now[now] = c_before;
 #pragma unroll
                 for (int n = 0; n < 4; n++) bias[n] += d[n];
 #if RESETS == 2 && CELL != SLSTM
-                if (cut[IN_TURN(pass)]) of_reset[0] += dc[IN_TURN(pass)], of_reset[1] += past[IN_TURN(pass)];
+                if (cut[now]) of_reset[0] += dc[now], of_reset[1] += past[now];
 #endif
-                if (RESETS) dc[IN_TURN(pass)] = chosen(cut[IN_TURN(pass)], nothing(), dc[IN_TURN(pass)]), past[IN_TURN(pass)] = chosen(cut[IN_TURN(pass)], 0.0f, past[IN_TURN(pass)]);
+                if (RESETS) dc[now] = chosen(cut[now], nothing(), dc[now]), past[now] = chosen(cut[now], 0.0f, past[now]);
             }
             // To the block of each quad that handles this quarter of K.
             if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
             if (step < 0 && length > 0) grad_first_h[cell] = dh;
-            if (!ROLLED) active[IN_TURN(pass)] = step < 0 ? 0 : table.active(pass, step);
+            if (!ROLLED) active[now] = step < 0 ? 0 : table.active(pass, step);
         }
     }
 #pragma unroll
