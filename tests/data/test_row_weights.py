@@ -30,7 +30,7 @@ CLASSES = [{"text": text, "label": label, "weight": weight} for text, label, wei
 
 
 def spec_of(task: str, folder: Path | None = None, **sections: Any) -> Spec:
-    data = {"share": 0.0, **sections.pop("data", {})}
+    data = {"share": 0.0, "weight": "weight", **sections.pop("data", {})}
     if folder is not None:
         data |= {"cache": str(folder / "cache"), "train": str(folder / data.pop("file", "train.jsonl"))}
     return parse({"task": task, "data": data, **sections})
@@ -51,8 +51,6 @@ def test_a_row_has_the_weight_of_its_field(tmp_path: Path) -> None:
     assert found.train.weights is not None
     assert found.train.weights.tolist() == [2.0, 0.5, 0.0]
     assert found.train.step_weights is None
-    told = "train: weight multiplies the loss of each target, and means are over its sum; data.weight=none ignores it"
-    assert told in found.notes
     batch = batch_of(found.train, spec_of("classification", tmp_path), found.codec, found.facts)
     assert dict(zip(batch.sequence.tolist(), batch.weights.tolist(), strict=True)) == {0: 2.0, 1: 0.5, 2: 0.0}
 
@@ -63,7 +61,7 @@ def test_rows_without_a_weight_have_1(tmp_path: Path) -> None:
     assert found.train.weights is not None
     assert found.train.weights.tolist() == [1.0, 3.0, 1.0]
     written(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 1}], "plain.jsonl")
-    plain = prepare(spec_of("classification", tmp_path, data={"file": "plain.jsonl"}))
+    plain = prepare(spec_of("classification", tmp_path, data={"file": "plain.jsonl", "weight": None}))
     assert plain.train.weights is None
 
 
@@ -71,19 +69,20 @@ def test_rows_without_a_weight_have_1(tmp_path: Path) -> None:
 def test_a_column_of_weights_may_have_another_name(ending: str, tmp_path: Path) -> None:
     frame = pd.DataFrame([{"text": row["text"], "label": row["label"], "w": row["weight"]} for row in CLASSES])
     (frame.to_csv if ending == "csv" else frame.to_parquet)(tmp_path / f"t.{ending}", index=False)
-    for asked, expected in (("w", [2.0, 0.5, 0.0]), (None, None), ("none", None)):
-        data = {"file": f"t.{ending}"} | ({} if asked is None else {"weight": asked})
+    for asked, expected in (("w", [2.0, 0.5, 0.0]), (None, None)):
+        data = {"file": f"t.{ending}", "weight": asked}
         found = prepare(spec_of("classification", tmp_path, data=data)).train.weights
         assert (None if found is None else found.tolist()) == expected
     with pytest.raises(DataError, match=r"has no column 'v' \(data.weight\)"):
         prepare(spec_of("classification", tmp_path, data={"file": f"t.{ending}", "weight": "v"}))
 
 
-def test_none_ignores_weights(tmp_path: Path) -> None:
+def test_a_name_means_nothing_unless_told(tmp_path: Path) -> None:
+    """The weights of cars in seaborn's mpg are not those of rows."""
     written(tmp_path, CLASSES)
-    found = prepare(spec_of("classification", tmp_path, data={"weight": "none"}))
+    found = prepare(spec_of("classification", tmp_path, data={"weight": None}))
     assert found.train.weights is None
-    assert not any("weight" in note for note in found.notes)
+    assert found.notes == (f"{tmp_path / 'train.jsonl'}: reading text and label; ignored: weight",)
 
 
 def test_a_frame_and_a_third_array_have_weights() -> None:
@@ -183,7 +182,7 @@ def test_weights_of_a_file_to_evaluate_on_are_read_and_those_to_predict_from_are
     assert found.weights is not None
     assert found.weights.tolist() == [7.0]
     assert read(str(tmp_path / "new.jsonl"), codec, spec, labelled=False).weights is None
-    with pytest.raises(DataError, match="data item 0: weight is empty; write a finite number from 0 on"):  # it does not mean 1
+    with pytest.raises(DataError, match="data item 0: the weight is empty; write a finite number from 0 on"):  # it does not mean 1
         read_python([{"text": "a", "label": "x", "weight": None}], codec, spec)
 
 
@@ -299,7 +298,7 @@ def test_rows_of_numbers_at_every_step_have_weights() -> None:
     found = from_python(rows, spec)
     assert found.train.step_weights is not None
     assert found.train.step_weights.tolist() == [0.5, 2.0, 1.0]
-    assert from_python(rows, spec_of("regression", data={"each_step": True, "weight": "none"})).train.step_weights is None
+    assert from_python(rows, spec_of("regression", data={"each_step": True, "weight": None})).train.step_weights is None
     other = read_python(rows[:1], found.codec, spec)
     assert other.step_weights is not None
     assert other.step_weights.tolist() == [0.5, 2.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.source import Source
 from carrywave.data.text import token_stream as text_module
+from carrywave.data.text.tally import Tally
 from carrywave.data.text.token_stream import cut, encode_stream, finished, learn_stream, pieces
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.data_spec import DataSpec
@@ -48,7 +48,7 @@ def test_chars_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory,
     file = source(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
     codec = learn_stream(file, spec(), "language")
     vocabulary = by_frequency(list(text))
-    assert list(codec.vocabulary) == vocabulary
+    assert list(codec.vocabulary) == [*vocabulary, "<unk>"]
     tokens = encode_stream(file, codec, MemoryAppender)
     assert tokens.dtype == np.uint8
     assert tokens.tolist() == [vocabulary.index(character) for character in text]
@@ -112,21 +112,42 @@ def test_empty_file_is_refused(tmp_path: Path, tokens: str) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4, 100])
-@pytest.mark.parametrize(("kind", "token"), [("char", "'x'"), ("word", "'bx'")])
-def test_unknown_token_is_refused_with_its_line(tmp_path: Path, kind: str, token: str, block_bytes: int) -> None:
+@pytest.mark.parametrize(("kind", "expected"), [("char", ["a", "\n", "\n", "a", " ", "<unk>"]), ("word", ["a", "<eos>", "<eos>", "a", "<unk>"])])
+def test_a_token_that_train_does_not_have_is_unk(tmp_path: Path, kind: str, expected: list[str], block_bytes: int) -> None:
+    """An emoji of valid that train does not have, as tweets have them."""
     codec = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens=kind), "language")
-    if kind == "word":  # as it was read before words had <unk>
-        codec = replace(codec, vocabulary=codec.vocabulary[:-1], size=codec.size - 1)
-    with pytest.raises(DataError, match=rf"t\.txt:3: token {token} is not in the training vocabulary; train with data\.min_count=2"):
-        encode_stream(source(tmp_path, b"a\n\na b bx\n", block_bytes), codec, MemoryAppender)
+    tally = Tally()
+    tokens = encode_stream(source(tmp_path, "a\n\na 😀".encode(), block_bytes), codec, MemoryAppender, tally)
+    assert [codec.vocabulary[token] for token in tokens][: len(expected)] == expected
+    assert list(tally.lines("valid")) == [f"valid: 1 of {len(tokens)} tokens is unknown to the vocabulary, and read as <unk>"]
 
 
-def test_an_unknown_word_is_unk_and_an_unknown_character_is_not(tmp_path: Path) -> None:
-    words = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens="word"), "language")
-    assert words.vocabulary == ("<eos>", "a", "ab", "b", "<unk>")
-    assert encode_stream(source(tmp_path, b"a zebra\n"), words, MemoryAppender).tolist() == [1, 4, 0]
-    assert learn_stream(source(tmp_path, b"a <unk> a\n"), spec(tokens="word"), "language").vocabulary == ("a", "<eos>", "<unk>")
-    assert "<unk>" not in learn_stream(source(tmp_path, b"a b\n"), spec(tokens="char"), "language").vocabulary
+@pytest.mark.parametrize("kind", ["char", "word"])
+def test_unk_is_learned_from_half_of_the_tokens_that_occur_once(tmp_path: Path, kind: str) -> None:
+    once, often = "bcde", "a" * 600
+    text = " ".join(often + once) + "\n"
+    codec = learn_stream(source(tmp_path, text.encode()), spec(tokens=kind), "language")
+    assert set(codec.vocabulary) == {"a", "b", "d", "<unk>"} | ({" ", "\n"} if kind == "char" else {"<eos>"})
+    assert encode_stream(source(tmp_path, text.encode()), codec, MemoryAppender).tolist().count(codec.tokens.unknown) == 2
+    kept = learn_stream(source(tmp_path, text.encode()), spec(tokens=kind), "language", keep_rare=True)
+    assert set(kept.vocabulary) > set(once)
+
+
+def test_little_data_keeps_its_tokens(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(250)]  # each once: of 251 tokens, with the line end, no more than two become <unk>
+    codec = learn_stream(source(tmp_path, " ".join(words).encode()), spec(tokens="word"), "language")
+    assert set(words) - set(codec.vocabulary) == {"w1", "w100"}
+    assert set("abc") < set(learn_stream(source(tmp_path, b"abc"), spec(), "language").vocabulary)
+
+
+def test_a_text_that_has_unk_keeps_its_vocabulary(tmp_path: Path) -> None:
+    """WikiText-2, whose words are all those that its authors kept."""
+    text = " ".join(["<unk>", *(f"w{number}" for number in range(500))]) + "\n"
+    codec = learn_stream(source(tmp_path, text.encode()), spec(tokens="word"), "language")
+    assert set(codec.vocabulary) == {*text.split(), "<eos>"}
+    tally = Tally()
+    encode_stream(source(tmp_path, b"w1 <unk> <unk> w2 <unk>s\n"), codec, MemoryAppender, tally)
+    assert (tally.unknown, tally.tokens) == (1, 6)  # <unk>s; the others are written so
 
 
 def test_limited_vocabulary_has_unk(tmp_path: Path) -> None:
@@ -146,16 +167,17 @@ def test_unk_of_the_text_itself_counts(tmp_path: Path) -> None:
 
 
 def test_equal_counts_are_ordered_by_token(tmp_path: Path) -> None:
-    assert learn_stream(source(tmp_path, b"cab"), spec(), "language").vocabulary == ("a", "b", "c")
+    assert learn_stream(source(tmp_path, b"cab"), spec(), "language").vocabulary == ("a", "b", "c", "<unk>")
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65537, np.int32)])
+@pytest.mark.parametrize(("size", "dtype"), [(255, np.uint8), (256, np.uint16), (65536, np.int32)])
 def test_dtype_by_vocabulary(tmp_path: Path, size: int, dtype: type) -> None:
-    text = "".join(chr(0x10000 + number) for number in range(size))
+    """With <unk>."""
+    text = "".join(chr(0x10000 + number) for number in range(size)) * 2
     file = source(tmp_path, text.encode())
     tokens = encode_stream(file, learn_stream(file, spec(), "language"), MemoryAppender)
     assert tokens.dtype == dtype
-    assert tokens.tolist() == list(range(size))
+    assert tokens.tolist() == [*range(size)] * 2
 
 
 def test_bytes_have_no_vocabulary_to_limit(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ LATER = (
     "step_targets",
     "masked",
     "spreads",
+    "text_column",
+    "label_column",
 )
 SINGLE: dict[str, Any] = {
     "task": str,
@@ -58,6 +60,8 @@ SINGLE: dict[str, Any] = {
     "transform": str,
     "distribution": str,
     "label_sets": str,
+    "text_column": str | None,
+    "label_column": str | None,
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
@@ -127,6 +131,8 @@ class Codec:
     distribution: str = "none"  # that is forecast of them
     step_targets: tuple[str, ...] = ()  # columns that are estimated at every step from the others
     masked: tuple[str, ...] = ()  # columns that may be empty: whether each has a value, and how long ago it last had one, is read as well
+    text_column: str | None = None  # the field of a row with the content, where the data has a name of its own for it
+    label_column: str | None = None  # and that with the target
     spreads: tuple[tuple[float, ...], ...] = ()  # the deviation of each step target in each of `names`, in standardised units
 
     def to_json(self) -> str:
@@ -168,8 +174,8 @@ class Codec:
                 return f"{name} is {values!r:.40}"
         if self.kind not in (None, *get_args(TokenizerKind)):
             return f"kind is {self.kind!r}"
-        if self.kind in ("char", "word") and self.size != len(self.vocabulary):
-            return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"
+        if self.kind in ("char", "word") and (self.size != len(self.vocabulary) or UNKNOWN not in self.vocabulary):
+            return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens, in which {UNKNOWN} must be"
         if self.kind == "char" and any(len(token) != 1 and token != UNKNOWN for token in self.vocabulary):
             return "a token of its character vocabulary is longer than one character"
         if any(len(character) != 1 for character in self.characters) or (self.word_length > 0) != bool(self.characters):
@@ -292,15 +298,11 @@ class Codec:
         return "".join(self.labels[number] for number in numbers) if self.text_labels else [self.label(number) for number in numbers]
 
     def encode(self, text: str, where: str = "the text") -> Ids:
-        """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""
+        """Encode a text as token ids; a token outside the vocabulary is <unk>."""
         try:
-            ids = self.tokens.ids(text)
+            return self.tokens.ids(text)
         except UnicodeEncodeError as error:
             raise DataError(f"{where} is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
-        unknown = first_unknown(ids)
-        if unknown is not None:
-            raise DataError(unknown_token(self.tokens.name(text, unknown), where))
-        return ids
 
     def spelled(self, ids: Ids, words: Sequence[str]) -> Ids:
         """The ids of words [words], or [words, 1 + word_length] with the codes of their characters if these are read."""
@@ -338,17 +340,6 @@ class Codec:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def first_unknown(ids: Ids) -> int | None:
-    """Return the index of the first unknown token, or None."""
-    return int(np.argmax(ids < 0)) if ids.size and int(ids.min()) < 0 else None
-
-
-def unknown_token(token: str, where: str) -> str:
-    """Return the error message for a token outside a vocabulary that has no <unk>."""
-    remedy = "train with data.min_count=2 or data.vocabulary to get <unk>, or remove the token"
-    return f"{where}: token {token!r} is not in the training vocabulary; {remedy}"
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:

@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.codec import Codec, first_unknown, unknown_token
+from carrywave.data.codec import Codec
 from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
 from carrywave.data.files.row_weights import Weigher
-from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row, Rows
-from carrywave.data.sequences import Sequences
+from carrywave.data.files.recognised import NamedRows
+from carrywave.data.files.rows import WEIGHT, Row, Rows
+from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.data.tables.moments import Moments, own_scale, standardise
 from carrywave.data.text import spelling, vocabulary
-from carrywave.data.text.tokenizers import Ids, Words, split_words
+from carrywave.data.text.tally import Tally
+from carrywave.data.text.tokenizers import Words, split_words
 from carrywave.errors import DataError, SpecError
-from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
+INSIDE = ("I-", "E-", "M-", "L-")  # how labels begin that go on with a span
 RESETS = ("language", "tagging")  # tasks in which a row may hold several sequences, each with a new state
-# The field that holds the target.
-TARGETS = {"classification": "label", "regression": "label", "tagging": "labels", "transcription": "labels"}
-
-
-def target_field(spec: Spec) -> str:
-    """The field of a row that holds its target, or those of its steps."""
-    return "labels" if spec.each_step else TARGETS.get(spec.task, "label")
-
 
 @dataclasses.dataclass
 class _Learned:
@@ -64,29 +59,23 @@ class _Learned:
         if self.spec.data.multi_label:
             self.sets.watch(label_sets.sets_of(row, where, steps=_count(row, where) if task == "tagging" else None), where)
         elif task == "classification":
-            self._label(*fields.class_of(fields.take(row, "label", where), "label", where), where)
+            self._label(*fields.class_of(fields.take(row, "label", where), "label", where))
         elif task == "tagging":
             for label in fields.tags_of(row, _count(row, where), where):
                 if label is not None:
-                    self._label(*label, where)
+                    self._label(*label)
         elif task == "transcription":
             labels, text = fields.transcript_of(row, where)
-            if text is not (self.text_labels if self.text_labels is not None else text):
-                kinds = ("a text", "a list") if text else ("a list", "a text")
-                raise DataError(f"{where}: labels is {kinds[0]}, but earlier rows have {kinds[1]}; write all in one form")
-            self.text_labels = text
+            self.text_labels = text and self.text_labels is not False
             for kind, name in labels:
-                self._label(kind, name, where)
+                self._label(kind, name)
         elif task == "regression":
             target = fields.target_of(row, where, self.outputs)
             self.outputs = len(target)
             if not self.is_held(index) and not weightless(row):
                 self.targets.add(target[None])
 
-    def _label(self, kind: str, name: str, where: str) -> None:
-        other = next(iter(self.labels.values()), kind)
-        if kind != other:
-            raise DataError(f"{where}: label {name} is a {kind}, but earlier rows have a {other}; use one kind of label")
+    def _label(self, kind: str, name: str) -> None:
         self.labels[name] = kind
 
     def is_held(self, index: int) -> bool:
@@ -127,11 +116,11 @@ def weightless(row: Row) -> bool:
     return weight is not None and not isinstance(weight, str) and bool(np.all(np.asarray(weight) == 0))
 
 
-def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
+def learn(rows: NamedRows, spec: Spec, held: Held) -> Codec:
     """Learn the codec from training rows; `held` marks the rows that are held out."""
     first = next(iter(rows), None)
     if first is None:
-        raise DataError(f"{rows.name} is empty; use data with at least one row")
+        raise _empty(rows)
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     seen = _Learned(rows, spec, held)
     learned: dict[str, Any] = {}
@@ -141,13 +130,14 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         key = "data.lowercase" if spec.data.lowercase else f"model.characters={spec.model.characters}"
         raise SpecError(f"{key} is for words, but {where} has {_form(content, spec)}; set data.tokens=word for text, or remove it")
     elif content == "text":
-        words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
+        keep_rare = spec.model.dropout_rare > 0
+        words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data, keep_rare=keep_rare)
         learned = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
     elif content == "tokens":
         if spec.data.vocabulary is not None or spec.data.min_count > 1:
             raise SpecError("data.vocabulary and data.min_count do not apply to numeric tokens; remove them, or use string tokens")
         seen.numbers()
-        learned = {"kind": "int", "size": seen.largest + 1}
+        learned = {"kind": "int", "size": seen.largest + 2}  # one for all that are larger
     elif spec.task == "language":
         raise DataError(f"{where}: a language model needs text or tokens, but the row has steps; use text, or task=forecasting")
     else:
@@ -167,13 +157,23 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         learned["text_labels"] = bool(seen.text_labels)
     if spec.data.multi_label:
         learned["label_sets"] = seen.sets.form
-    kind = next(iter(labels.values()), "string")  # all labels are of one kind: that has been checked
-    return Codec(spec.task, content, labels=_in_order(labels, rows, spec), label_kind=kind, **learned)
+    kinds = set(labels.values())
+    learned["label_kind"] = kinds.pop() if len(kinds) == 1 else "string"
+    learned["text_column"], learned["label_column"] = rows.names()
+    return Codec(spec.task, content, labels=_in_order(labels, rows, spec), **learned)
+
+
+def _empty(rows: Rows) -> DataError:
+    first = next(iter(rows.rows), None) if isinstance(rows, NamedRows) else None
+    if first is None:
+        return DataError(f"{rows.name} is empty; use data with at least one row")
+    fact = f"{rows.name} has no row with a sequence and a target (a row has {', '.join(map(str, list(first[1])[:8]))})"
+    return DataError(f"{fact}; set data.text and data.label to the names of their columns")
 
 
 def _words(counts: Mapping[str, int], spec: Spec) -> dict[str, Any]:
     """What is known of words from how often each occurs in train, and of their characters if they are read."""
-    words = vocabulary.choose(counts, spec.data, words=True)
+    words = vocabulary.choose(counts, spec.data, keep_rare=spec.model.dropout_rare > 0)
     learned: dict[str, Any] = {"kind": "word", "vocabulary": words, "size": len(words), "lowercase": spec.data.lowercase}
     if spec.model.characters != "none":
         learned["characters"], learned["word_length"] = spelling.learn(counts, spec.data.word_length)
@@ -189,27 +189,6 @@ def _count(row: Row, where: str) -> int:
     """Return how many labels a row of tags has."""
     value = fields.as_plain(fields.take(row, "labels", where))
     return len(value) if hasattr(value, "__len__") else 0
-
-
-def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
-    """Return a line that names the fields of the first row that are ignored, if any."""
-    first = next(iter(rows), None)
-    wanted = {codec.field: data.text, TARGETS.get(codec.task, ""): data.label}  # with the names that the data has for them
-    others = [] if first is None else [str(name) for name in first[1] if name not in (*wanted, "resets", WEIGHT)]
-    if not others:
-        return ()
-    shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    read = [name if field in (None, name) else f"{field} as {name}" for name, field in wanted.items() if name]
-    return (f"{rows.name}: reading {' and '.join(read)}; ignored: {shown}",)
-
-
-def weighing(parts: Mapping[str, Sequences]) -> tuple[str, ...]:
-    """Return a line if targets have weights."""
-    weighted = [part for part, each in parts.items() if each.weights is not None or each.step_weights is not None]
-    if not weighted:
-        return ()
-    fact = f"{' and '.join(weighted)}: {WEIGHT} multiplies the loss of each target, and means are over its sum"
-    return (f"{fact}; data.weight={NO_WEIGHT} ignores it",)
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
@@ -245,35 +224,46 @@ def ids_of(row: Row, where: str) -> NDArray[np.int64]:
     return tokens
 
 
-def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool, documents: bool = False) -> Sequences:
-    """Encode all rows with a codec; `join` concatenates them into one sequence, in which each starts anew if they are `documents`."""
-    writer = _Writer(codec, new, labelled, documents=join and documents)
+def encode(
+    rows: Rows,
+    codec: Codec,
+    new: NewArray,
+    *,
+    labelled: bool,
+    join: bool,
+    documents: bool = False,
+    tally: Tally | None = None,
+    part: str = "",
+    may_be_empty: bool = False,
+) -> Sequences:
+    """Encode all rows with a codec; `join` concatenates them into one sequence, in which each starts anew if they are `documents`.
+
+    `tally` counts what train does not have, and is otherwise told in the notes of the sequences, of a part by this name.
+    """
+    told = tally is None
+    tally = tally or Tally(counted=codec.task != "transcription" and codec.label_sets == label_sets.NONE)
+    writer = _Writer(codec, new, labelled, tally, documents=join and documents)
     shortest = 0 if join else 2 if codec.task == "language" and labelled else 1
-    count = 0
     for number, row in rows:
         where = rows.where(number)
         steps = writer.content(row, where)
         if len(steps) < shortest:
-            if not len(steps):
-                raise DataError(f"{where}: {codec.field} is a zero-length sequence; remove the row, or give it at least one step")
-            raise DataError(
-                f"{where}: the sequence has {len(steps)} token, but a language model needs 2 to have a target; extend it or remove it"
-            )
+            raise DataError(f"{where}: {codec.field} has {len(steps)} steps, and needs {shortest}; extend the row, or remove it")
         writer.add(steps, row, where)
-        count += 1
-    if not count:
-        raise DataError(f"{rows.name} is empty; use data with at least one row")
+    tally.left_out += getattr(rows, "left_out", 0)
+    if not writer.rows and not may_be_empty:
+        raise _empty(rows)
     if join and writer.rows < (2 if labelled else 1):
-        many = f"{writer.rows} token{'s' * (writer.rows != 1)}"
-        raise DataError(f"{rows.name} has {many}, but a language model needs 2 to have a target; add more text")
-    return writer.close(join=join, name=rows.name)
+        raise DataError(f"{rows.name} has 1 token, but a language model needs 2 to have a target; add more text")
+    notes = tuple(tally.lines(part or rows.name, train=part == "train")) if told else ()
+    return replace(writer.close(join=join, name=rows.name), notes=notes)
 
 
 class _Writer:
     """Appends rows to the arrays of one `Sequences`."""
 
-    def __init__(self, codec: Codec, new: NewArray, labelled: bool, *, documents: bool = False) -> None:
-        self.codec, self.rows, self.new, self.documents = codec, 0, new, documents
+    def __init__(self, codec: Codec, new: NewArray, labelled: bool, tally: Tally, *, documents: bool = False) -> None:
+        self.codec, self.rows, self.new, self.tally, self.documents = codec, 0, new, tally, documents
         self.resets: Appender | None = None  # made when a row has some
         self.weigher = Weigher(new, per_step=codec.task in RESETS) if labelled else None
         if codec.kind is None:
@@ -311,23 +301,15 @@ class _Writer:
         if isinstance(codec.tokens, Words):
             written = codec.field == "text"
             words = split_words(ended(fields.text_of(row, where), codec.task, codec.kind)) if written else words_of(row, where)
-            return codec.spelled(self._checked_ids(codec.tokens.word_ids(words), where, lambda place: words[place]), words)
+            ids = codec.tokens.word_ids(words)
+            self.tally.read(ids, codec.tokens.unknown, words)
+            return codec.spelled(ids, words)
         if codec.field == "text":
-            text = ended(fields.text_of(row, where), codec.task, codec.kind)
-            return self._checked_ids(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
-        ids = ids_of(row, where)
-        return self._checked_ids(np.where(ids < codec.size, ids, -1).astype(np.int32), where, lambda place: str(ids[place]))
-
-    def _checked_ids(self, ids: Ids, where: str, name: Any) -> Ids:
-        unknown = first_unknown(ids)
-        if unknown is None:
-            return ids
-        if self.codec.kind == "int":
-            size = self.codec.size
-            raise DataError(
-                f"{where}: token {name(unknown)} is outside the training vocabulary of {size} tokens; train with it, or remove it"
-            )
-        raise DataError(unknown_token(name(unknown), where))
+            ids = codec.tokens.ids(ended(fields.text_of(row, where), codec.task, codec.kind))
+        else:
+            ids = np.minimum(ids_of(row, where), codec.tokens.unknown).astype(np.int32)
+        self.tally.read(ids, codec.tokens.unknown)
+        return ids
 
     def add(self, steps: NDArray[Any], row: Row, where: str) -> None:
         """Append one row."""
@@ -336,15 +318,16 @@ class _Writer:
             self._add_sets(len(steps), row, where)
         elif self.tags is not None:
             tags = fields.tags_of(row, len(steps), where)
-            self.tags.append(np.array([fields.IGNORED if tag is None else self._class(tag[1], where) for tag in tags], np.int64))
+            self.tags.append(np.array([fields.IGNORED if tag is None else self._class(tag[1]) for tag in tags], np.int64))
         elif self.labels is not None and codec.task == "classification":
             _, label = fields.class_of(fields.take(row, "label", where), "label", where)
-            self.labels.append(np.array([self._class(label, where)], np.int64))
+            self.labels.append(np.array([self._class(label)], np.int64))
         elif self.labels is not None and self.spans is not None:
-            labels, _ = fields.transcript_of(row, where)
-            self.labels.append(np.array([self._class(label, where) for _, label in labels], np.int64))
-            self.spans.append(np.array([[self.count, self.count + len(labels)]], np.int64))
-            self.count += len(labels)
+            numbers = [self._class(label) for _, label in fields.transcript_of(row, where)[0]]
+            numbers = [number for number in numbers if number >= 0]
+            self.labels.append(np.array(numbers, np.int64))
+            self.spans.append(np.array([[self.count, self.count + len(numbers)]], np.int64))
+            self.count += len(numbers)
         elif self.labels is not None:
             scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
@@ -360,7 +343,7 @@ class _Writer:
         to = self.tags if self.labels is None else self.labels
         if to is not None:
             sets = label_sets.sets_of(row, where, steps=None if to is self.labels else steps)
-            to.append(label_sets.encode(sets, self.codec.label_sets, self.codec.label_numbers, where))
+            to.append(label_sets.encode(sets, self.codec.label_sets, self.codec.label_numbers, where, self.tally.labels))
 
     def _add_resets(self, steps: int, row: Row, where: str) -> None:
         if self.codec.task not in RESETS:
@@ -377,14 +360,12 @@ class _Writer:
                 resets = np.concatenate(([True], resets[1:]))
             self.resets.append(resets)
 
-    def _class(self, label: str, where: str) -> int:
+    def _class(self, label: str) -> int:
         number = self.codec.label_numbers.get(label)
-        if number is None:
-            labels = ", ".join(self.codec.labels[:5]) + (", …" if len(self.codec.labels) > 5 else "")
-            raise DataError(
-                f"{where}: label {label!r} was never seen in training (labels: {labels}); add training data with it, or remove the row"
-            )
-        return number
+        if number is not None:
+            return number
+        self.tally.labels[label] += 1
+        return UNSEEN_INSIDE if label.startswith(INSIDE) else UNSEEN
 
     def close(self, *, join: bool, name: str) -> Sequences:
         """Finish the arrays and return the sequences."""

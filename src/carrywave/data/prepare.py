@@ -17,7 +17,9 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes, hub_datasets
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.label_sets import NONE
-from carrywave.data.files.rows import NO_WEIGHT, Rows, open_rows
+from carrywave.data.files.opening import labels_beside, open_rows
+from carrywave.data.files.recognised import Known, NamedRows
+from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.steps import step_series, table_blocks
@@ -26,6 +28,7 @@ from carrywave.data.tables.columns import ColumnChoice
 from carrywave.data.tables.table import Table, arrange, read_table
 from carrywave.data.text import token_stream
 from carrywave.data.text.documents import BLANK_LINE, ROW
+from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
@@ -102,15 +105,15 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
         raise SpecError("data.train is not set; set it to a file to train on")
     sources = _sources(spec)
     for source in sources.values():
-        _check_format(source, spec, labelled=True)
+        _check_format(source, spec)
     place = cache.folder(spec.data.cache)
-    files = _digests(sources, place)
+    files = _digests(sources, place, spec)
     key = _key(spec, sources, files, codec)
 
     def build(new: NewArray) -> cache.Entry:
         note(f"reading {', '.join(source.name for source in sources.values())} into the cache {cache.place_of(place, key)}")
         entry = _build(spec, sources, new, codec)
-        _check_steady(sources, files, place)
+        _check_steady(sources, files, place, spec)
         return entry
 
     entry = cache.fetch(place, key, build)
@@ -121,7 +124,7 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
 def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
     """The name and the SHA-256 of each data file that the spec names, by its key in the spec."""
     sources = _sources(spec)
-    digests = _digests(sources, cache.folder(spec.data.cache))
+    digests = _digests(sources, cache.folder(spec.data.cache), spec)
     return {f"data.{part}": (source.name, digests[part]) for part, source in sources.items()}
 
 
@@ -139,15 +142,21 @@ def _find(name: str, field: str, spec: Spec, place: Path) -> Source:
     return find(name, field=field, format=data.format, any_bytes=bytewise, cache=place, encoding=data.encoding, separator=data.mark)
 
 
-def _digests(sources: Mapping[str, Source], place: Path | None) -> dict[str, str]:
-    """The SHA-256 of each file; of files that were hashed before and have not changed since, from the cache folder, if there is one."""
+def _digests(sources: Mapping[str, Source], place: Path | None, spec: Spec) -> dict[str, str]:
+    """The SHA-256 of each file, with that of a file of labels beside it; of files that were hashed before and have not changed since, from
+    the cache folder, if there is one.
+    """
     with nullcontext() if place is None else hashes.remembering(place / HASHES):
-        return {part: source.digest() for part, source in sources.items()}
+        digests = {}
+        for part, source in sources.items():
+            beside = [hashes.sha256(path) for path in labels_beside(source, spec)]
+            digests[part] = _hash([source.digest(), *beside]) if beside else source.digest()
+        return digests
 
 
-def _check_steady(sources: Mapping[str, Source], files: Mapping[str, str], place: Path | None) -> None:
+def _check_steady(sources: Mapping[str, Source], files: Mapping[str, str], place: Path | None, spec: Spec) -> None:
     """Refuse a file that changed while it was read: what was read is not what its hash stands for, in the cache and on other hosts."""
-    now = _digests(sources, place)
+    now = _digests(sources, place, spec)
     for part, source in sources.items():
         if now[part] != files[part]:
             raise DataError(f"{source.name} changed while it was read; wait until it is complete, then try again")
@@ -184,13 +193,13 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     """Read one more file with the codec of a run; if not `labelled`, labels may be missing and are not read."""
     place = cache.folder(spec.data.cache)
     source = _find(str(path), part, spec, place)
-    _check_format(source, spec, labelled=labelled)
+    _check_format(source, spec)
     small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
-    files = _digests({part: source}, None if small else place)
+    files = _digests({part: source}, None if small else place, spec)
 
     def build(new: NewArray) -> cache.Entry:
         sequences = _encode(source, codec, spec, new, labelled=labelled, part=part)
-        _check_steady({part: source}, files, None if small else place)
+        _check_steady({part: source}, files, None if small else place, spec)
         return cache.Entry({part: sequences}, codec, sequences.notes)
 
     file = [files[part], source.format, source.tabs, source.compression]
@@ -200,12 +209,11 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
 
 
-def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
-    """Return the rows of a file to predict from, whose labels may be missing; columns of `as_text` stay text in CSV."""
-    place = cache.folder(spec.data.cache)
-    source = _find(path, part, spec, place)
-    _check_format(source, spec, labelled=False)
-    return open_rows(source, numeric_label=False, data=spec.data, labelled=False, as_text=as_text)
+def rows_of_file(path: str, spec: Spec, codec: Codec | None, *, part: str = "data") -> NamedRows:
+    """Return the rows of a file to predict from, whose labels may be missing."""
+    source = _find(path, part, spec, cache.folder(spec.data.cache))
+    _check_format(source, spec)
+    return open_rows(source, spec, labelled=False, known=told_by(codec))
 
 
 def table_of_file(path: str, codec: Codec | None, spec: Spec, *, labelled: bool = True) -> Table:
@@ -242,10 +250,13 @@ def _how_read(source: Source, spec: Spec) -> str:
     return BYTES if source.format == "text" and _reads_bytes(spec) else source.format
 
 
-def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
-    if spec.task in LABELLED and labelled and source.format == "text":
-        raise DataError(f"{source.name} is read as plain text, which has no labels for {spec.task}; use a .jsonl file, or set data.format")
-    if source.format == "text" and spec.data.weight not in (None, NO_WEIGHT):
+def told_by(codec: Codec | None) -> Known:
+    """What a codec tells of the columns and labels of other data."""
+    return Known() if codec is None else Known(codec.text_column, codec.label_column, codec.labels)
+
+
+def _check_format(source: Source, spec: Spec) -> None:
+    if source.format == "text" and spec.data.weight is not None and spec.task == "language":
         raise DataError(
             f"{source.name} is read as plain text, which has no field {spec.data.weight} (data.weight); use .jsonl, or remove it"
         )
@@ -300,19 +311,19 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     train, share = sources["train"], 0.0 if "valid" in sources else spec.data.share
     notes: tuple[str, ...] = ()
     if _is_stream(train, spec):
-        codec = codec or token_stream.learn_stream(train, spec.data, spec.task)
+        codec = codec or token_stream.learn_stream(train, spec.data, spec.task, keep_rare=spec.model.dropout_rare > 0)
         held = np.zeros(0, np.bool_)
         odd = [not_utf8(source.name, source.head()) for source in sources.values() if spec.data.tokens == "byte"]
         notes = tuple(f"reading the raw bytes: {line}" for line in odd if line is not None)
     else:
-        rows = _open_rows(train, spec)
+        rows = open_rows(train, spec, known=told_by(codec))
         held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
-        notes = examples.not_read(rows, codec, spec.data)
+        notes = rows.notes()
     notes = (*(line for source in sources.values() for line in source.notes()), *notes)
     encoded = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     parts = hold_out(encoded, spec, share, held, train.name)
-    return cache.Entry(parts, codec, (*notes, *examples.weighing(parts), *overlap.notes(parts, sources)))
+    return cache.Entry(parts, codec, (*notes, *(line for each in encoded.values() for line in each.notes), *overlap.notes(parts, sources)))
 
 
 def hold_out(encoded: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
@@ -336,35 +347,31 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
     if spec.each_step:
         return step_series.read(_series_source(source, spec), codec, spec, new, part=part, labelled=labelled)
     if _is_stream(source, spec):
-        tokens = token_stream.encode_stream(source, codec, new)
+        tally = Tally()
+        tokens = token_stream.encode_stream(source, codec, new, tally)
         if len(tokens) < holdout.LEAST_TOKENS and labelled:
             raise DataError(f"{source.name} has {len(tokens)} token, but a language model needs 2 to have a target; add more text")
         if spec.data.reset == ROW:
             raise SpecError(f"data.reset={ROW}, but {source.name} is text without rows; set it to a token, or to {BLANK_LINE!r}")
-        return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64))
-    rows = _open_rows(source, spec, labelled=labelled)
+        notes = tuple(tally.lines(part, train=part == "train"))
+        return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64), notes=notes)
+    rows = open_rows(source, spec, labelled=labelled, known=told_by(codec))
     join = spec.task == "language" and spec.streams and rows.join
-    return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW)
+    return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
 
 
 def _series_source(source: Source, spec: Spec) -> table_blocks.SeriesSource:
     """The series of a file in which every step has targets."""
     if source.format == "jsonl":
-        return table_blocks.of_rows(lambda labelled: _open_rows(source, spec, labelled=labelled), spec.data)
+        return table_blocks.of_rows(lambda labelled: open_rows(source, spec, labelled=labelled), spec.data)
     return table_blocks.of_file(source, spec.data)
 
 
 def series_of_file(path: str, spec: Spec) -> table_blocks.SeriesSource:
     """The series of a file whose steps are estimated."""
     source = _find(path, "data", spec, cache.folder(spec.data.cache))
-    _check_format(source, spec, labelled=False)
+    _check_format(source, spec)
     return _series_source(source, spec)
-
-
-def _open_rows(source: Source, spec: Spec, *, labelled: bool = True) -> Rows:
-    """The rows of a file of examples."""
-    target = examples.target_field(spec)
-    return open_rows(source, numeric_label=spec.task == "regression", data=spec.data, target=target, labelled=labelled)
 
 
 def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Callable[[Codec | None], Table]:
@@ -373,7 +380,7 @@ def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Calla
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if source.format == "jsonl":
-            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True), choice.weight), choice)
+            return series.choose_columns(series.from_rows(json_rows(source), choice.weight), choice)
         table, notes = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
         return arrange(table, source.name, choice, read_notes=notes)
 

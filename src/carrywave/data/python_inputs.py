@@ -23,7 +23,8 @@ from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows, renamed
+from carrywave.data.files.recognised import NamedRows, target_field
+from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
 from carrywave.data.prepare import (
@@ -37,6 +38,7 @@ from carrywave.data.prepare import (
     rows_of_file,
     series_of_file,
     table_of_file,
+    told_by,
 )
 from carrywave.data.sequences import Sequences
 from carrywave.data.steps import step_series, table_blocks
@@ -78,7 +80,7 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     else:
         plain = {part: _rows(value, part, spec) for part, value in by_part.items()}
         streamed = {part: each.key() for part, each in plain.items() if isinstance(each, hub_datasets.DatasetRows)}
-        rows = {part: _named(each, spec) for part, each in plain.items()}
+        rows = {part: _named(each, spec, codec) for part, each in plain.items()}
         if len(streamed) < len(rows):
             entry = _examples(rows, spec, codec, MemoryAppender)
         else:  # it may be larger than memory
@@ -97,7 +99,7 @@ def _read_as_tokens(data: Any, codec: Codec) -> tuple[str, ...]:
     if isinstance(first[0] if isinstance(first, tuple) else first, Mapping):
         return ()
     how = "to read them as numbers, pass floats, as in x.astype(float)"
-    return (f"train: whole numbers are read as tokens, {codec.size:,} different ones at most; {how}",)
+    return (f"train: whole numbers are read as tokens, {codec.size - 1:,} different ones at most; {how}",)
 
 
 def naming(data: Any, spec: Spec) -> Spec:
@@ -130,16 +132,17 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     elif spec.each_step:
         sequences = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
-        rows = _named(_rows(data, part, spec), spec, labelled=labelled)
+        rows = _named(_rows(data, part, spec), spec, codec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
-        sequences = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join, documents=spec.data.reset == ROW)
+        how = {"labelled": labelled, "join": join, "documents": spec.data.reset == ROW}
+        sequences = examples.encode(rows, codec, MemoryAppender, **how, part=part)
     return replace(sequences, fingerprint=_fingerprint({part: sequences}, codec))
 
 
-def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
-    """Return the rows of a file or an object, to be read one at a time without their labels; columns of `as_text` stay text in CSV."""
+def rows_for(data: Any, spec: Spec, codec: Codec | None = None, *, part: str = "data") -> Rows:
+    """Return the rows of a file or an object, to be read one at a time without their labels, as the training data was read."""
     file = file_of(data, spec)
-    return _named(_rows(data, part, spec), spec, labelled=False) if file is None else rows_of_file(file, spec, part=part, as_text=as_text)
+    return _named(_rows(data, part, spec), spec, codec, labelled=False) if file is None else rows_of_file(file, spec, codec, part=part)
 
 
 def series_of(data: Any, codec: Codec, spec: Spec, *, labelled: bool = False) -> Table:
@@ -160,7 +163,7 @@ def _series_source(data: Any, part: str, spec: Spec) -> SeriesSource:
     """The series of an object whose steps have targets: of a table, or of rows with steps."""
     frame = as_table(data, part) if is_frame(data) else None
     if frame is None or "steps" in frame.table.column_names:
-        return table_blocks.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, labelled=labelled), spec.data)
+        return table_blocks.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, None, labelled=labelled), spec.data)
     return table_blocks.of_table(frame.table, part, spec.data, frame.index)
 
 
@@ -201,16 +204,16 @@ def _by_part(data: Any) -> dict[str, Any]:
     return {PARTS[name]: value for name, value in data.items() if value is not None}
 
 
-def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewArray) -> Entry:
+def _examples(rows: dict[str, NamedRows], spec: Spec, codec: Codec | None, new: NewArray) -> Entry:
     share = 0.0 if "valid" in rows else spec.data.share
     held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
     codec = codec or examples.learn(rows["train"], spec, held)
     encoded = {}
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
-        encoded[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW)
+        encoded[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW, part=part)
     parts = hold_out(encoded, spec, share, held, "train")
-    notes = (*examples.not_read(rows["train"], codec, spec.data), *examples.weighing(parts), *overlap.notes(parts, rows))
+    notes = (*rows["train"].notes(), *(line for each in encoded.values() for line in each.notes), *overlap.notes(parts, rows))
     return Entry(parts, codec, notes)
 
 
@@ -268,9 +271,9 @@ def as_rows(data: Any, part: str) -> Rows | None:
     return None if frame is None else FrameRows(part, frame.table)
 
 
-def _named(rows: Rows, spec: Spec, *, labelled: bool = True) -> Rows:
+def _named(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool = True) -> NamedRows:
     """Rows with the fields that tasks read."""
-    return renamed(rows, spec.data, target=examples.target_field(spec), labelled=labelled)
+    return NamedRows(rows, spec, labelled, told_by(codec))
 
 
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
@@ -342,14 +345,14 @@ def _row(item: Any, where: str, spec: Spec) -> Row:
             fact = f"{where} is a pair, but {spec.task} takes its targets from the data itself"
             raise DataError(f"{fact}; pass only the inputs, or set task to that of your targets, such as classification")
         weight = {spec.data.weight or WEIGHT: item[2]} if len(item) == 3 else {}
-        return {**_content(item[0], spec), spec.data.label or examples.target_field(spec): item[1], **weight}
+        return {**_content(item[0], spec), spec.data.label or target_field(spec): item[1], **weight}
     return _content(item, spec)
 
 
 def _content(item: Any, spec: Spec) -> Row:
     """Determine the content of a sequence: a text, tokens (a flat list of integers or of strings), or numeric steps."""
     if spec.data.text is not None:
-        return {spec.data.text: item if isinstance(item, str) else as_plain(item)}  # `renamed` determines it
+        return {spec.data.text: item if isinstance(item, str) else as_plain(item)}  # `NamedRows` determines it
     if isinstance(item, str):
         return {"text": item}
     plain = as_plain(item)

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+# In the place of a label that train does not have: it has no loss, and no answer is right. The second one goes on with a span.
+UNSEEN, UNSEEN_INSIDE = -101, -102
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Sequences:
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
-    # For each row: [rows] int64, -100 for no tag; of several labels, or of numbers, [rows, labels] float32, NaN for none.
+    # For each row: [rows] int64, -100 for no tag, less for one that train does not have; of several labels, or of numbers, [rows, labels] float32, NaN for none.
     tags: NDArray[Any] | None = None
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
     weights: NDArray[np.float32] | None = None  # [n] weight of each sequence's targets in the loss; None: 1, or those of its rows

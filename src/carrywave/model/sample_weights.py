@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from carrywave.data.sequences import UNSEEN
 from carrywave.errors import UserError
-from carrywave.model.heads.scoring import weighted_targets
+from carrywave.model.heads.scoring import IGNORED, weighted_targets
 
 
 def check_weights(weights: Tensor, loss: Any, whose: str, *, by_lane: bool) -> None:
@@ -32,6 +33,11 @@ def check_weights(weights: Tensor, loss: Any, whose: str, *, by_lane: bool) -> N
 def for_each_target(weights: Tensor, targets: Tensor, *, pooled: bool) -> Tensor:
     """Weights [B] or [T, B, …] as those of targets: [B] if there is one for each lane (`pooled`), [T, B, …] otherwise."""
     return weights if pooled or weights.dim() > 1 else weights.expand(targets.shape[:2])
+
+
+def known(targets: Tensor) -> Tensor:
+    """The targets that have a loss: labels that train does not have are missing."""
+    return targets if targets.is_floating_point() else torch.where(targets <= UNSEEN, IGNORED, targets)
 
 
 def seen(targets: Tensor | None, weights: Tensor | None, *, pooled: bool) -> Tensor | None:

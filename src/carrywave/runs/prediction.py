@@ -18,11 +18,15 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.files.rows import Row, Rows, open_rows
+from carrywave.data.files.opening import open_rows
+from carrywave.data.files.rows import Row, Rows
+from carrywave.data.prepare import told_by
 from carrywave.data.python_inputs import read_python, rows_for, series_of, step_series_of
 from carrywave.data.steps.step_series import tables_of
 from carrywave.data.tables.series import unseen_series
+from carrywave.data.text.tally import Tally
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
@@ -199,9 +203,13 @@ def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: 
             _estimate(members, spec, request, sink)
         else:
             outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
-            for block in shared(world, lambda: _blocks(stack, members, spec, request.data, carried)):
+            tally = Tally()
+            for block in shared(world, lambda: _blocks(stack, members, spec, request.data, carried, tally)):
                 if not _written(world, sink, rows_of(outputs, block, beam=request.beam or 1)):
                     break
+            if world.rank == 0:
+                for line in tally.lines("the input"):
+                    request.note(line)
         leave(world)
 
 
@@ -210,19 +218,21 @@ def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     return from_rank_0(world, lambda: sink(rows), no_timeout=True)  # whoever reads our output may take its time
 
 
-def _blocks(stack: ExitStack, members: Sequence[Saved], spec: Spec, data: Any, carried: KeptColumns) -> Iterator[Block]:
+def _blocks(
+    stack: ExitStack, members: Sequence[Saved], spec: Spec, data: Any, carried: KeptColumns, tally: Tally
+) -> Iterator[Block]:
     codec, *others = (member.task.codec for member in members)
-    yield from read_blocks(_open(stack, spec, data, carried), codec, carried, others=others)
+    yield from read_blocks(_open(stack, spec, data, codec), codec, carried, tally, others=others)
 
 
-def _open(stack: ExitStack, spec: Spec, data: Any, carried: KeptColumns) -> Rows:
+def _open(stack: ExitStack, spec: Spec, data: Any, codec: Codec) -> Rows:
     """The rows of the input; on rank 0 only."""
     if not is_standard(data):
-        return rows_for(data, spec, as_text=carried.names)
+        return rows_for(data, spec, codec)
     stream = open_stream(spec)
     if stream.format in ("jsonl", "text"):
-        return open_rows(stream, numeric_label=False, data=spec.data, labelled=False)
-    return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, as_text=carried.names)
+        return open_rows(stream, spec, labelled=False, known=told_by(codec))
+    return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, codec)
 
 
 def _forecast(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sink) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from carrywave.spec.section import Positive, Section
 from carrywave.spec.signal_spec import AugmentSpec
@@ -50,16 +50,21 @@ class DataSpec(Section):
     decimal: Literal["auto", ".", ","] = Field(
         "auto", description="CSV: the mark before decimals; auto: a comma if that cannot be mistaken"
     )
-    text: str | None = Field(None, description="the column or field with the text, or its list of tokens; by default text, tokens or steps")
+    text: str | None = Field(
+        None,
+        description="the column or field with the text, or its list of tokens; by default text, tokens or steps, or else the one with long "
+        "texts",
+    )
     label: str | None = Field(
         None,
         description="classification, regression, tagging, transcription: the column or field with the target; by default label, for "
-        "tagging and transcription labels",
+        "tagging and transcription labels, or else the one with short values that recur. Columns without names are counted from 0; in "
+        "files of words with their tags it is by default the last one, in CoNLL-U upos",
     )
     weight: str | None = Field(
         None,
         description="the column or field with the weight of each target in the loss: a number from 0 on for a row, or a list of one for "
-        "each step; by default weight, but none in tables of series, where that of a row is of its own values as targets; none: not read",
+        "each step; by default none has one. In tables of series, that of a row is of its own values as targets",
     )
     multi_label: bool = Field(
         False,
@@ -79,7 +84,11 @@ class DataSpec(Section):
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
-    min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    min_count: Positive = Field(
+        1,
+        description="tokens that occur less often than this in the training file become <unk>; with 1, half of those that occur once, up to "
+        "1% of all tokens, unless the file has <unk> itself, or model.dropout_rare is set",
+    )
     lowercase: bool = Field(False, description="words are read in lower case; their characters (model.characters) as they are spelled")
     word_length: Positive = Field(
         32, description="model.characters: how many characters of a word are read; a longer word is read without its middle"
@@ -206,6 +215,12 @@ class DataSpec(Section):
     def levels(self) -> tuple[float, ...] | None:
         """The quantiles that are forecast, or reported of a distribution; None: forecasts are single values."""
         return REPORTED if self.quantiles is None and self.distribution != "none" else self.quantiles
+
+    @field_validator("text", "label", "weight", mode="before")
+    @classmethod
+    def _name(cls, name: Any) -> Any:
+        """Columns without names have numbers."""
+        return str(name) if isinstance(name, int) and not isinstance(name, bool) else name
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,6 +1,6 @@
 """Metrics accumulated as sums on the device: they can be all-reduced, and are read by the host only at the end.
 
-Ignored targets (-100, or NaN for floats) add nothing. Shapes: T time, B lane, K classes or outputs, H horizon, C columns,
+Ignored targets (-100, or NaN for floats) add nothing; labels that train does not have (below -100) count as answered wrongly. Shapes: T time, B lane, K classes or outputs, H horizon, C columns,
 Q quantiles, S series of a part, N all leading dimensions flattened.
 """
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from carrywave.data.batch import IGNORED
+from carrywave.data.sequences import UNSEEN
 from carrywave.data.tables.transform import LARGEST
+from carrywave.model.sample_weights import known
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.label_metrics import LabelDecisions, Row
@@ -129,6 +131,7 @@ class Confusion:
         chosen: bool = False,
     ) -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
+        self.unseen_K = torch.zeros(classes, dtype=torch.int64, device=device)  # predictions for labels that train does not have
         self.labels = tuple(labels) or tuple(map(str, range(classes)))
         # With few labels, the right one is always among the `TOP` likeliest.
         self.tops = () if chosen else tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
@@ -143,17 +146,19 @@ class Confusion:
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:
         """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
-        real = (target != IGNORED).reshape(-1)
-        place = (target * self.counts_KK.shape[0] + self.decided(out)).reshape(-1)
+        real, unseen = (target > IGNORED).reshape(-1), (target <= UNSEEN).reshape(-1)
+        decided = self.decided(out).reshape(-1)
+        place = target.reshape(-1) * self.counts_KK.shape[0] + decided
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
+        self.unseen_K.scatter_add_(0, torch.where(unseen, decided, 0), unseen.to(torch.int64))
         if self.tops:
             rank = _rank(out, target).reshape(-1)
             for number, top in enumerate(self.tops):
                 self.hits_N[number] += ((rank < top) & real).sum()
         if self.plain_loss is not None:
             logits_NK = out.reshape(-1, out.shape[-1]).to(torch.float64)
-            self.plain_loss += cross_entropy(logits_NK, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+            self.plain_loss += cross_entropy(logits_NK, known(target).reshape(-1), ignore_index=IGNORED, reduction="sum")
 
     def decided(self, out: Tensor) -> Tensor:
         """Return the classes that outputs stand for."""
@@ -161,28 +166,29 @@ class Confusion:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        sums = {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
+        sums = {"confusion": self.counts_KK, "unseen": self.unseen_K} | ({"top_hits": self.hits_N} if self.tops else {})
         return sums if self.plain_loss is None else sums | {"plain_loss": self.plain_loss}
 
     def values(self) -> dict[str, float]:
         """Return the loss without weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
-        prediction, and the accuracies of `tops`.
+        prediction, and the accuracies of `tops`. Labels that train does not have are one more class, which is never predicted.
         """
-        counts_KK = self.counts_KK.cpu().to(torch.float64)
-        hits_K = counts_KK.diagonal()
-        occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
-        f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
+        counts_KK, unseen_K = self.counts_KK.cpu().to(torch.float64), self.unseen_K.cpu().to(torch.float64)
+        hits_K, total = counts_KK.diagonal(), counts_KK.sum() + unseen_K.sum()
+        hits_L = torch.cat([hits_K, hits_K.new_zeros(1)])
+        occurrences_L = torch.cat([counts_KK.sum(0) + unseen_K + counts_KK.sum(1), unseen_K.sum()[None]])
+        f1_L = (2.0 * hits_L / occurrences_L)[occurrences_L > 0]
         scores = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss, counts_KK.sum())}
-        scores |= {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
-        shares = [_ratio(hits, counts_KK.sum()) for hits in self.hits_N]
+        scores |= {"accuracy": _ratio(hits_K.sum(), total), "macro_f1": f1_L.mean().item() if len(f1_L) else math.nan}
+        shares = [_ratio(hits, total) for hits in self.hits_N]
         return scores | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
 
     def rows(self, by: str) -> list[Row]:
         """Return precision, recall and F1 by `label`."""
-        counts_KK = self.counts_KK.cpu().to(torch.float64)
+        counts_KK, unseen_K = self.counts_KK.cpu().to(torch.float64), self.unseen_K.cpu().to(torch.float64)
         rows: list[Row] = []
         for place, label in enumerate(self.labels):
-            hits, predicted, targets = counts_KK[place, place], counts_KK[:, place].sum(), counts_KK[place].sum()
+            hits, predicted, targets = counts_KK[place, place], counts_KK[:, place].sum() + unseen_K[place], counts_KK[place].sum()
             scores = {"precision": _ratio(hits, predicted), "recall": _ratio(hits, targets), "f1": _ratio(2 * hits, predicted + targets)}
             rows.append({"label": label, **scores, "targets": int(targets), "predicted": int(predicted)})
         return rows

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.batch import IGNORED
-from carrywave.data.sequences import Sequences
+from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.data.text.tag_scheme import OUTSIDE, Tag, tags_of
 from carrywave.tasks.label_metrics import Row
 from carrywave.tasks.metrics import Confusion
 
 Ints = NDArray[np.int64]
 NO_TYPE = "span"  # the name of the type of labels B, I and O
+NOT_IN_TRAIN = "not in train"  # the type of spans that are written with labels which train does not have
 
 
 class Spans(NamedTuple):
@@ -64,8 +65,9 @@ class TagConfusion(Confusion):
         super().__init__(len(labels), device, labels, tops, weighted=weighted, chosen=chosen)
         tags = tags_of(labels)
         assert tags is not None
-        self.tags = tags
-        self.types = tuple(dict.fromkeys(tag.type for tag in tags if tag.prefix != OUTSIDE))
+        # The last two stand for labels that train does not have, whose spans are never found.
+        self.tags = (*tags, Tag("B", NOT_IN_TRAIN), Tag("I", NOT_IN_TRAIN))
+        self.types = tuple(dict.fromkeys(tag.type for tag in self.tags if tag.prefix != OUTSIDE))
         ends = np.cumsum(data.lengths)
         self._starts = torch.from_numpy(ends - data.lengths).to(device)
         rows = int(data.lengths.sum())
@@ -86,6 +88,8 @@ class TagConfusion(Confusion):
         assert first_B is not None
         step_T1 = torch.arange(target.shape[0], device=target.device)[:, None]
         rows_TB = self._starts[sequence_B.clamp(min=0)] + first_B + step_T1
+        known = len(self.labels)
+        target = torch.where(target == UNSEEN, known, torch.where(target == UNSEEN_INSIDE, known + 1, target))
         real_TB = (target != IGNORED) & (sequence_B >= 0)
         rows_TB = torch.where(real_TB, rows_TB, self.seen_2R.shape[1] - 1)
         for seen_R, labels_TB in zip(self.seen_2R, (target, self.decided(out)), strict=True):
@@ -115,11 +119,11 @@ class TagConfusion(Confusion):
                 **{"precision": _ratio(right, predicted), "recall": _ratio(right, wanted), "f1": _ratio(2 * right, wanted + predicted)},
                 **{"targets": wanted, "predicted": predicted},
             }
-            for kind, right, wanted, predicted in zip(self.types, *self.counts().tolist(), strict=True)
+            for kind, right, wanted, predicted in zip(self.types, *self.counts().tolist(), strict=False)
         ]
 
     def counts(self) -> Ints:
-        """How many spans of each type are right, wanted and predicted [3, Y]."""
+        """How many spans of each type are right, wanted and predicted [3, Y]; the last type, `NOT_IN_TRAIN`, only if there are some."""
         seen_2R = self.seen_2R.cpu().numpy().astype(np.int64) - 1
         known_R = seen_2R[0] >= 0
         # Between sequences, and after the last, there is an O, which ends what is open; so that labels are one row of them.
@@ -133,7 +137,8 @@ class TagConfusion(Confusion):
         _, one, other = np.intersect1d(wanted.first, predicted.first, assume_unique=True, return_indices=True)
         same = (wanted.last[one] == predicted.last[other]) & (wanted.type[one] == predicted.type[other])
         kinds = (wanted.type[one][same], wanted.type, predicted.type)
-        return np.stack([np.bincount(kind, minlength=len(self.types)) for kind in kinds])
+        counts = np.stack([np.bincount(kind, minlength=len(self.types)) for kind in kinds])
+        return counts if counts[1, -1] else counts[:, :-1]
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.files.frames import is_column, is_frame, plain_column, plain_frame
-from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row
-from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
+from carrywave.data.files.rows import WEIGHT, Row
+from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.errors import DataError
 
 FIELDS = ("steps", "tokens", "text")
@@ -35,10 +34,8 @@ def take(row: Row, field: str, where: str) -> Any:
         others = [name for name in FIELDS if row.get(name) is not None]
         if field in FIELDS and others:
             raise DataError(f"{where}: the row has {others[0]}, expected {field}; use the same field in all rows")
-        if field in row:
-            raise DataError(f"{where}: the field {field} is empty; fill it in, or remove the row")
-        remedy = "add it, or name the field that has the target in data.label" if field in TARGETS else "add it"
-        raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); {remedy}")
+        key = "data.label" if field in TARGETS else "data.text"
+        raise DataError(f"{where}: the field {field} is missing or empty (the row has {_names(row)}); fill it in, or name it in {key}")
     return value
 
 
@@ -47,48 +44,34 @@ def text_of(row: Row, where: str) -> str:
     text = take(row, "text", where)
     if not isinstance(text, str):
         raise DataError(f"{where}: text is {kind_of(text)}, not a string; write it in quotes")
+    return checked_text(text, f"{where}: text")
+
+
+def checked_text(text: str, what: str) -> str:
+    """Return a text that has a place in UTF-8, as one with half of a pair of surrogates has not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: text is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
+        raise DataError(f"{what} is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
     return text
 
 
 def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
     """Return the tokens of a row: words as a list, integers as an array."""
     value = as_plain(take(row, "tokens", where))
-    if isinstance(value, np.ndarray):
-        return _whole(value, where)
-    if not isinstance(value, list):
-        raise DataError(f'{where}: tokens is {kind_of(value)}, not a list; write ["a", "b"] or [1, 2]')
-    if all(isinstance(token, str) for token in value):
+    if isinstance(value, list) and all(isinstance(token, str) for token in value):
         return value
-    for place, token in enumerate(value):
-        if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-            raise DataError(f"{where}: token {place} is {kind_of(token)} ({token!r}); write all tokens as strings, or all as whole numbers")
-    return _whole(np.array(value), where)
-
-
-def _whole(value: NDArray[Any], where: str) -> NDArray[np.int64]:
-    if value.ndim != 1 or (value.size and value.dtype.kind not in "iu"):
-        raise DataError(
-            f"{where}: tokens must be a flat list of whole numbers, got {value.dtype} of shape {list(value.shape)}; use one per step"
-        )
-    if value.size and int(value.min()) < 0:
-        raise DataError(f"{where}: token {int(value.min())} at step {int(value.argmin())} is negative; tokens must be 0 or greater")
-    if value.size and int(value.max()) >= 2**31 - 1:
-        raise DataError(f"{where}: token {int(value.max())} at step {int(value.argmax())} is too large; tokens must be below 2147483647")
-    return value.astype(np.int64)
+    array = np.asarray(value)
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() < 2**31 - 2)):
+        raise DataError(f'{where}: tokens is {value!r:.60}; write a list of words ["a", "b"], or of whole numbers from 0 on')
+    return array.astype(np.int64)
 
 
 def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
     """Return the numbers of a row, [steps, features]; a flat list is one feature per step."""
     matrix = numbers(take(row, "steps", where), "steps", where)
-    if matrix.size == 0 and len(matrix) == 0:
-        raise DataError(f"{where}: steps is a zero-length sequence; remove the row, or give it at least one step")
-    if matrix.ndim == 1:
-        matrix = matrix[:, None]
-    if matrix.ndim != 2 or matrix.shape[1] == 0:
+    matrix = matrix[:, None] if matrix.ndim == 1 else matrix
+    if matrix.ndim != 2 or not matrix.size:
         raise DataError(f"{where}: steps has shape {list(matrix.shape)}; write a list of steps, each a list of numbers")
     if columns is not None and matrix.shape[1] != columns:
         raise DataError(f"{where}: a step has {matrix.shape[1]} features, but the training data has {columns}; use {columns} in every step")
@@ -101,41 +84,21 @@ def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
 
 
 def numbers(value: Any, field: str, where: str) -> Matrix:
-    """Convert a list of numbers, or of lists of numbers, to float64; JSON null becomes NaN."""
+    """Convert a number, a list of them, or of lists of them, to float64; JSON null becomes NaN."""
     value = as_plain(value)
-    if isinstance(value, list):
-        value = [as_plain(item) for item in value]
+    value = [as_plain(item) for item in value] if isinstance(value, list) else value
     try:
         array = np.array(value)
-    except (ValueError, OverflowError):
-        array = None
-    if array is not None and array.dtype.kind in "iufb":
-        if (beyond := too_whole(array)) is not None:
-            raise DataError(f"{where}: {field} contains {beyond}, {TOO_WHOLE}")
-        if array.dtype.kind != "f" or not isinstance(value, list) or not (np.abs(array) >= WHOLE).any():  # beside a fraction it is rounded
-            return array.astype(np.float64)
-    items = value if isinstance(value, (list, np.ndarray)) else [value]
-    for step, item in enumerate(items):
-        for column, number in enumerate(item if isinstance(item, (list, tuple, np.ndarray)) else [item]):
-            if isinstance(number, (list, tuple, np.ndarray)):
-                raise DataError(
-                    f"{where}: step {step}, column {column} of {field} is a list; write a list of steps, each a list of numbers"
-                )
-            if number is not None and (not isinstance(number, (int, float, np.number)) or isinstance(number, np.complexfloating)):
-                raise DataError(
-                    f"{where}: step {step}, column {column} of {field} is {kind_of(number)} ({number!r:.40}), not a number; write a number"
-                )
-            if isinstance(number, int) and abs(number) > WHOLE:
-                raise DataError(f"{where}: {field} contains {number}, {TOO_WHOLE}")
-    widths = {len(item) if isinstance(item, (list, tuple, np.ndarray)) else -1 for item in items}
-    if len(widths) > 1:
-        raise DataError(f"{where}: {field} is ragged, with steps of {_widths(widths)}; use the same number of features in every step")
-    try:
-        return np.array(value, np.float64)  # None becomes NaN
+        array = np.array(value, np.float64) if array.dtype.kind in "OUS" else array
+        if array.dtype.kind not in "iufb":
+            raise TypeError(f"they are {array.dtype}")
     except (ValueError, TypeError, OverflowError) as error:
         raise DataError(
-            f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a list of steps, each a list of numbers"
+            f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a number, or a list of steps, each with as many numbers"
         ) from error
+    if (beyond := too_whole(array)) is not None:
+        raise DataError(f"{where}: {field} contains {beyond}, {TOO_WHOLE}")
+    return array.astype(np.float64)
 
 
 def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
@@ -144,22 +107,16 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         value = value.item()
     if isinstance(value, bool):
         return "boolean", "true" if value else "false"
-    if isinstance(value, int) and value == IGNORED:
-        raise DataError(f"{where}: {field} is {IGNORED}, which means no label; remove the row")
-    if isinstance(value, int):
-        return "whole number", str(value)
-    if isinstance(value, str) and not value.strip() and field == "label":
-        raise DataError(f"{where}: the field label is empty; fill it in, or remove the row")  # as an empty cell of a CSV file is
+    if isinstance(value, int) or (isinstance(value, float) and value == int(value)):
+        return "whole number", str(int(value))
     if isinstance(value, str):
         return "string", value
-    if field == "label" and hasattr(value, "__len__"):
-        fact = f"label is {kind_of(value)} of length {len(value)}, but classification has one label for each sequence"
-        first = "of an array with one column pass labels[:, 0]" if len(value) == 1 else "for one-hot rows pass labels.argmax(axis=1)"
+    if hasattr(value, "__len__"):
+        fact = f"{field} is {kind_of(value)} of length {len(value)}, not one label ({value!r:.40})"
         raise DataError(
-            f"{where}: {fact}; {first}, for a label at each step use task=tagging, for any number of labels set data.multi_label=true"
+            f"{where}: {fact}; for a label at each step use task=tagging, for any number of labels set data.multi_label=true, and of "
+            "one-hot rows pass labels.argmax(axis=1)"
         )
-    if isinstance(value, list | tuple | np.ndarray):
-        raise DataError(f"{where}: {field} is {kind_of(value)} ({value!r:.40}); for several at a step set data.multi_label=true")
     raise DataError(
         f"{where}: {field} is {kind_of(value)} ({value!r:.40}); use a string, a whole number or a boolean, or task=regression for numbers"
     )
@@ -168,13 +125,10 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
 def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     """Return one label per step, None where it is ignored (null or -100)."""
     value = as_plain(take(row, "labels", where))
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list):
-        raise DataError(f"{where}: labels is {kind_of(value)}, not a list; use one label per step")
-    if len(value) != steps:
-        many = f"{len(value)} label{'s' * (len(value) != 1)} for {steps} step{'s' * (steps != 1)}"
-        raise DataError(f"{where}: {many}; use one label per step (null for none)")
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, list) or len(value) != steps:
+        many = f"{len(value)} label{'s' * (len(value) != 1)}" if isinstance(value, list) else f"labels that are {kind_of(value)}"
+        raise DataError(f"{where}: {many} for {steps} step{'s' * (steps != 1)}; use a list with one label per step (null for none)")
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
 
 
@@ -182,11 +136,7 @@ def transcript_of(row: Row, where: str) -> tuple[list[tuple[str, str]], bool]:
     """Return the labels of a transcription, any number in a row, and whether they are the characters of a text."""
     value = as_plain(take(row, "labels", where))
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where}: labels is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
-        return [("string", letter) for letter in value], True
+        return [("string", letter) for letter in checked_text(value, f"{where}: labels")], True
     value = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(value, list):
         raise DataError(f'{where}: labels is {kind_of(value)}, not a list of labels or a text; write ["a", "b"] or "ab"')
@@ -215,17 +165,10 @@ def weight_of(row: Row, steps: int, where: str) -> float | Matrix | None:
     if WEIGHT not in row:
         return None
     value = as_plain(row[WEIGHT])
-    shown = "empty" if value is None else f"{value!r:.40}"
-    weights = np.asarray(np.nan if value is None else numbers(value, WEIGHT, where), np.float64)
-    if weights.shape not in ((), (steps,)):
-        many = f"one number, or a list of one for each of the {steps} steps"
-        raise DataError(
-            f"{where}: {WEIGHT} has shape {list(weights.shape)}; write {many}, or set data.weight={NO_WEIGHT}, and it is not read"
-        )
-    if not (np.isfinite(weights) & (weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
-        raise DataError(
-            f"{where}: {WEIGHT} is {shown}; write a finite number from 0 on, or set data.weight={NO_WEIGHT}, and it is not read"
-        )
+    weights = np.asarray(np.nan if value is None else numbers(value, "the weight", where), np.float64)
+    if weights.shape not in ((), (steps,)) or not (np.isfinite(weights) & (weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
+        shown = "empty" if value is None else f"{value!r:.40}"
+        raise DataError(f"{where}: the weight is {shown}; write a finite number from 0 on, or a list of one for each of the {steps} steps")
     return weights if weights.ndim else float(weights)
 
 
@@ -247,16 +190,9 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
     """Return the regression target of a row, [outputs]."""
     target = numbers(take(row, "label", where), "label", where)
     target = target[None] if target.ndim == 0 else target
-    if target.ndim != 1 or not target.size:
-        raise DataError(f"{where}: label has shape {list(target.shape)}; write a number or a flat list of numbers")
-    if outputs is not None and len(target) != outputs:
-        raise DataError(f"{where}: label has {len(target)} numbers, expected {outputs}; use {outputs} in every row")
-    bad = unusable(target)
-    if bad.any():
-        place = int(np.argmax(bad))
-        raise DataError(
-            f"{where}: number {place} of label is {target[place]}, not a finite number (below 1e25); remove the row or fill the gap"
-        )
+    if target.ndim != 1 or len(target) != (outputs or max(len(target), 1)) or unusable(target).any():
+        expected = "a finite number (below 1e25), or a flat list of them" + ("" if outputs is None else f", {outputs} in every row")
+        raise DataError(f"{where}: label is {row['label']!r:.60}; write {expected}")
     return target
 
 
@@ -294,7 +230,3 @@ def kind_of(value: Any) -> str:
 
 def _names(row: Row) -> str:
     return ", ".join(list(row)[:8]) or "no fields"
-
-
-def _widths(widths: Sequence[int] | set[int]) -> str:
-    return " and ".join("a bare number" if width < 0 else str(width) for width in sorted(widths)[:3]) + " features"

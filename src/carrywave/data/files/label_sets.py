@@ -7,6 +7,7 @@ NaN), and a step may have no target at all (null).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ class LabelSets:
         matrix = _numbers(sets)
         if matrix is not None and _bits(matrix):
             self.widths |= {matrix.shape[1]} - {0}
-            self._name("whole number", map(str, np.unique(matrix[np.isfinite(matrix)]).astype(np.int64).tolist()), where)
+            self._name("whole number", map(str, np.unique(matrix[np.isfinite(matrix)]).astype(np.int64).tolist()))
             return
         for each in sets:
             if each is None or not len(each):
@@ -84,14 +85,10 @@ class LabelSets:
                 self.only_bits &= _bits(alone)
             for label in each:
                 kind, name = class_of(label, "a label", where)
-                self._name(kind, [name], where)
+                self._name(kind, [name])
 
-    def _name(self, kind: str, names: Iterable[str], where: str) -> None:
-        for name in names:
-            other = next(iter(self.names.values()), kind)
-            if kind != other:
-                raise DataError(f"{where}: label {name} is a {kind}, but earlier ones are a {other}; use one kind of label")
-            self.names[name] = kind
+    def _name(self, kind: str, names: Iterable[str]) -> None:
+        self.names.update(dict.fromkeys(names, kind))
 
     @property
     def form(self) -> str:
@@ -110,24 +107,21 @@ def _bits(matrix: NDArray[np.float64]) -> bool:
     return bool(((matrix == 0) | (matrix == 1) | np.isnan(matrix)).all())
 
 
-def encode(sets: Sets, form: str, numbers: Mapping[str, int], where: str) -> NDArray[np.float32]:
-    """Return 0 or 1 for each label, NaN where that is not known, [lists, labels]; `numbers` are the places of the labels."""
-    return _vectors(sets, len(numbers), where) if form == VECTORS else _named(sets, numbers, where)
+def encode(sets: Sets, form: str, numbers: Mapping[str, int], where: str, unseen: Counter[str]) -> NDArray[np.float32]:
+    """Return 0 or 1 for each label, NaN where that is not known, [lists, labels]; `numbers` are the places of the labels, and `unseen`
+    counts those that train does not have.
+    """
+    return _vectors(sets, len(numbers), where) if form == VECTORS else _named(sets, numbers, where, unseen)
 
 
 def _vectors(sets: Sets, count: int, where: str) -> NDArray[np.float32]:
     matrix = np.full((len(sets), count), np.nan) if all(each is None for each in sets) else _numbers(sets)
-    if matrix is None or matrix.shape[1] != count:
-        odd = next((each for each in sets if each is not None and len(each) != count), None)
-        fact = "holds something else than numbers" if odd is None else f"has length {len(odd)}"
-        raise DataError(f"{where}: a vector of labels {fact}, but those of train have {count} numbers 0 or 1; use as many in every vector")
-    if not _bits(matrix):
-        odd = matrix[~((matrix == 0) | (matrix == 1) | np.isnan(matrix))][0]
-        raise DataError(f"{where}: a vector of labels contains {odd:g}; use 0 and 1, and null or NaN where it is not known")
+    if matrix is None or matrix.shape[1] != count or not _bits(matrix):
+        raise DataError(f"{where}: the labels of train are vectors of {count} numbers 0 or 1 (null or NaN: not known); write such vectors")
     return matrix.astype(np.float32)
 
 
-def _named(sets: Sets, numbers: Mapping[str, int], where: str) -> NDArray[np.float32]:
+def _named(sets: Sets, numbers: Mapping[str, int], where: str, unseen: Counter[str]) -> NDArray[np.float32]:
     flags = np.zeros((len(sets), len(numbers)), np.float32)
     for place, each in enumerate(sets):
         if each is None:
@@ -135,12 +129,8 @@ def _named(sets: Sets, numbers: Mapping[str, int], where: str) -> NDArray[np.flo
             continue
         for label in each:
             _, name = class_of(label, "a label", where)
-            if name not in numbers:
-                labels = ", ".join(list(numbers)[:5]) + (", …" if len(numbers) > 5 else "")
-                remedy = "add training data with it, or remove it"
-                raise DataError(f"{where}: label {name!r} was never seen in training (labels: {labels}); {remedy}")
-            if flags[place, numbers[name]]:
-                remedy = "list each once; vectors of 0 and 1 must all have the same length"
-                raise DataError(f"{where}: label {name!r} is listed twice; {remedy}")
-            flags[place, numbers[name]] = 1.0
+            if name in numbers:
+                flags[place, numbers[name]] = 1.0
+            else:
+                unseen[name] += 1
     return flags

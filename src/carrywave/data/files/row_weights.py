@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.files import fields
 from carrywave.data.files.arrays import Appender, NewArray
-from carrywave.data.files.rows import NO_WEIGHT, WEIGHT, Row
+from carrywave.data.files.rows import Row
 from carrywave.errors import DataError
 
 Weights = NDArray[np.float32]
@@ -28,7 +28,7 @@ class Weigher:
         """Append the weight of one row."""
         weight = fields.weight_of(row, steps, where)
         if isinstance(weight, np.ndarray) and not self.per_step:
-            raise DataError(f"{where}: {WEIGHT} is a list, but the row has one target; write one number")
+            raise DataError(f"{where}: the weight is a list, but the row has one target; write one number")
         if weight is not None and self.by_row is None:
             self.by_row = self._begun(self.rows)
             self.by_step = self._begun(self.steps) if self.per_step else None
@@ -49,5 +49,5 @@ class Weigher:
         """Return the weights of sequences or of steps; of steps if their rows are joined."""
         by_row, by_step = (None if each is None else each.close() for each in (self.by_row, self.by_step))
         if by_row is not None:
-            fields.check_largest_weight(self.largest, f"{name}: every weight", f"set data.weight={NO_WEIGHT}")
+            fields.check_largest_weight(self.largest, f"{name}: every weight", "remove data.weight")
         return (None, by_step) if self.lists or join else (by_row, None)

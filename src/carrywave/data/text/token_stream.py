@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.codec import Codec, first_unknown, unknown_token
+from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray, token_dtype
 from carrywave.data.files.source import Source
 from carrywave.data.text import vocabulary
-from carrywave.data.text.tokenizers import TokenizerKind, split_words
+from carrywave.data.text.tokenizers import TokenizerKind
+from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
@@ -25,32 +26,27 @@ WORD_BLOCK_BYTES = 2 << 20  # a list of words takes about 20 times the memory of
 LONGEST_CHARS = 64 << 20  # longest allowed text between two borders
 
 
-def learn_stream(source: Source, data: DataSpec, task: str) -> Codec:
+def learn_stream(source: Source, data: DataSpec, task: str, *, keep_rare: bool = False) -> Codec:
     """Learn the codec of a text file."""
     texts = iter(()) if data.tokens == "byte" else pieces(source, data.tokens)
-    words, bpe, size = vocabulary.learn(data.tokens, texts, data)
+    words, bpe, size = vocabulary.learn(data.tokens, texts, data, keep_rare=keep_rare)
     return Codec(task, "text", data.tokens, words, bpe, size, lowercase=data.lowercase)
 
 
-def encode_stream(source: Source, codec: Codec, new: NewArray) -> NDArray[Any]:
-    """Encode a text file as one array of tokens."""
-    tokens = new(token_dtype(codec.size), None)
+def encode_stream(source: Source, codec: Codec, new: NewArray, tally: Tally | None = None) -> NDArray[Any]:
+    """Encode a text file as one array of tokens; `tally` counts those that the vocabulary lacks."""
+    tokens, tally = new(token_dtype(codec.size), None), tally or Tally()
     count = 0
     if codec.kind == "byte":
         for block in source.blocks():
             tokens.append(np.frombuffer(block, np.uint8))
             count += len(block)
     else:
-        line = 1
         for piece in pieces(source, _kind(codec)):
             ids = codec.tokens.ids(piece)
-            unknown = first_unknown(ids)
-            if unknown is not None:
-                place = line + _lines_before(piece, unknown, codec)
-                raise DataError(unknown_token(codec.tokens.name(piece, unknown), f"{source.name}:{place}"))
+            tally.read(ids, codec.tokens.unknown, piece)
             tokens.append(ids)
             count += len(ids)
-            line += piece.count("\n")
     if not count:
         raise DataError(f"{source.name} is empty; use a file that contains text")
     return tokens.close()
@@ -91,17 +87,6 @@ def finished(texts: Iterable[str]) -> Iterator[str]:
         last = text[-1]
     if last != "\n":
         yield "\n"
-
-
-def _lines_before(piece: str, index: int, codec: Codec) -> int:
-    """Count the line ends of a piece before token `index`."""
-    if codec.kind != "word":
-        return piece[:index].count("\n")
-    for number, line in enumerate(piece.split("\n")):
-        index -= len(split_words(line)) + 1
-        if index < 0:
-            return number
-    raise IndexError(index)
 
 
 def _kind(codec: Codec) -> TokenizerKind:

@@ -1,11 +1,12 @@
 """Tokenizers that map text to token ids and back: characters, words, bytes, byte pairs, or integers that already are ids.
 
-Each kind encodes a text in one call, with -1 for a token outside the vocabulary. `token_stream` decides where a text may be
+Each kind encodes a text in one call, with <unk> for a token outside the vocabulary. `token_stream` decides where a text may be
 cut without changing its tokens.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
@@ -20,18 +21,17 @@ Ids = NDArray[np.int32]
 UNKNOWN = "<unk>"
 END = "<eos>"
 CODE_POINTS = 0x110000
+WRITTEN_UNKNOWN = re.compile(rf"(?<!\S){UNKNOWN}(?!\S)")  # as a word of a text
 
 
 class Tokens(Protocol):
     """A tokenizer with its vocabulary."""
 
     size: int
+    unknown: int  # the number of <unk>; -1 if nothing can be unknown
 
     def ids(self, text: str) -> Ids:
-        """Return the token ids of a text, -1 for unknown tokens."""
-
-    def name(self, text: str, index: int) -> str:
-        """Return the token at an index of the result of `ids`, as it appears in the text."""
+        """Return the token ids of a text."""
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode token ids to text."""
@@ -43,20 +43,16 @@ class Chars:
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.size = len(vocabulary)
         self._vocabulary = list(vocabulary)
-        unknown = self._vocabulary.index(UNKNOWN) if UNKNOWN in self._vocabulary else -1
-        self._table = np.full(CODE_POINTS, unknown, np.int32)
+        self.unknown = self._vocabulary.index(UNKNOWN)
+        self._table = np.full(CODE_POINTS, self.unknown, np.int32)
         for number, token in enumerate(vocabulary):
             if token != UNKNOWN:
                 self._table[ord(token)] = number
 
     def ids(self, text: str) -> Ids:
-        """Return the token ids of a text, -1 for unknown characters."""
+        """Return the token ids of a text."""
         ids: Ids = self._table[code_points(text)]
         return ids
-
-    def name(self, text: str, index: int) -> str:
-        """Return the character at an index."""
-        return text[index]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode token ids to text."""
@@ -66,7 +62,7 @@ class Chars:
 class _WordNumbers(dict[str, int]):
     def __init__(self, vocabulary: Sequence[str]) -> None:
         super().__init__((word, number) for number, word in enumerate(vocabulary))
-        self.unknown = self.get(UNKNOWN, -1)
+        self.unknown = self[UNKNOWN]
 
     def __missing__(self, word: str) -> int:
         return self.unknown
@@ -80,19 +76,16 @@ class Words:
         self._lowercase = lowercase
         self._vocabulary = list(vocabulary)
         self._numbers = _WordNumbers(vocabulary)
+        self.unknown = self._numbers.unknown
 
     def ids(self, text: str) -> Ids:
-        """Return the token ids of a text, -1 for unknown words."""
+        """Return the token ids of a text."""
         return self.word_ids(split_words(text))
 
     def word_ids(self, words: Sequence[str]) -> Ids:
-        """Return the token ids of words, -1 for unknown words."""
+        """Return the token ids of words."""
         looked_up = map(str.lower, words) if self._lowercase else words
         return np.fromiter(map(self._numbers.__getitem__, looked_up), np.int32, len(words))
-
-    def name(self, text: str, index: int) -> str:
-        """Return the word at an index."""
-        return split_words(text)[index]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Join words with spaces, with a line end for each <eos>."""
@@ -108,15 +101,11 @@ class Words:
 class Bytes:
     """The utf-8 bytes of the text: 256 tokens, never unknown."""
 
-    size = 256
+    size, unknown = 256, -1
 
     def ids(self, text: str) -> Ids:
         """Return the bytes of a text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def name(self, text: str, index: int) -> str:
-        """Return the byte at an index."""
-        return repr(text.encode()[index : index + 1])
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode bytes to text; invalid utf-8 becomes the replacement character."""
@@ -127,6 +116,7 @@ class BytePairs:
     """Byte-level BPE by the `tokenizers` library; lines are tokenised separately, so cutting at line ends changes nothing."""
 
     LINES = 4096  # encoded per call; bounds the library's memory use
+    unknown = -1
 
     def __init__(self, json_text: str) -> None:
         try:
@@ -147,33 +137,24 @@ class BytePairs:
             parts += [np.array(one.ids, np.int32) for one in encoded]
         return np.concatenate(parts)
 
-    def name(self, text: str, index: int) -> str:
-        """Return the token at an index, as the library writes it."""
-        return str(self._tokenizer.id_to_token(int(self.ids(text)[index])))
-
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode token ids to text."""
         return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=False))
 
 
 class NumberTokens:
-    """Integers that already are token ids."""
+    """Integers that already are token ids; the last one stands for all that are larger than any in train."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.unknown = size, size - 1
 
     def ids(self, text: str) -> Ids:
-        """Parse integers separated by white space; -1 for anything that is not a token."""
-        numbers = [int(word) if word.isdecimal() else -1 for word in text.split()]
-        return np.array([number if number < self.size else -1 for number in numbers], np.int32)
-
-    def name(self, text: str, index: int) -> str:
-        """Return the number at an index."""
-        return text.split()[index]
+        """Parse integers separated by white space."""
+        return np.array([min(int(word), self.unknown) if word.isdecimal() else self.unknown for word in text.split()], np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Join the numbers with spaces."""
-        return " ".join(str(int(number)) for number in ids)
+        return " ".join(UNKNOWN if number == self.unknown else str(int(number)) for number in ids)
 
 
 def code_points(text: str) -> NDArray[Any]:

@@ -1,6 +1,8 @@
 """Learn a vocabulary from the training file: tokens by decreasing count, ties in the order of the tokens themselves.
 
-`data.vocabulary` and `data.min_count` limit it, and tokens that are cut become <unk>. Word vocabularies always contain <unk>.
+Characters and words always have <unk>, for tokens that train does not have. What it is like is learned from tokens that are cut:
+`data.vocabulary` and `data.min_count` say which; without them, half of those that occur once are, but no more than one in a hundred of all
+tokens, so that little data stays as it is. Where the text itself has <unk>, the vocabulary is closed already, and nothing is cut.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from carrywave.data.text.tokenizers import CODE_POINTS, UNKNOWN, code_points, split_words, tokenizers_library
+from carrywave.data.text.tokenizers import CODE_POINTS, END, UNKNOWN, code_points, split_words, tokenizers_library
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.data_spec import DataSpec
 
 BPE_SIZE = 8000
+TOKENS_FOR_UNKNOWN = 100  # for each one that becomes <unk>
+LINE_ENDS = (END, "\n")  # a text of one line has it once, and prompts begin with it
 GATHER_CHARS = 1 << 20  # short texts are counted together, because one pass over the table of all code points costs a millisecond
 
 
@@ -48,33 +52,34 @@ def gather(texts: Iterable[str]) -> Iterator[str]:
         yield "".join(parts)
 
 
-def choose(counts: Mapping[str, int], data: DataSpec, *, words: bool) -> tuple[str, ...]:
-    """Choose the vocabulary: tokens by frequency, then alphabetically; <unk> comes last, for words or if the spec limits the vocabulary.
+def choose(counts: Mapping[str, int], data: DataSpec, *, keep_rare: bool = False) -> tuple[str, ...]:
+    """Choose the vocabulary: tokens by frequency, then alphabetically; <unk> comes last, unless the text has it.
 
-    Words always get <unk>, because no training text contains every word that another text may contain.
+    `keep_rare`: <unk> is learned in another way (`model.dropout_rare`).
     """
-    if words and data.lowercase:
+    if data.lowercase:
         lowered: Counter[str] = Counter()
         for word, count in counts.items():
             lowered[word.lower()] += count
         counts = lowered
     kept = sorted((token for token, count in counts.items() if count >= data.min_count), key=lambda token: (-counts[token], token))
-    limited = words or data.vocabulary is not None or data.min_count > 1
     kept = kept[: data.vocabulary]
-    if limited and UNKNOWN not in kept:
-        kept.append(UNKNOWN)
-    return tuple(kept)
+    if UNKNOWN not in counts and len(kept) == len(counts) and not keep_rare:
+        once = [token for token in kept if counts[token] == 1 and token not in LINE_ENDS]
+        cut = set(once[1::2][: sum(counts.values()) // TOKENS_FOR_UNKNOWN])  # every other one: not all from the end of the alphabet
+        kept = [token for token in kept if token not in cut]
+    return tuple(kept) if UNKNOWN in kept else (*kept, UNKNOWN)
 
 
-def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, ...], str | None, int]:
+def learn(kind: str, texts: Iterable[str], data: DataSpec, *, keep_rare: bool = False) -> tuple[tuple[str, ...], str | None, int]:
     """Learn (vocabulary, byte-pair tokenizer as JSON, size) from texts that are cut only where it does not change the tokens."""
     if data.lowercase and kind != "word":
         raise SpecError(f"data.lowercase is for words, but data.tokens={kind}; set data.tokens=word, or remove it")
     if kind == "char":
-        vocabulary = choose(count_chars(texts), data, words=False)
+        vocabulary = choose(count_chars(texts), data, keep_rare=keep_rare)
         return vocabulary, None, len(vocabulary)
     if kind == "word":
-        vocabulary = choose(count_words(split_words(text) for text in texts), data, words=True)
+        vocabulary = choose(count_words(split_words(text) for text in texts), data, keep_rare=keep_rare)
         return vocabulary, None, len(vocabulary)
     if kind == "byte":
         if data.vocabulary is not None or data.min_count > 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError, option
-from carrywave.model.sample_weights import for_each_target
+from carrywave.model.sample_weights import for_each_target, known
 from carrywave.runs.ensemble.averages import mean_of_odds, mean_of_shares
 from carrywave.runs.evaluation import Details, joined, passes
 from carrywave.runs.trained_run import Saved
@@ -48,7 +48,7 @@ def evaluate_together(
             out = mean_of_odds(outs)
         else:
             out = mean_of_shares(outs) if first.task.codec.labels else _mean_of_numbers(outs, _values(members, targets), batch, units)
-        loss_sum, count = first.model.head.score(out, target, weights=weights)  # type: ignore[operator]
+        loss_sum, count = first.model.head.score(out, known(target), weights=weights)  # type: ignore[operator]
         sums[0] += torch.stack([loss_sum, count]).to(torch.float64)
         if meter is not None:
             meter.update(out, target, batch.sequence, batch.offset)

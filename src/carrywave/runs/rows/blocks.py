@@ -16,8 +16,10 @@ from torch import Tensor
 from carrywave.data import examples
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.recognised import CONTENT, is_empty
 from carrywave.data.files.rows import Row, Rows
 from carrywave.data.sequences import Sequences
+from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import World, raise_on_all
@@ -31,8 +33,9 @@ MOST_ELEMENTS = 1 << 20  # numbers, tokens or characters; a row that has more is
 class Block:
     """Rows that follow each other in the input."""
 
-    data: Sequences
+    data: Sequences  # of the rows that are not empty
     carried: Sequence[Row] = ()  # of each row; on rank 0 only
+    empty: frozenset[int] = frozenset()  # which rows have nothing to read; on rank 0 only
     others: tuple[Sequences, ...] = ()  # the same rows, as further runs read them
 
 
@@ -62,34 +65,48 @@ def read_blocks(
     rows: Rows,
     codec: Codec,
     carried: KeptColumns,
+    tally: Tally | None = None,
     *,
     others: Sequence[Codec] = (),
     most_rows: int = MOST_ROWS,
     most_elements: int = MOST_ELEMENTS,
 ) -> Iterator[Block]:
-    """Yield all rows in order, encoded with a codec and with each of `others`; an input without rows is an error."""
+    """Yield all rows in order, encoded with a codec and with each of `others`; an input without rows is an error.
+
+    `tally` counts what train does not have, and rows in which there is nothing to read.
+    """
+    tally = tally or Tally()
     piece: list[tuple[int, Row]] = []
     kept: list[Row] = []
+    empty: set[int] = set()
     elements = count = 0
     for number, row in rows:
         size = _elements(row, codec.field)
-        if piece and (len(piece) == most_rows or elements + size > most_elements):
-            yield _block(_Piece(rows, piece), codec, kept, others)
-            piece, kept, elements = [], [], 0
+        if kept and (len(kept) == most_rows or elements + size > most_elements):
+            yield _block(_Piece(rows, piece), codec, kept, others, empty, tally)
+            piece, kept, empty, elements = [], [], set(), 0
         kept.append(carried.take(row, rows.where(number)))
+        count += 1
+        if is_empty(next((row[field] for field in CONTENT if row.get(field) is not None), None), codec.task):
+            empty.add(len(kept) - 1)
+            continue
         # Other fields are not held: a row may have much that nobody asked for.
         read = row if row.get(codec.field) is None else {name: row[name] for name in (codec.field, "resets") if name in row}
         piece.append((number, read))
         elements += size
-        count += 1
     if not count:
         raise DataError(f"{rows.name} is empty; use data with at least one row")
-    yield _block(_Piece(rows, piece), codec, kept, others)
+    yield _block(_Piece(rows, piece), codec, kept, others, empty, tally)
 
 
-def _block(piece: _Piece, codec: Codec, carried: list[Row], others: Sequence[Codec]) -> Block:
-    data, *more = (examples.encode(piece, each, MemoryAppender, labelled=False, join=False) for each in (codec, *others))
-    return Block(data, carried, tuple(more))
+def _block(piece: _Piece, codec: Codec, carried: list[Row], others: Sequence[Codec], empty: set[int], tally: Tally) -> Block:
+    tally.left_out += len(empty)
+    tallies = (tally, *(Tally() for _ in others))
+    data, *more = (
+        examples.encode(piece, each, MemoryAppender, labelled=False, join=False, tally=counts, may_be_empty=True)
+        for each, counts in zip((codec, *others), tallies, strict=True)
+    )
+    return Block(data, carried, frozenset(empty), tuple(more))
 
 
 def _elements(row: Row, field: str) -> int:

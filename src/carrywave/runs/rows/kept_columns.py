@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from carrywave.data.files.rows import RenamedRow, Row
+from carrywave.data.files.recognised import NamedRow
+from carrywave.data.files.rows import Row
 from carrywave.errors import DataError, UserError, option
 
 PREDICTED: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +52,7 @@ class KeptColumns:
 
     def take(self, row: Mapping[str, Any], where: str) -> Row:
         """The carried fields of a row, under the names it has in the input."""
-        fields = row.original if isinstance(row, RenamedRow) else row
+        fields = row.original if isinstance(row, NamedRow) else row
         carried: Row = {}
         for column, name in self.columns:
             if column not in fields:

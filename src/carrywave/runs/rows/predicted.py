@@ -32,11 +32,25 @@ def rows_of(outputs: Outputs | AveragedOutputs, block: Block, *, beam: int = 1) 
 
     `beam`: how many beginnings of a transcription are kept at each step; with 1, the most likely class of each step is taken.
     """
-    outs = outputs.of(block.data, *block.others)
+    outs = outputs.of(block.data, *block.others) if len(block.data) else []
     spec = outputs.saved.spec
     how = _several if spec.data.multi_label else partial(_transcripts, beam) if spec.task == "transcription" else _PREDICTED[spec.task]
-    predicted = how(outputs.saved, outs) if outs else ()
-    return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
+    predicted = iter(how(outputs.saved, outs))
+    nothing = _nothing(outputs.saved)
+    return ({**carried, **(nothing if number in block.empty else next(predicted))} for number, carried in enumerate(block.carried))
+
+
+def _nothing(saved: Saved) -> Row:
+    """The answer for a row in which there is nothing to read."""
+    shares = {"probabilities": dict.fromkeys(saved.task.codec.labels)}
+    match saved.spec.task:
+        case "classification":
+            return {"label": None, **({} if saved.spec.data.multi_label else {"probability": None}), **shares}
+        case "tagging":
+            return {"labels": [], **({"probabilities": {label: [] for label in shares["probabilities"]}} if saved.spec.data.multi_label else {})}
+        case "transcription":
+            return {"labels": saved.task.codec.transcript([]), "probability": None}
+    return {"label": None}
 
 
 def _labels(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:

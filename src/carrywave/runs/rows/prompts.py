@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.fields import as_plain
 from carrywave.data.files.frames import columns_of, is_frame, plain_column
-from carrywave.data.files.rows import Row, Rows, open_rows
+from carrywave.data.files.opening import open_rows
+from carrywave.data.files.rows import Row, Rows
 from carrywave.data.files.source import FORMATS, Source, find, to_utf8
 from carrywave.data.python_inputs import file_of
 from carrywave.errors import DataError, RunError
@@ -48,7 +49,7 @@ def prompts_of(data: Any, prompt: str | None, spec: Spec, carried: KeptColumns) 
     file = file_of(data, spec)
     if is_standard(data):
         stream = open_stream(spec)
-        prompts = _lines(stream) if stream.format == "text" else _of_rows(open_rows(stream, numeric_label=False), carried)
+        prompts = _lines(stream) if stream.format == "text" else _of_rows(open_rows(stream, spec, labelled=False).rows, carried)
         name = stream.name
     elif file is not None:
         name, prompts = file, _of_file(file, spec, carried)
@@ -90,7 +91,7 @@ def _of_file(name: str, spec: Spec, carried: KeptColumns) -> Iterator[Prompt]:
     kinds = [FORMATS[suffix.lower()] for suffix in path.suffixes if suffix.lower() in FORMATS]
     format = spec.data.format if spec.data.format != "auto" else kinds[-1] if kinds else "text"
     source = find(name, field="INPUT", format=format)
-    yield from _lines(source) if source.format == "text" else _of_rows(open_rows(source, numeric_label=False), carried)
+    yield from _lines(source) if source.format == "text" else _of_rows(open_rows(source, spec, labelled=False).rows, carried)
 
 
 def _lines(source: Source) -> Iterator[Prompt]:

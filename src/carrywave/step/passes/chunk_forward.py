@@ -59,7 +59,8 @@ class ChunkForward:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)
             elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
                 # A replica without lanes still has rows of a split vocabulary, which the others need.
-                root, count = self.stage.loss(y, left, targets, chunk)
+                known = targets if torch.is_grad_enabled() else sample_weights.known(targets)
+                root, count = self.stage.loss(y, left, known, chunk)
             elif targets is not None and self._has_rows(self.stage.encoder):
                 root = 0.0 * y.sum()  # nothing to score, but the rows of the encoder have gradients from others
             if root is not None:
@@ -90,4 +91,4 @@ class ChunkForward:
         out = self.stage.output(y, left, chunk)
         pooled = self.stage.pooled and batch.resets is None
         observe(out, sample_weights.seen(targets, chunk.weights, pooled=pooled), batch.sequence, batch.offset + chunk.start)
-        return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, targets, chunk)
+        return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, sample_weights.known(targets), chunk)

@@ -1,0 +1,260 @@
+"""`NamedRows`: rows in which content, target and weight stand in the fields that tasks read, whatever names the data has for them.
+
+Names that the spec gives come first, then those of the training data, then text, tokens, steps, label and labels. If none of these is there
+and the values leave one sensible reading, it is taken: the long texts are the text, the short values that recur are the label.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows, missing_column
+from carrywave.errors import DataError
+from carrywave.spec.spec import Spec
+
+CONTENT = ("steps", "tokens", "text")
+TARGETS = ("label", "labels")
+USUAL = ("label", "labels", "class", "category", "target", "sentiment", "intent", "polarity", "topic", "tags", "tag", "y", "score")
+HEAD = 1000  # rows that are looked at
+CLEARLY = 1.5  # how many times as long as others texts are on average
+MOST_LABEL = 60  # characters of a label on average, at most
+DECIMAL_COMMA = re.compile(r"\s*[-+]?\d+,(\d{1,2}|\d{4,})\s*")
+
+
+class Known(NamedTuple):
+    """What training data has told: its columns with the text and the label, and its labels."""
+
+    text: str | None = None
+    label: str | None = None
+    labels: tuple[str, ...] = ()
+
+
+class Names(NamedTuple):
+    """The fields with the content and the target; None: those that tasks read anyway, or none."""
+
+    text: str | None
+    label: str | None
+
+
+class NamedRow(Row):
+    """A row with the fields that tasks read, made of one that has others."""
+
+    original: Row
+
+
+@dataclass
+class NamedRows:
+    """Rows with the fields that tasks read; if `labelled`, without those that lack a content or a target."""
+
+    rows: Rows
+    spec: Spec
+    labelled: bool
+    known: Known = Known()
+    source_notes: tuple[str, ...] = ()
+    left_out: int = 0  # in the last iteration
+
+    @property
+    def name(self) -> str:
+        """The name of the rows."""
+        return self.rows.name
+
+    @property
+    def join(self) -> bool:
+        """As the rows themselves."""
+        return self.rows.join
+
+    def where(self, number: int) -> str:
+        """Return the location of a row."""
+        return self.rows.where(number)
+
+    def count(self) -> int:
+        """Count the rows."""
+        return sum(1 for _ in self) if self.labelled else self.rows.count()
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        self.left_out = 0
+        walk = iter(self.rows)
+        head = list(islice(walk, HEAD if self.labelled else 1))  # rows to predict for are answered as they arrive
+        names = self._names([row for _, row in head])
+        streams = self.spec.task == "language" and self.spec.streams
+        for number, row in chain(head, walk):
+            named = self._named(row, names, number)
+            if self.labelled and not streams and self._lacks(named):
+                self.left_out += 1
+            else:
+                yield number, named
+
+    @property
+    def target(self) -> str:
+        """The field that the task reads its target from."""
+        return target_field(self.spec)
+
+    @property
+    def _targeted(self) -> bool:
+        return self.labelled and self.spec.task not in ("language", "forecasting")
+
+    def _lacks(self, row: Row) -> bool:
+        content = next((row[field] for field in CONTENT if row.get(field) is not None), None)
+        return is_empty(content, self.spec.task) or (self._targeted and _is_missing(row.get(self.target), self.spec.data.multi_label))
+
+    def names(self) -> Names:
+        """The names of the fields that are read, where the data has names of its own for them."""
+        return self._names([row for _, row in islice(self.rows, HEAD)])
+
+    def notes(self) -> tuple[str, ...]:
+        """A line about the columns that are read and those that are not, if that is not plain."""
+        first = next(iter(self.rows), None)
+        if first is None:
+            return self.source_notes
+        names = self.names()
+        content = names.text or next((field for field in CONTENT if first[1].get(field) is not None), None)
+        target = (names.label or self.target) if self._targeted else None
+        read = {content, target, self.spec.data.weight, "resets", WEIGHT, self.spec.data.series if self.spec.each_step else None}
+        others = [str(name) for name in first[1] if name not in read]
+        if not others and (names.text or content, names.label) == (content, None) and names.text is None:
+            return self.source_notes
+        told = [name if field in (None, name) else f"{field} as {name}" for field, name in (("text", content), (self.target, target)) if name]
+        if content in CONTENT and told:
+            told[0] = str(content)
+        shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+        ignored = f"; ignored: {shown}" if others else ""
+        return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{ignored}")
+
+    def _names(self, head: Sequence[Row]) -> Names:
+        data, fields = self.spec.data, {name for row in head for name, value in row.items() if value is not None}
+        text = data.text or (self.known.text if self.known.text in fields else None)
+        label = (data.label or (self.known.label if self.known.label in fields else None)) if self._targeted else None
+        wants_label = self._targeted and label is None and not fields & {*TARGETS}
+        if label is None and self._targeted and self.target not in fields:
+            label = next((name for name in TARGETS if name in fields), None)
+        if self.labelled and head and data.weight is not None and not any(data.weight in row for row in head):
+            raise DataError(missing_column(self.name, data.weight, list(head[0]), "data.weight"))
+        if text is None and not fields & {*CONTENT} and fields:
+            text = self._text([name for name in dict.fromkeys(chain(*head)) if name not in (label, data.weight)], head)
+        if wants_label and fields:
+            content = text or next((field for field in CONTENT if field in fields), None)
+            label = self._label([name for name in dict.fromkeys(chain(*head)) if name not in (content, data.weight)], head, content)
+        return Names(text, label)
+
+    def _text(self, names: Sequence[str], head: Sequence[Row]) -> str | None:
+        """The column with texts that are clearly longer than those of all others, or the only one with lists."""
+        values = {name: [row[name] for row in head if row.get(name) not in (None, "")] for name in names}
+        sizes = {name: sum(map(len, each)) / len(head) for name, each in values.items() if each and all(isinstance(x, str) for x in each)}
+        lists = [name for name, each in values.items() if each and all(hasattr(x, "__len__") and not isinstance(x, str) for x in each)]
+        if lists:
+            return lists[0] if len(lists) == 1 else None
+        ranked = sorted(sizes, key=lambda name: -sizes[name])
+        if len(ranked) > 1 and sizes[ranked[0]] < CLEARLY * sizes[ranked[1]]:
+            raise DataError(f"{self.name}: which column has the text is not clear ({', '.join(ranked[:SHOWN])}); set data.text to its name")
+        return ranked[0] if ranked else None
+
+    def _label(self, names: Sequence[str], head: Sequence[Row], content: str | None) -> str | None:
+        """The column with values that may be targets, if there is one, or one with a usual name."""
+        fits = {"regression": _are_numbers, "tagging": _are_tags, "transcription": _are_transcripts}.get(self.spec.task, _recur)
+        some = [name for name in names if fits([row.get(name) for row in head], [row.get(content) for row in head])]
+        varied = [name for name in some if len({repr(row.get(name)) for row in head}) > 1]
+        some = varied or some
+        usual = [name for name in some if name.lower() in USUAL]
+        if len(some) == 1 or len(usual) == 1:
+            return usual[0] if len(usual) == 1 else some[0]
+        if some:
+            raise DataError(f"{self.name}: which column has the label is not clear ({', '.join(some[:SHOWN])}); set data.label to its name")
+        return None
+
+    def _named(self, row: Row, names: Names, number: int) -> NamedRow:
+        data, named = self.spec.data, NamedRow(row)
+        named.original = row
+        if names.text is not None:
+            content = self._take(named, names.text, "data.text", number)
+            for field in CONTENT:
+                named.pop(field, None)
+            named["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
+        if names.label is not None:
+            named[self.target] = self._take(named, names.label, "data.label", number)
+        if self.labelled and data.weight in named:  # a row without a weight has 1
+            named[WEIGHT] = self._number(named.pop(data.weight))
+        if self._targeted and self.spec.task == "regression" and isinstance(named.get(self.target), str):
+            named[self.target] = self._number(named[self.target])
+        if self.spec.task == "tagging" and not self.labelled and isinstance(named.get("text"), str):
+            named["tokens"] = named.pop("text").split()
+        return named
+
+    def _number(self, value: Any) -> Any:
+        """A cell of a table as a number, if it is one; None if it is empty."""
+        if not isinstance(value, str):
+            return value
+        if not value.strip():
+            return None
+        comma = self.spec.data.decimal == "," or (self.spec.data.decimal == "auto" and DECIMAL_COMMA.fullmatch(value) is not None)
+        try:
+            return float(value.replace(",", ".") if comma else value)
+        except ValueError:
+            return value
+
+    def _take(self, row: Row, name: str, setting: str, number: int) -> Any:
+        if name not in row:
+            raise DataError(missing_column(self.where(number), name, list(row), setting))
+        return row.pop(name) if self.labelled else row[name]  # what a prediction does not read may be carried through to it
+
+
+def target_field(spec: Spec) -> str:
+    """The field of a row that holds its target, or those of its steps."""
+    return "labels" if spec.each_step or spec.task in ("tagging", "transcription") else "label"
+
+
+def is_empty(content: Any, task: str) -> bool:
+    """True if there is nothing to read, or, for a language model, nothing to predict."""
+    if isinstance(content, str):
+        return not content.strip() or (task == "language" and len(content) < 2)
+    return content is None or (hasattr(content, "__len__") and len(content) < (2 if task == "language" else 1))
+
+
+def _is_missing(target: Any, several: bool) -> bool:
+    """True if a row has no target: nothing, an empty cell, NaN, or -100."""
+    if isinstance(target, str):
+        return not target.strip()
+    if target is None or hasattr(target, "__len__"):
+        return target is None
+    number = target.item() if hasattr(target, "item") and getattr(target, "ndim", 1) == 0 else target
+    return not several and isinstance(number, int | float) and (number == -100 or number != number)
+
+
+def _is_tokens(content: Any) -> bool:
+    """True for words and for whole numbers, one for each step; anything else is a list of numeric steps."""
+    first = content[0] if hasattr(content, "__len__") and len(content) and hasattr(content, "__getitem__") else None
+    return isinstance(first, str) or (hasattr(first, "__index__") and not isinstance(first, bool) and not getattr(first, "ndim", 0))
+
+
+def _recur(values: Sequence[Any], _: Sequence[Any]) -> bool:
+    """True for short values that come again, of which hardly one is missing."""
+    there = [str(value) for value in values if value is not None and value != "" and not isinstance(value, float | list | dict)]
+    different = len(set(there))
+    return (
+        len(there) > 0.9 * len(values)
+        and different <= max(2, len(there) // 2)
+        and sum(map(len, there)) <= MOST_LABEL * len(there)
+        and (different > 1 or len(values) < 2)
+    )
+
+
+def _are_numbers(values: Sequence[Any], _: Sequence[Any]) -> bool:
+    def number(value: Any) -> bool:
+        try:
+            return value is None or value == "" or float(value) is not None
+        except (TypeError, ValueError):
+            return isinstance(value, str) and DECIMAL_COMMA.fullmatch(value) is not None
+
+    return any(value not in (None, "") for value in values) and all(map(number, values))
+
+
+def _are_tags(values: Sequence[Any], contents: Sequence[Any]) -> bool:
+    pairs = [(value, content) for value, content in zip(values, contents, strict=True) if value is not None and content is not None]
+    return bool(pairs) and all(hasattr(v, "__len__") and not isinstance(v, str) and len(v) == len(c) for v, c in pairs)
+
+
+def _are_transcripts(values: Sequence[Any], _: Sequence[Any]) -> bool:
+    return all(value is None or isinstance(value, str | list) for value in values)
