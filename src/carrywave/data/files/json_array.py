@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
+from codecs import BOM_UTF8 as BOM
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from carrywave.data.files.source import BOM, Source, to_utf8
+from carrywave.data.files.source import Source
 from carrywave.errors import DataError
 
 SPACE = " \t\r\n"
@@ -101,7 +102,7 @@ class _Text:
             added = self._decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             at = self._bytes + error.start
-            raise DataError(f"{self._source.name}: about byte {at} is not valid utf-8; {to_utf8(self._source.name)}") from error
+            raise DataError(f"{self._source.name}: about byte {at} is not valid utf-8; set data.encoding") from error
         self._bytes += len(block)
         self._text, self._at = self._text[self._at :] + added, 0
         return bool(block)

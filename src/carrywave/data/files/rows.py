@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import pyarrow as pa
-import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files import json_array
-from carrywave.data.files.quotes import check_quotes
-from carrywave.data.files.source import Source, to_utf8
+from carrywave.data.files.frame_file import read_frame
+from carrywave.data.files.source import Source
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
@@ -101,7 +99,7 @@ class JsonRows(_Lines):
         try:
             row = json_array.PARSER.decode(line.decode())
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}") from error
+            raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; set data.encoding") from error
         except json_array.GivenTwice as error:
             raise DataError(f"{self.where(number)}: {error}") from None
         except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
@@ -142,7 +140,7 @@ class LineRows(_Lines):
                     yield number, {"text": line.decode().rstrip("\r")}
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}"
+                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; set data.encoding"
                     ) from error
 
 
@@ -170,6 +168,7 @@ class CsvRows(_TableRows):
     """Rows of a CSV file, whose columns all stay strings; only a label may be a number, and a weight must be one."""
 
     numeric_label: bool
+    data: DataSpec
     text: str = "text"
     label: str = "label"
     weight: str | None = WEIGHT
@@ -178,24 +177,16 @@ class CsvRows(_TableRows):
     as_text: tuple[str, ...] = ()  # columns that stay as they are, even if the label is among them
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        self.source.check_utf8()
-        delimiter = self.source.separator()
-        check_quotes(self.source, delimiter)
-        options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        with self.source.open() as stream:
-            names = self.source.guard(lambda: pa_csv.open_csv(stream, parse_options=options)).schema.names
-        # Inferring types from the first block would turn "007" into 7 and could be wrong for the next block.
-        texts = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-        with self.source.open() as stream:
-            reader = self.source.guard(lambda: pa_csv.open_csv(stream, parse_options=options, convert_options=texts))
-            for number, row in _batches(iter(reader), self.source):
-                if self.weight in row and self.weight not in self.as_text:
-                    row[self.weight] = self._number(number, self.weight, row[self.weight])
-                if self.numeric_label and self.label in row:
-                    row[self.label] = self._number(number, self.label, row[self.label])
-                elif self.label in row and self.label not in self.as_text and not (row[self.label] or "").strip():
-                    row[self.label] = None  # an empty cell means no label, and is not a class
-                yield number, row
+        frame, _ = read_frame(self.source, self.data, as_text=True)
+        for number, values in enumerate(zip(*(frame[name].tolist() for name in frame.columns), strict=True), start=1):
+            row: Row = dict(zip(frame.columns, values, strict=True))
+            if self.weight in row and self.weight not in self.as_text:
+                row[self.weight] = self._number(number, self.weight, row[self.weight])
+            if self.numeric_label and self.label in row:
+                row[self.label] = self._number(number, self.label, row[self.label])
+            elif self.label in row and self.label not in self.as_text and not (row[self.label] or "").strip():
+                row[self.label] = None  # an empty cell means no label, and is not a class
+            yield number, row
 
     def _number(self, number: int, column: str, label: str | None) -> int | float | None:
         """Parse a regression label or a weight; an empty cell is None."""
@@ -324,7 +315,7 @@ def open_rows(
         rows = ParquetRows(source)
     elif source.format == "csv":
         weight = (None if data.weight == NO_WEIGHT else data.weight or WEIGHT) if labelled else None
-        rows = CsvRows(source, numeric_label, data.text or "text", data.label or "label", weight, data.decimal, as_text=as_text)
+        rows = CsvRows(source, numeric_label, data, data.text or "text", data.label or "label", weight, data.decimal, as_text=as_text)
     else:
         rows = LineRows(source)
     return renamed(rows, data, target=target, labelled=labelled)
