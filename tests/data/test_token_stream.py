@@ -112,7 +112,9 @@ def test_empty_file_is_refused(tmp_path: Path, tokens: str) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4, 100])
-@pytest.mark.parametrize(("kind", "expected"), [("char", ["a", "\n", "\n", "a", " ", "<unk>"]), ("word", ["a", "<eos>", "<eos>", "a", "<unk>"])])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("char", ["a", "\n", "\n", "a", " ", "<unk>"]), ("word", ["a", "<eos>", "<eos>", "a", "<unk>"])]
+)
 def test_a_token_that_train_does_not_have_is_unk(tmp_path: Path, kind: str, expected: list[str], block_bytes: int) -> None:
     """An emoji of valid that train does not have, as tweets have them."""
     codec = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens=kind), "language")

@@ -205,7 +205,9 @@ def show(table: Table) -> None:
 
 
 def write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
-    """Write a JSON array with one row per line; NaN and infinity become null, since JSON has neither."""
+    """Write a JSON array with one row per line if the name ends in .json, else just the lines; NaN and infinity become null, since JSON has
+    neither.
+    """
     if path is not None and is_first():
-        lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
-        output_file.write(path, "[\n" + ",\n".join(lines) + "\n]\n")
+        lines = [json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows]
+        output_file.write(path, "[\n" + ",\n".join(lines) + "\n]\n" if path.suffix == ".json" else "".join(f"{line}\n" for line in lines))

@@ -147,7 +147,8 @@ def _train(
         )
     # Evaluations of earlier processes, before a resume or a restart, are only in the run's metrics file.
     earlier = json_file is not None and not dry_run and (resume or launch_record.attempt())
-    write_rows(json_file, _evaluations(result.run) if earlier else watch.rows)
+    read: list[dict[str, object]] = [{"data": dict(result.table)}] if dry_run and result.table else []
+    write_rows(json_file, [*read, *(_evaluations(result.run) if earlier else watch.rows)])
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 

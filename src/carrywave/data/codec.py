@@ -25,10 +25,7 @@ HISTOGRAM_BINS = 64
 TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
 # Left out if they have their default: hashes stay.
 LATER = (
-    "date_order",
-    "utc",
-    "zone",
-    "month_days",
+    "day_first",
     "channels",
     "transform",
     "scale_season",
@@ -53,10 +50,7 @@ SINGLE: dict[str, Any] = {
     "scale_season": int,
     "word_length": int,
     "time": str | None,
-    "series": str | None,
     "frequency": str | None,
-    "date_order": str | None,
-    "zone": str | None,
     "transform": str,
     "distribution": str,
     "label_sets": str,
@@ -69,7 +63,7 @@ MANY: dict[str, Any] = {
     "labels": str,
     "columns": str,
     "targets": int,
-    "month_days": int,
+    "series": str,
     "names": str,
     "means": tuple,
     "stds": tuple,
@@ -113,13 +107,10 @@ class Codec:
     means: tuple[tuple[float, ...], ...] = ()
     stds: tuple[tuple[float, ...], ...] = ()
     time: str | None = None
-    series: str | None = None
+    series: tuple[str, ...] = ()  # the columns that name the series
     frequency: str | None = None  # spacing of times; None: unknown
-    date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
-    utc: bool = False  # times in train have several offsets, so the calendar is that of UTC, whatever offset or zone other data has
-    zone: str | None = None  # of the calendar in train, by name or as an offset; None: times have none, or several offsets
+    day_first: bool | None = None  # in dates that can be read in two ways
     scale_season: int = 0  # series are scaled by their mean absolute change over this many rows; 0: by their deviation
-    month_days: tuple[int, ...] = ()  # days of the month that series are on, 31 for the last; none if each time tells its own
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
     known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
     calendar: tuple[str, ...] = ()  # positions in the calendar that are read
@@ -161,7 +152,7 @@ class Codec:
 
     def problem(self) -> str | None:
         """Return what is inconsistent in a codec read from a file, or None."""
-        for name in ("own_scale", "lowercase", "text_labels", "utc"):
+        for name in ("own_scale", "lowercase", "text_labels"):
             if not isinstance(getattr(self, name), bool):
                 return f"{name} is {getattr(self, name)!r:.40}"
         for name, kind in SINGLE.items():

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
-from carrywave.data.files.row_weights import Weigher
 from carrywave.data.files.recognised import NamedRows
+from carrywave.data.files.row_weights import Weigher
 from carrywave.data.files.rows import WEIGHT, Row, Rows
 from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.data.tables.moments import Moments, own_scale, standardise
@@ -31,6 +31,7 @@ from carrywave.spec.spec import Spec
 Held = NDArray[np.bool_]
 INSIDE = ("I-", "E-", "M-", "L-")  # how labels begin that go on with a span
 RESETS = ("language", "tagging")  # tasks in which a row may hold several sequences, each with a new state
+
 
 @dataclasses.dataclass
 class _Learned:

@@ -67,9 +67,8 @@ def _meanwhile(train: Times, ends: NDArray[np.int64], begins: NDArray[np.generic
     count = int((begins <= train.keys[last]).sum())
     if count:
         of = f"{_many(count, len(begins))} series begin{'s' * (count == 1)}" if len(begins) > 1 else "its series begins"
-        until = train.written(slice(last, last + 1))
-        ends_at = "ends" if until is None else f"ends ({until[0]})"
-        fact = f"{of} before train of other series {ends_at}, so the model is trained on times that it is judged by"
+        until = train.written(slice(last, last + 1))[0]
+        fact = f"{of} before train of other series ends ({until}), so the model is trained on times that it is judged by"
         yield f"{part}: {fact}; to cut all series at one time, use separate files for train, valid and test"
 
 
@@ -85,7 +84,7 @@ def notes_on_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np
         return
     assert train.times is not None
     assert other.times is not None
-    alone = train.series is None and other.series is None  # names are then those of the files
+    alone = not train.series and not other.series  # names are then those of the files
     places = {name: place for place, name in enumerate(train.names)}
     twice = shared = 0
     early: list[str] = []
@@ -110,9 +109,7 @@ def notes_on_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np
 
 def _comparable(times: Times | None, other: Times | None) -> bool:
     """True if times of one can be compared with times of the other."""
-    if times is None or other is None or times.in_words or other.in_words:
-        return False
-    return (times.keys.dtype.kind == "M") == (other.keys.dtype.kind == "M")
+    return times is not None and other is not None and times.counted == other.counted
 
 
 def _many(repeated: int, looked: int) -> str:

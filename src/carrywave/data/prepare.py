@@ -16,16 +16,17 @@ from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes, hub_datasets
 from carrywave.data.files.arrays import MemoryAppender, NewArray
+from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.label_sets import NONE
 from carrywave.data.files.opening import labels_beside, open_rows
-from carrywave.data.files.recognised import Known, NamedRows
+from carrywave.data.files.recognised import NOTHING, Known, NamedRows
 from carrywave.data.files.rows import json_rows
-from carrywave.data.files.source import Source, find, not_utf8
+from carrywave.data.files.source import Source, find
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.steps import step_series, table_blocks
 from carrywave.data.tables import series
-from carrywave.data.tables.columns import ColumnChoice
-from carrywave.data.tables.table import Table, arrange, read_table
+from carrywave.data.tables.choice import ColumnChoice
+from carrywave.data.tables.table import Table, arrange
 from carrywave.data.text import token_stream
 from carrywave.data.text.documents import BLANK_LINE, ROW
 from carrywave.data.text.tally import Tally
@@ -40,6 +41,7 @@ READING = (
     "encoding",
     "separator",
     "decimal",
+    "read",
     "text",
     "label",
     "tokens",
@@ -56,6 +58,7 @@ READING = (
     "categorical",
     "static",
     "missing",
+    "repeats",
     "frequency",
     "horizon",
     "season",
@@ -91,6 +94,7 @@ class Prepared:
     fingerprint: str  # hash of the files' content and of how they are read
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
     files: Mapping[str, str] = field(default_factory=dict)  # the SHA-256 of each part's file, for parts that are files
+    about: Mapping[str, Any] = field(default_factory=dict)  # how a table of series was read, for programs
     formats: frozenset[str] = frozenset()  # of the files; none if the data was passed as objects
 
 
@@ -139,7 +143,7 @@ def _find(name: str, field: str, spec: Spec, place: Path) -> Source:
     """The file of a name, read as the spec says."""
     data = spec.data
     bytewise = _reads_bytes(spec)
-    return find(name, field=field, format=data.format, any_bytes=bytewise, cache=place, encoding=data.encoding, separator=data.mark)
+    return find(name, field=field, format=data.format, any_bytes=bytewise, cache=place, encoding=data.encoding)
 
 
 def _digests(sources: Mapping[str, Source], place: Path | None, spec: Spec) -> dict[str, str]:
@@ -176,7 +180,9 @@ def bundle(entry: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
         for part, value in entry.parts.items()
     }
     facts = entry.codec.facts(marked["train"])
-    return Prepared(marked["train"], marked.get("valid"), marked.get("test"), entry.codec, facts, fingerprint, entry.notes)
+    return Prepared(
+        marked["train"], marked.get("valid"), marked.get("test"), entry.codec, facts, fingerprint, entry.notes, about=entry.about
+    )
 
 
 def _firsts(train: Sequences, part: Sequences) -> Ints | None:
@@ -202,7 +208,7 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
         _check_steady({part: source}, files, None if small else place, spec)
         return cache.Entry({part: sequences}, codec, sequences.notes)
 
-    file = [files[part], source.format, source.tabs, source.compression]
+    file = [files[part], source.format]
     how = _reading(spec)
     key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, how, labelled, part])
     entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
@@ -252,7 +258,7 @@ def _how_read(source: Source, spec: Spec) -> str:
 
 def told_by(codec: Codec | None) -> Known:
     """What a codec tells of the columns and labels of other data."""
-    return Known() if codec is None else Known(codec.text_column, codec.label_column, codec.labels)
+    return NOTHING if codec is None else Known(codec.text_column, codec.label_column, codec.labels)
 
 
 def _check_format(source: Source, spec: Spec) -> None:
@@ -268,7 +274,7 @@ def _check_format(source: Source, spec: Spec) -> None:
 
 def _key(spec: Spec, sources: dict[str, Source], files: Mapping[str, str], codec: Codec | None) -> str:
     """Return a hash of the files and of every option that affects the result."""
-    parts = {part: [files[part], source.format, source.tabs, source.compression] for part, source in sources.items()}
+    parts = {part: [files[part], source.format] for part, source in sources.items()}
     return key_of(parts, spec, codec)
 
 
@@ -313,8 +319,6 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     if _is_stream(train, spec):
         codec = codec or token_stream.learn_stream(train, spec.data, spec.task, keep_rare=spec.model.dropout_rare > 0)
         held = np.zeros(0, np.bool_)
-        odd = [not_utf8(source.name, source.head()) for source in sources.values() if spec.data.tokens == "byte"]
-        notes = tuple(f"reading the raw bytes: {line}" for line in odd if line is not None)
     else:
         rows = open_rows(train, spec, known=told_by(codec))
         held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
@@ -323,7 +327,8 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     notes = (*(line for source in sources.values() for line in source.notes()), *notes)
     encoded = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     parts = hold_out(encoded, spec, share, held, train.name)
-    return cache.Entry(parts, codec, (*notes, *(line for each in encoded.values() for line in each.notes), *overlap.notes(parts, sources)))
+    notes = (*dict.fromkeys(notes), *(line for each in encoded.values() for line in each.notes), *overlap.notes(parts, sources))
+    return cache.Entry(parts, codec, notes)
 
 
 def hold_out(encoded: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
@@ -362,9 +367,14 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
 
 def _series_source(source: Source, spec: Spec) -> table_blocks.SeriesSource:
     """The series of a file in which every step has targets."""
-    if source.format == "jsonl":
+    if source.format == "jsonl" and holds_steps(source):
         return table_blocks.of_rows(lambda labelled: open_rows(source, spec, labelled=labelled), spec.data)
-    return table_blocks.of_file(source, spec.data)
+    return table_blocks.of_frame(lambda: read_frame(source, spec.data), source.name, spec.data)
+
+
+def holds_steps(source: Source) -> bool:
+    """True if the objects of a JSON file hold a series each, rather than the values of one time."""
+    return '"steps"' in next(iter(source.texts()), "")
 
 
 def series_of_file(path: str, spec: Spec) -> table_blocks.SeriesSource:
@@ -379,9 +389,9 @@ def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Calla
 
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
-        if source.format == "jsonl":
+        if source.format == "jsonl" and holds_steps(source):
             return series.choose_columns(series.from_rows(json_rows(source), choice.weight), choice)
-        table, notes = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
-        return arrange(table, source.name, choice, read_notes=notes)
+        frame, notes = read_frame(source, spec.data)
+        return arrange(frame, source.name, choice, notes=notes)
 
     return open_table

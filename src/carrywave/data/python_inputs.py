@@ -21,9 +21,9 @@ from carrywave.data.files import cache, hub_datasets
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
-from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
-from carrywave.data.files.remote import is_address
+from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
 from carrywave.data.files.recognised import NamedRows, target_field
+from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
@@ -44,7 +44,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.steps import step_series, table_blocks
 from carrywave.data.steps.table_blocks import SeriesSource
 from carrywave.data.tables import series
-from carrywave.data.tables.columns import ColumnChoice
+from carrywave.data.tables.choice import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
 from carrywave.data.text.documents import ROW
 from carrywave.errors import DataError, SpecError
@@ -134,8 +134,8 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     else:
         rows = _named(_rows(data, part, spec), spec, codec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
-        how = {"labelled": labelled, "join": join, "documents": spec.data.reset == ROW}
-        sequences = examples.encode(rows, codec, MemoryAppender, **how, part=part)
+        documents = spec.data.reset == ROW
+        sequences = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join, documents=documents, part=part)
     return replace(sequences, fingerprint=_fingerprint({part: sequences}, codec))
 
 
@@ -161,10 +161,10 @@ def step_series_of(data: Any, spec: Spec) -> SeriesSource:
 
 def _series_source(data: Any, part: str, spec: Spec) -> SeriesSource:
     """The series of an object whose steps have targets: of a table, or of rows with steps."""
-    frame = as_table(data, part) if is_frame(data) else None
-    if frame is None or "steps" in frame.table.column_names:
+    frame = to_pandas(data, part) if is_frame(data) else None
+    if frame is None or "steps" in frame.columns:
         return table_blocks.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, None, labelled=labelled), spec.data)
-    return table_blocks.of_table(frame.table, part, spec.data, frame.index)
+    return table_blocks.of_frame(lambda: (frame, ()), part, spec.data)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:
@@ -267,8 +267,8 @@ def as_rows(data: Any, part: str) -> Rows | None:
     """Return the rows of a frame; None for anything else."""
     if (rows := rows_of(data) if is_frame(data) else None) is not None:
         return ItemRows(part, len(rows), rows.__getitem__, join=True)
-    frame = as_table(data, part)
-    return None if frame is None else FrameRows(part, frame.table)
+    table = as_table(data, part)
+    return None if table is None else FrameRows(part, table)
 
 
 def _named(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool = True) -> NamedRows:
@@ -373,9 +373,9 @@ def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) ->
         choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if isinstance(data, Table):  # read already, as the spec says
             return data
-        frame = as_table(data, part)
+        frame = to_pandas(data, part)
         if frame is not None:
-            return arrange(frame.table, part, choice, index=frame.index)
+            return arrange(frame, part, choice)
         plain = as_plain(data)
         if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
             return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice)

@@ -27,11 +27,13 @@ class Sequences:
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32; of several labels, 0 or 1
-    # For each row: [rows] int64, -100 for no tag, less for one that train does not have; of several labels, or of numbers, [rows, labels] float32, NaN for none.
+    # For each row: [rows] int64, -100 for no tag, less for one that train does not have; of several labels, or of numbers, [rows, labels]
+    # float32, NaN for none.
     tags: NDArray[Any] | None = None
     resets: NDArray[np.bool_] | None = None  # for each row: True if the state starts anew with it
     weights: NDArray[np.float32] | None = None  # [n] weight of each sequence's targets in the loss; None: 1, or those of its rows
     step_weights: NDArray[np.float32] | None = None  # for each row: the weight of what it holds as a target; None: that of its sequence
+    missing: NDArray[np.bool_] | None = None  # [rows, targets] True where a row lacks what is forecast; None: nothing is missing
     spans: Ints | None = None  # [n, 2] the first of `labels` that a sequence has, and the end of them, if it may have any number in a row
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     firsts: Ints | None = None  # [n] the first row of each series, if that lies before the part; None: `starts`

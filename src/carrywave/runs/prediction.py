@@ -218,9 +218,7 @@ def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
     return from_rank_0(world, lambda: sink(rows), no_timeout=True)  # whoever reads our output may take its time
 
 
-def _blocks(
-    stack: ExitStack, members: Sequence[Saved], spec: Spec, data: Any, carried: KeptColumns, tally: Tally
-) -> Iterator[Block]:
+def _blocks(stack: ExitStack, members: Sequence[Saved], spec: Spec, data: Any, carried: KeptColumns, tally: Tally) -> Iterator[Block]:
     codec, *others = (member.task.codec for member in members)
     yield from read_blocks(_open(stack, spec, data, codec), codec, carried, tally, others=others)
 
@@ -242,7 +240,7 @@ def _forecast(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sin
         if is_standard(data):
             data = kept_on_all(world, stack, lambda: spec)
         made = [_forecasts_of(member, data, request, tell=member is members[0]) for member in members]
-        places = (BY_PLACE, "step", *(name for name in (codec.series, codec.time) if name is not None))
+        places = (BY_PLACE, "step", *codec.series, *(() if codec.time is None else (codec.time,)))
         _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places))
 
 
@@ -271,7 +269,7 @@ def _forecasts_of(saved: Saved, data: Any, request: _Request, *, tell: bool) -> 
 def _estimate(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sink) -> None:
     """The numbers of every step, a block of series at a time."""
     world, codec = members[0].mesh.world, members[0].task.codec
-    places = ("step", *(name for name in (codec.series, codec.time) if name is not None))
+    places = ("step", *codec.series, *(() if codec.time is None else (codec.time,)))
     with ExitStack() as stack:
         data = kept_on_all(world, stack, lambda: spec) if is_standard(request.data) else request.data
         outputs = [Outputs(member) for member in members]

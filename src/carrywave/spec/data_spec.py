@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -25,15 +24,6 @@ COUNTS = ("negative_binomial", "poisson")
 REPORTED = (0.1, 0.5, 0.9)  # quantiles of a distribution, if no others are asked for
 
 BUILTIN_TEXT = "builtin:python-topics"
-WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_DAY = f"(?:{'|'.join(WEEKDAYS)})"
-# A number, a list of weekdays, or a pandas frequency alias. The anchor of an alias (-SUN) is ignored: the times themselves show where a
-# week or a year begins.
-FREQUENCY = re.compile(
-    r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-    rf"|(?P<days>{_DAY}(?: {_DAY})*)"
-    r"|(?P<times>[1-9]\d*)?(?P<unit>us|ms|s|S|sec|min|T|h|H|d|D|b|B|w|W|[MQYA][SE]?)(?:-[A-Z]{3})?"
-)
 
 
 class DataSpec(Section):
@@ -49,6 +39,9 @@ class DataSpec(Section):
     )
     decimal: Literal["auto", ".", ","] = Field(
         "auto", description="CSV: the mark before decimals; auto: a comma if that cannot be mistaken"
+    )
+    read: dict[str, Any] | None = Field(
+        None, description="tables: arguments of pandas.read_csv, as in {skiprows: 3, thousands: '.'}; they are never guessed over"
     )
     text: str | None = Field(
         None,
@@ -86,8 +79,8 @@ class DataSpec(Section):
     )
     min_count: Positive = Field(
         1,
-        description="tokens that occur less often than this in the training file become <unk>; with 1, half of those that occur once, up to "
-        "1% of all tokens, unless the file has <unk> itself, or model.dropout_rare is set",
+        description="tokens that occur less often than this in the training file become <unk>; with 1, half of those that occur once, up "
+        "to 1% of all tokens, unless the file has <unk> itself, or model.dropout_rare is set",
     )
     lowercase: bool = Field(False, description="words are read in lower case; their characters (model.characters) as they are spelled")
     word_length: Positive = Field(
@@ -123,9 +116,14 @@ class DataSpec(Section):
         "row (diff); forecasts are in the units of the file again",
     )
     time: str | None = Field(
-        None, description="the column of times; by default ds, date, datetime, timestamp, time or the first column of dates"
+        None, description="the column of times; by default the one, or those, that make the rows of each series regular"
     )
-    series: str | None = Field(None, description="the column that names the series in long format; by default unique_id")
+    series: tuple[str, ...] | None = Field(
+        None, description="the columns that name the series in long format; by default the fewest that, with the time, tell rows apart"
+    )
+    repeats: Literal["mean", "first", "last"] | None = Field(
+        None, description="what counts if a time comes more than once in a series; by default that is refused, unless the rows are equal"
+    )
     known: tuple[str, ...] | None = Field(
         None,
         description="forecasting: columns whose values are known for the whole horizon, such as prices or holidays; the model reads them "
@@ -142,20 +140,20 @@ class DataSpec(Section):
     static: tuple[str, ...] | None = Field(
         None, description="forecasting, each_step: columns with one value for each series, numbers or categories"
     )
-    missing: Literal["error", "forward", "interpolate", "zero", "mask"] = Field(
-        "error",
-        description="forecasting, each_step: how empty cells and missing rows are filled: with the value before, on a line between the "
-        "values around, or with 0; error: empty cells are refused, and rows on either side of a gap count as neighbours. mask (each_step): "
-        "with the value before, and the model also reads whether each was there and for how long it has not been. Targets of each_step are "
-        "never filled: those that are missing have no loss",
+    missing: Literal["none", "forward", "interpolate", "zero", "mask"] = Field(
+        "none",
+        description="forecasting, each_step: how empty cells and missing rows are filled. none: the model reads the value before, and what "
+        "is missing of a target is not trained on and not scored; forward, interpolate, zero: with the value before, on a line between "
+        "the values around, or with 0, all of which count as targets. mask (each_step): as none, and the model also reads whether each "
+        "value was there and for how long it has not been. Targets of each_step are never filled",
     )
     warmup: Annotated[int, Field(ge=0)] = Field(
         0, description="each_step: steps at the beginning of each series that have no loss and are not scored"
     )
     frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="forecasting, each_step: the interval between times, as 15min, h, D, B (business days), W, MS or a number; by default "
-        "inferred from all times; none: rows are counted, and forecasts have no times",
+        description="forecasting, each_step: the interval between times, as pandas writes it: 15min, h, D, B (business days), W-MON, MS, "
+        "or a number; by default inferred from all times; none: rows are counted, and forecasts have no times",
     )
     horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
@@ -195,6 +193,11 @@ class DataSpec(Section):
         description="separate sequences of numbers: random changes to them in training; see docs/data.md",
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
+
+    @field_validator("series", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @property
     def mark(self) -> str | None:
@@ -238,8 +241,6 @@ class DataSpec(Section):
             raise ValueError(f"encoding {self.encoding!r} is unknown; use for example utf-8, latin-1, cp1252 or utf-16") from None
         if self.mark is not None and (len(self.mark) != 1 or not self.mark.isascii() or self.mark.isalnum() or self.mark in "\"\r\n.-+'"):
             raise ValueError(f"separator {self.separator!r} cannot separate columns; use one character such as ; or |, or tab")
-        if isinstance(self.frequency, str) and self.frequency != "none" and FREQUENCY.fullmatch(self.frequency.strip()) is None:
-            raise ValueError(f"frequency {self.frequency!r} is unknown; use for example 15min, h, D, B, W, MS, a number, or none")
         for name in ("known", "calendar", "categorical", "static"):
             given = getattr(self, name) or ()
             if len(set(given)) < len(given):

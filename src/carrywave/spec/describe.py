@@ -86,7 +86,8 @@ def _takes(field: Schema, definitions: Mapping[str, Schema]) -> str:
             return f"a list of {len(field['prefixItems'])} numbers, each {_takes(field['prefixItems'][0], definitions)}"
         return f"a list, each item {_takes(field['items'], definitions)}"
     if kind == "object":
-        return f"a mapping of names to values, each {_takes(field['additionalProperties'], definitions)}"
+        values = field["additionalProperties"]
+        return "a mapping of names to values" + (f", each {_takes(values, definitions)}" if isinstance(values, Mapping) else "")
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}[str(kind)]
     bounds = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
     limits = [f"{sign} {_bound(field[bound])}" for bound, sign in bounds if bound in field]

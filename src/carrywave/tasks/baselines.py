@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks.ridge import Line, fit_line
-from carrywave.tasks.views import FirstRow, Naive
+from carrywave.tasks.views import FirstRow, Naive, counted
 
 # By the prefix of their metrics, with what they are called; naive is the one of `data.season`, which is the last value if that is 1.
 BASELINES = {"naive": "seasonal naive", "last": "last value", "ridge": "ridge"}
@@ -32,11 +32,11 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one baseline: means by step ahead and column, NaN of a step without targets."""
+    """Errors of one baseline: means by step ahead and column, NaN where there are no targets."""
 
     absolute_HC: Reals
     square_HC: Reals
-    targets_H: Reals  # how many there are of each column
+    targets_HC: Reals  # how many there are
     scaled: float | None  # MASE, over all series and columns with a known change
     pinball: float | None  # averaged over quantiles, with the forecast used for each of them
 
@@ -44,11 +44,10 @@ class Errors:
         """Return the metrics under the model's names after the baseline's; `point`: the model has a point forecast."""
         values: dict[str, float] = {}
         if point:
-            counted = self.targets_H > 0
-            absolute, squares = self.absolute_HC[counted], self.square_HC[counted]
+            real = self.targets_HC > 0
             mean, square = (
-                float(np.average(each.mean(1), weights=self.targets_H[counted])) if counted.any() else math.nan
-                for each in (absolute, squares)
+                float(np.average(each[real], weights=self.targets_HC[real])) if real.any() else math.nan
+                for each in (self.absolute_HC, self.square_HC)
             )
             values = {f"{name}_mae": mean, f"{name}_rmse": float(np.sqrt(square))}
             values |= {} if self.scaled is None else {f"{name}_mase": self.scaled}
@@ -57,30 +56,31 @@ class Errors:
 
 def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> Errors:
     """Compute the errors of a forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it. As in the metrics of
-    a model, targets of weight 0 are left out, and all others count as one.
+    a model, targets that are missing or of weight 0 are left out, and all others count as one.
     """
     ahead = np.arange(1, spec.horizon + 1)
     absolute_HC, square_HC = (np.zeros((spec.horizon, len(columns))) for _ in range(2))
     share_Q = np.array(spec.levels or ())
-    targets_H, scaled_count = np.zeros(spec.horizon), 0
+    targets_HC, scaled_count = np.zeros((spec.horizon, len(columns))), 0
     scaled = pinball = 0.0
     for number, rows in origins_of(data, spec.horizon, block):
         gap_RHC = np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - forecast(rows)
-        real_RH = np.ones(gap_RHC.shape[:2], np.bool_) if data.step_weights is None else data.step_weights[rows[:, None] + ahead] > 0
-        gap_RHC = gap_RHC if data.step_weights is None else np.where(real_RH[..., None], gap_RHC, 0.0)
+        real_RHC = counted(data, rows[:, None] + ahead)
+        gap_RHC = gap_RHC if real_RHC is None else np.where(real_RHC, gap_RHC, 0.0)
+        real_RHC = np.ones(gap_RHC.shape, np.bool_) if real_RHC is None else np.broadcast_to(real_RHC, gap_RHC.shape)
         absolute_HC += (sums_HC := np.abs(gap_RHC).sum(axis=0))
         square_HC += (gap_RHC**2).sum(axis=0)
         changing = change_SC[number] > 0
         scaled += float((sums_HC[:, changing] / change_SC[number][changing]).sum())
-        scaled_count += int(real_RH.sum()) * int(changing.sum())
+        scaled_count += int(real_RHC[..., changing].sum())
         for share in share_Q:
             pinball += float(np.maximum(share * gap_RHC, (share - 1.0) * gap_RHC).sum()) / len(share_Q)
-        targets_H += real_RH.sum(0)
-    each_H1, total = np.where(targets_H > 0, targets_H, np.nan)[:, None], float(targets_H.sum()) * len(columns)
+        targets_HC += real_RHC.sum(0)
+    each_HC, total = np.where(targets_HC > 0, targets_HC, np.nan), float(targets_HC.sum())
     return Errors(
-        absolute_HC / each_H1,
-        square_HC / each_H1,
-        targets_H,
+        absolute_HC / each_HC,
+        square_HC / each_HC,
+        targets_HC,
         scaled / scaled_count if scaled_count else None,
         (pinball / total if total else math.nan) if len(share_Q) else None,
     )

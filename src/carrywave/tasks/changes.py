@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.moments import NOISE
+from carrywave.tasks.views import counted
 
 TRACE = 2.0**-20  # float32 rounding error is sixteen times smaller
 
@@ -35,13 +36,12 @@ class Changes:
             name = names[place] if names else str(place)
             scale = codec.scale_of.get(name) or codec.scale_of.get(channels[place % len(channels)] if channels else name)
             mean, std = scale or (codec.mean, codec.std)
-            rows, weights = slice(start, start + length), train.step_weights
-            counted = None if weights is None else np.asarray(weights[rows]) > 0
-            values = change(train.inputs[rows], season, columns, np.array(mean), np.array(std), counted)
+            rows = np.arange(start, start + length)
+            values = change(train.inputs[rows], season, columns, np.array(mean), np.array(std), counted(train, rows))
             by_series[name] = tuple(float(value) for value in values)
-        if codec.series is None and len(by_series) == 1:
+        if not codec.series and len(by_series) == 1:
             return Changes(every=next(iter(by_series.values())))
-        if codec.series is None and channels and len(by_series) == len(channels):
+        if not codec.series and channels and len(by_series) == len(channels):
             return Changes(named=dict(zip(channels, by_series.values(), strict=True)))
         return Changes(named=by_series)
 
@@ -91,18 +91,19 @@ def change(
     columns: Ints,
     mean: NDArray[np.float64] | None = None,
     std: NDArray[np.float64] | None = None,
-    counted: NDArray[np.bool_] | None = None,
+    real: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
     """Return the mean absolute seasonal change of each column of one series; 0 if it never changes or has no more rows than a season.
 
-    `mean` and `std`, over all columns that are read, are those the rows were standardised with. Changes from and to rows that are not
-    `counted`, whose weight is 0, are left out.
+    `mean` and `std`, over all columns that are read, are those the rows were standardised with. Changes from and to values that are not
+    `real`, missing or of weight 0, are left out.
     """
-    both = np.ones(max(len(rows) - season, 0), np.bool_) if counted is None else counted[season:] & counted[:-season]
+    part = np.asarray(rows[:, columns], dtype=np.float64)
+    shape = (max(len(rows) - season, 0), len(columns))
+    both = np.ones(shape, np.bool_) if real is None else np.broadcast_to(real[season:] & real[:-season], shape)
     if not both.any():
         return np.zeros(len(columns))
-    part = np.asarray(rows[:, columns], dtype=np.float64)
-    means: NDArray[np.float64] = np.abs(part[season:] - part[:-season])[both].mean(axis=0)
+    means: NDArray[np.float64] = np.where(both, np.abs(part[season:] - part[:-season]), 0.0).sum(axis=0) / np.maximum(both.sum(axis=0), 1)
     # A column that repeats every season still shows changes from float32 rounding, and a constant one from the rounding of its
     # original values; dividing by such noise would make the metric meaningless.
     real = means > TRACE * np.abs(part[season:]).mean(axis=0)

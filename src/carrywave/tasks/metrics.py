@@ -1,6 +1,8 @@
 """Metrics accumulated as sums on the device: they can be all-reduced, and are read by the host only at the end.
 
-Ignored targets (-100, or NaN for floats) add nothing; labels that train does not have (below -100) count as answered wrongly. Shapes: T time, B lane, K classes or outputs, H horizon, C columns,
+Ignored targets (-100, or NaN for floats) add nothing; labels that train does not have (below -100) count as answered wrongly.
+
+Shapes: T time, B lane, K classes or outputs, H horizon, C columns,
 Q quantiles, S series of a part, N all leading dimensions flattened.
 """
 

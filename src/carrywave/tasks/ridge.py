@@ -3,8 +3,8 @@
 One set of weights for each column, shared by all series. It reads values less the last one and forecasts the difference from it, so a shift
 of a whole series changes nothing. It is a baseline beside every forecast, and where the linear part of a forecasting head begins.
 
-Targets count with their weights, as they do in the loss: one of weight 0 is not learned from. Sums of what is read then differ from step
-ahead to step ahead.
+Targets count with their weights, as they do in the loss: one that is missing or of weight 0 is not learned from. Sums of what is read then
+differ from step ahead to step ahead.
 
 The penalty is the one that does best on the last tenth of every series, judged by the same sums of products, so rows are read once;
 the weights are then fitted to all of them. Float64 throughout. Shapes: C columns, N lags, K steps ahead, R rows.
@@ -84,13 +84,13 @@ def _solved(read: Reals, both: Reals, penalty: float) -> Reals:
 
 def fit_line(train: Sequences, columns: Ints, lags: int, horizon: int) -> Line:
     """Fit a line to every origin of the training rows that has all of its lags and its whole horizon; zeros if none has."""
-    weighted = train.step_weights is not None
+    weighted = train.step_weights is not None or train.missing is not None
     fitted, held = ([_Sums(lags, horizon, weighted=weighted) for _ in columns] for _ in range(2))
     stride = _stride(train, len(columns), lags, horizon)
-    for windows_RNC, weights_RK, is_held in _windows(train, columns, lags, horizon, stride):
+    for windows_RNC, weights_RKC, is_held in _windows(train, columns, lags, horizon, stride):
         gaps, ahead = windows_RNC[:, :lags] - windows_RNC[:, lags - 1 : lags], windows_RNC[:, lags:] - windows_RNC[:, lags - 1 : lags]
         for c, sums in enumerate(held if is_held else fitted):
-            sums.add(gaps[..., c], ahead[..., c], weights_RK)
+            sums.add(gaps[..., c], ahead[..., c], None if weights_RKC is None else weights_RKC[..., c if weights_RKC.shape[-1] > 1 else 0])
     solved = [_best(one, other) for one, other in zip(fitted, held, strict=True)]
     return Line(np.stack([each[:-1] for each in solved]), np.stack([each[-1] for each in solved]))
 
@@ -104,16 +104,16 @@ def _best(fitted: _Sums, held: _Sums) -> Reals:
 
 def _stride(train: Sequences, columns: int, lags: int, horizon: int) -> int:
     """Read every origin, or every second, third …: neighbours share nearly all of their values."""
-    sums = 1 if train.step_weights is None else horizon
+    sums = 1 if train.step_weights is None and train.missing is None else horizon
     products = float(train.lengths.sum()) * columns * (lags + 1) * (sums * (lags + 1) + horizon)
     return max(1, round(products / MOST_PRODUCTS))
 
 
 def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: int) -> Iterator[tuple[Reals, Reals | None, bool]]:
-    """Blocks of windows [R, N + K, C] of the training rows, the weights of what is forecast [R, K], and whether they lie in the share that
-    the penalty is chosen on.
+    """Blocks of windows [R, N + K, C] of the training rows, the weights of what is forecast [R, K, C] or [R, K, 1], and whether they lie in
+    the share that the penalty is chosen on.
     """
-    size, weights = lags + horizon, train.step_weights
+    size = lags + horizon
     for start, length in zip(train.starts, train.lengths, strict=True):
         rows = np.arange(start, start + length - size + 1, stride, dtype=np.int64)
         cut = len(rows) - int(len(rows) * HELD_OUT)
@@ -121,5 +121,13 @@ def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: i
             for first in range(0, len(part), BLOCK_ROWS):
                 block = part[first : first + BLOCK_ROWS]
                 rows_RS = block[:, None] + np.arange(size)
-                weights_RK = None if weights is None else np.asarray(weights[rows_RS[:, lags:]], np.float64)
-                yield np.asarray(train.inputs[rows_RS][..., columns], np.float64), weights_RK, is_held
+                yield np.asarray(train.inputs[rows_RS][..., columns], np.float64), _weights(train, rows_RS[:, lags:]), is_held
+
+
+def _weights(train: Sequences, rows_RK: Ints) -> Reals | None:
+    """The weights of targets, 0 for those that are missing."""
+    weights = None if train.step_weights is None else np.asarray(train.step_weights[rows_RK], np.float64)[..., None]
+    if train.missing is None:
+        return weights
+    present = (~np.asarray(train.missing[rows_RK])).astype(np.float64)
+    return present if weights is None else weights * present

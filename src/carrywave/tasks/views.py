@@ -80,6 +80,14 @@ def each_step(data: Sequences, loss: str) -> View:
     return weighted(View(data.inputs, data.starts, data.lengths, targets_at=numbers, warm=data.warm), data)
 
 
+def counted(data: Sequences, rows: Ints) -> NDArray[np.bool_] | None:
+    """Which of what some rows hold as targets is there and has a weight above 0, [..., columns] or [..., 1]; None: all of it."""
+    if data.step_weights is None:
+        return None if data.missing is None else ~np.asarray(data.missing[rows])
+    weighed = np.asarray(data.step_weights[rows])[..., None] > 0
+    return weighed if data.missing is None else weighed & ~np.asarray(data.missing[rows])
+
+
 def pooled(data: Sequences) -> View:
     """One label per sequence: classification and regression."""
     return View(data.inputs, data.starts, data.lengths, labels=data.labels, weights=data.weights)
@@ -216,15 +224,17 @@ def forecasting(
     """
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
-    values = data.inputs
+    values, missing = data.inputs, data.missing
     units = Units(data, columns) if spec.counts else None
 
     def future(rows: Ints) -> NDArray[Any]:
         # Padding repeats a real row, so only the end of the whole array needs clipping.
         wanted = np.minimum(rows[..., None] + ahead, len(values) - 1)
         if units is not None:
-            return np.asarray(np.rint(values[wanted][..., columns] * units(rows)[..., None, :]), dtype=np.float32)
-        return np.asarray(values[wanted][..., columns] - naive(rows), dtype=np.float32)
+            made = np.asarray(np.rint(values[wanted][..., columns] * units(rows)[..., None, :]), dtype=np.float32)
+        else:
+            made = np.asarray(values[wanted][..., columns] - naive(rows), dtype=np.float32)
+        return made if missing is None else np.where(missing[wanted], np.float32(np.nan), made)
 
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)

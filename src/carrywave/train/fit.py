@@ -272,7 +272,7 @@ def _train(
         watch.say(line)
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")
-        return Result(folder.path, None, {}, shown(model), task)
+        return Result(folder.path, None, {}, shown(model), task, prepared.about)
     with unwinding(launch_record.trains), folder:
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, OpaqueModel))

@@ -64,7 +64,7 @@ class Forecaster:
         *,
         quantiles: Sequence[float] | None = None,
         season: int = 1,
-        series: str = SERIES,
+        series: str | Sequence[str] = SERIES,
         time: str = TIME,
         target: str | Sequence[str] = TARGET,
         model: Mapping[str, Any] | None = None,
@@ -126,7 +126,7 @@ class Forecaster:
             data.horizon,
             quantiles=data.quantiles,
             season=data.season,
-            series=codec.series or SERIES,
+            series=codec.series[0] if len(codec.series) == 1 else codec.series or SERIES,
             time=codec.time or TIME,
             target=list(codec.forecast_columns),
             **sections,
@@ -305,5 +305,5 @@ class Forecaster:
         # Names that are not the usual ones must be there; a usual one may be missing.
         for key, column, usual in (("series", self.series, SERIES), ("time", self.time, TIME)):
             if column in names or column != usual:
-                data[key] = column
+                data[key] = column if isinstance(column, str) else list(column)
         return data

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Result:
     metrics: dict[str, dict[str, float]]  # loss and metrics of the best weights, by part: valid, test
     model: Any  # the Model, or the user's own module
     task: Task  # its `codec` holds scales, vocabulary and labels
+    table: Mapping[str, Any] = field(default_factory=dict)  # of series: how the training table was read
 
     def __repr__(self) -> str:
         losses = "".join(f", {part} loss {values['loss']:.4g}" for part, values in self.metrics.items() if "loss" in values)

@@ -14,8 +14,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,11 +28,11 @@ from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
 
-FORMAT = 8  # part of every key, so that entries of another format, or read in another way, are never used
+FORMAT = 11  # part of every key, so that entries of another format, or read in another way, are never used
 CHECKS = 5  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
 ARRAYS = (
     *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),
-    *("units", "means", "spreads"),
+    *("units", "means", "spreads", "missing"),
 )
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT, DRAFT = "manifest.json", "content.json", ".draft-"
@@ -48,6 +48,7 @@ class Entry:
     parts: Parts
     codec: Codec
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
+    about: Mapping[str, Any] = field(default_factory=dict)  # how a table was read, for programs
 
 
 Build = Callable[[NewArray], Entry]
@@ -104,7 +105,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
     try:
         built = build(Named)
         layouts = {part: _layout(draft, part, value, names) for part, value in built.parts.items()}
-        content = {"codec": built.codec.to_json(), "parts": layouts, "notes": built.notes}
+        content = {"codec": built.codec.to_json(), "parts": layouts, "notes": built.notes, "about": dict(built.about)}
         (draft / CONTENT).write_text(json.dumps(content))
         _seal(draft, content)
         _publish(draft, place)
@@ -128,15 +129,15 @@ def _sweep(where: Path) -> None:
 def _layout(draft: Path, part: str, sequences: Sequences, names: dict[int, tuple[NDArray[Any], str]]) -> dict[str, Any]:
     """Map each array of a part to its file; an array shared between parts is stored once."""
     layout: dict[str, Any] = {"names": sequences.names}
-    for field in ARRAYS:
-        array = getattr(sequences, field)
+    for kind in ARRAYS:
+        array = getattr(sequences, kind)
         if array is None:
             continue
         if id(array) not in names:
-            file_name = f"{part}{field}.npy"
+            file_name = f"{part}{kind}.npy"
             np.save(draft / file_name, array, allow_pickle=False)
             names[id(array)] = (array, file_name)
-        layout[field] = names[id(array)][1]
+        layout[kind] = names[id(array)][1]
     return layout
 
 
@@ -194,7 +195,7 @@ def _open(place: Path) -> Entry:
         content = json.loads((place / CONTENT).read_text())
         arrays = {name: open_array(place / name) for name in files if name.endswith(".npy")}
         parts = {part: _sequences(layout, arrays) for part, layout in content["parts"].items()}
-        return Entry(parts, Codec.from_json(content["codec"]), tuple(str(note) for note in content["notes"]))
+        return Entry(parts, Codec.from_json(content["codec"]), tuple(str(note) for note in content["notes"]), content["about"])
 
 
 def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sequences:

@@ -1,4 +1,4 @@
-"""Texts with labels as their field writes them: CoNLL columns, CoNLL-U, a label before each text, trees, a file of labels beside one of texts.
+"""Texts with labels as their field writes them: CoNLL columns, CoNLL-U, a label before each text, trees, a file of labels beside the text.
 
 Each reader is a pure function from a text to rows and a line that says how they were read, or None if the text is not written so.
 """
@@ -83,7 +83,7 @@ def conll(text: str, asked: Asked) -> Read | None:
     rows = [row for row in rows if row["tokens"]]
     changed = sum(_as_bio(row["labels"]) for row in rows)
     how = f"a word on each line: of its {width} columns, from 0, words are column {word} and tags column {label} (data.label)"
-    return Read(rows, how + (f"; {changed:,} spans that begin with I- begin with B- instead" if changed else ""))
+    return Read(rows, how + (f"; I- begins {changed:,} span{'s' * (changed > 1)}, and is read as B- there" if changed else ""))
 
 
 def _is_comment(line: str, cells: Sequence[str], width: int, *, numbered: bool) -> bool:

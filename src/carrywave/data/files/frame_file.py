@@ -1,25 +1,229 @@
-"""Stub."""
+"""A file as a pandas frame: text tables in any usual form, Parquet, Feather and JSON records.
+
+What pandas needs to be told is looked up in the first lines (separator, first line, header, decimal mark), unless `data.separator`,
+`data.decimal` or `data.read` say it; the rest is pandas' own. Each thing that was found rather than told is said in a line.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pa_parquet
 
+from carrywave.data.files.numbers import DATE, NUMBER, as_numbers
 from carrywave.data.files.source import Source
+from carrywave.errors import DataError, one_line
 from carrywave.spec.data_spec import DataSpec
 
+SEPARATORS = ("\t", ";", ",", "|")
+SPACES = r"\s+"
+LOOKED_AT = 200  # first lines
+HEAD_CHARACTERS = 1 << 20
+ALIKE = 0.9  # of the lines have the usual number of cells
+COMMENTS = re.compile(r"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
+MOST_COLUMNS = 20_000
+MOST_WORDS = 8  # of a name; with more it is a text, as in AG News
+CODE = re.compile(r"0\d+")  # 007 is no number
 
-def read_frame(source: Source, data: DataSpec, as_text: bool = True) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Stub."""
+Lines = list[str]
+
+
+def read_frame(source: Source, data: DataSpec, *, as_text: bool = False) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Return the table in a file, with lines on what was found in it; `as_text`: every cell stays as it is written, empty ones as ""."""
+    notes: tuple[str, ...] = ()
+    try:
+        if source.format == "parquet":
+            frame = _columnar(source)
+        elif source.format == "jsonl":
+            frame = pd.DataFrame.from_records(_records(source))
+        else:
+            frame, notes = _text_table(source, data, as_text=as_text)
+    except (ValueError, TypeError, LookupError, OSError, pa.ArrowException) as error:  # pandas' own are ValueErrors
+        remedy = "correct it, or tell pandas how in data.read, as in data.read={skiprows: 3}"
+        raise DataError(f"{source.name} cannot be read as a table ({one_line(error, 200)}); {remedy}") from error
+    if not len(frame.columns) or not len(frame):
+        raise DataError(f"{source.name} is empty; use a table with at least one row")
+    if len(frame.columns) > MOST_COLUMNS:
+        raise DataError(f"{source.name} has {len(frame.columns):,} columns; write one row for each series and time, with a column of names")
+    return frame, notes
+
+
+def _columnar(source: Source) -> pd.DataFrame:
+    if source.head().startswith(b"PAR1"):
+        table = source.guard(lambda: pa_parquet.read_table(source.path))
+    else:
+        with pa.memory_map(str(source.path)) as file:
+            table = source.guard(lambda: pa.ipc.open_file(file).read_all())
+    return table.to_pandas()
+
+
+def _records(source: Source) -> Any:
+    """The objects of a JSON array, or of JSON lines."""
     text = "".join(source.texts())
-    tabs = text.split("\n", 1)[0].count("\t")
-    commas = text.split("\n", 1)[0].count(",")
-    sep = "\t" if tabs and tabs >= commas else ","
-    first = next(csv.reader(io.StringIO(text), delimiter=sep))
-    header = None if any(len(c) > 30 or c.replace(".", "").replace("-", "").isdecimal() for c in first) else 0
-    quoting = csv.QUOTE_NONE if sep == "\t" else csv.QUOTE_MINIMAL
-    frame = pd.read_csv(io.StringIO(text), sep=sep, header=header, dtype=str, keep_default_na=False, quoting=quoting, names=None)
-    frame.columns = [str(c) for c in frame.columns]
-    return frame, () if header == 0 else (f"{source.name}: no header",)
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    text = "".join(source.texts())
+    if not text.strip():
+        raise DataError(f"{source.name} is empty; use a table with a line of column names and at least one row")
+    told = dict(data.read or {})
+    comments = COMMENTS.match(text)
+    assert comments is not None  # it matches nothing, too
+    begin = 0 if "skiprows" in told else comments.end()
+    lines = [line.rstrip("\r") for line in text[begin : begin + HEAD_CHARACTERS].split("\n")]
+    lines = (lines if len(text) <= begin + HEAD_CHARACTERS else lines[:-1])[:LOOKED_AT]
+    separator = told.get("sep") or told.get("delimiter") or data.mark or comments["sep"] or separator_of(lines)
+    rows = _cells(lines, separator)
+    first = 0 if told.keys() & {"skiprows", "header", "names"} else _first_row(rows)
+    rows, filled = rows[first:], [row for row in rows[first:] if row]
+    header = has_header(filled)
+    decimal = told.get("decimal") or (data.decimal if data.decimal != "auto" else decimal_of(filled[1:], separator))
+    options: dict[str, Any] = {
+        "sep": separator,
+        "header": 0 if header else None,
+        "skiprows": first,
+        "quoting": csv.QUOTE_NONE if separator == "\t" and not _quoted(text) else csv.QUOTE_MINIMAL,
+        "skipinitialspace": True,
+        "index_col": False,
+        "engine": "c",
+    }
+    if as_text or decimal == ",":
+        options |= {"dtype": str, "keep_default_na": False}
+    else:
+        options |= {"low_memory": False, "dtype": _codes(filled, header)}
+    rest = [row for row in filled[1:] if len(row) == len(filled[0]) + 1]
+    if header and len(rest) > ALIKE * len(filled[1:]) and [row[0].strip() for row in rest[:2]] == ["1", "2"]:
+        options["names"] = ["Unnamed: 0", *filled[0]]  # as R writes tables: the names of rows have no name of their own
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pd.errors.ParserWarning)  # of further cells at the ends of rows, which have no name
+        frame = pd.read_csv(io.StringIO(text[begin:]), **{name: value for name, value in options.items() if name not in told} | told)
+    frame.columns = [str(name).strip() for name in frame.columns]
+    nothing = "" if options.get("keep_default_na") is False else None
+    unnamed = [name for name in frame.columns if name.startswith("Unnamed")]
+    empty = [name for name in unnamed if (frame[name].isna() if nothing is None else frame[name].isna() | (frame[name] == "")).all()]
+    frame = frame.drop(columns=empty)
+    frame = frame.dropna(how="all") if nothing is None else frame[~(frame.isna() | (frame == "")).all(axis=1)]
+    remarks = _remarks(source, separator, data, header=header, skipped=first, decimal=decimal)
+    if as_text:
+        return frame.fillna("").reset_index(drop=True), remarks
+    notes = list(remarks)
+    for name, column in frame.items():
+        if isinstance(column, pd.Series) and (isinstance(column.dtype, pd.StringDtype) or column.dtype == object):
+            numbers, words = as_numbers(column, decimal=decimal)
+            if numbers is not None and not _is_code(column):
+                frame[name] = numbers
+            if numbers is not None and words:
+                notes.append(f"{source.name}: column {name}: {', '.join(map(repr, words[:3]))} and empty cells are missing values")
+    return frame.reset_index(drop=True), tuple(notes)
+
+
+def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, skipped: int, decimal: str) -> tuple[str, ...]:
+    lines = list(source.notes())
+    if data.mark is None and separator not in (",", "\t"):
+        lines.append(f"{source.name}: columns are separated by {'spaces' if separator == SPACES else repr(separator)}")
+    if skipped:
+        lines.append(f"{source.name}: the table begins after {skipped} other line{'s' * (skipped > 1)}")
+    if not header and not (data.read or {}).get("names"):
+        lines.append(f"{source.name}: there is no line of names, so columns are numbered from 0")
+    if decimal == "," and data.decimal == "auto":
+        lines.append(f"{source.name}: decimals have a comma")
+    return tuple(lines)
+
+
+def separator_of(lines: Sequence[str]) -> str:
+    """The separator that splits most of the first lines into as many cells, and into the most of them."""
+    kept = [line for line in lines if line.strip()]
+    best, most = ",", 1
+    for separator in SEPARATORS:
+        sizes = Counter(len(row) for row in _cells(kept, separator))
+        usual, many = sizes.most_common(1)[0] if sizes else (1, 0)
+        if usual > most and many >= ALIKE * len(kept) - 8:  # lines before the table, and after it, may differ
+            best, most = separator, usual
+    if most == 1 and kept and len({len(line.split()) for line in kept}) == 1 and len(kept[0].split()) > 1:
+        return SPACES
+    return best
+
+
+def _cells(lines: Sequence[str], separator: str) -> list[list[str]]:
+    if separator == SPACES or len(separator) > 1:
+        return [re.split(separator, line.strip()) if line.strip() else [] for line in lines]
+    if separator == "\t":
+        return [line.split(separator) if line.strip() else [] for line in lines]
+    return list(csv.reader((f"{line}\n" for line in lines), delimiter=separator, skipinitialspace=True))
+
+
+def _first_row(rows: Sequence[Sequence[str]]) -> int:
+    """How many lines come before the table: those at the top with other than the usual number of cells."""
+    sizes = Counter(len(row) for row in rows if row)
+    usual = sizes.most_common(1)[0][0] if sizes else 0
+    if usual < 2:
+        return 0
+    alike = (usual, usual - 1)  # a line of names may lack the separator at its end that rows have, and the name of an index
+    first = next((place for place, row in enumerate(rows) if len(row) in alike), 0)
+    return first if first < len(rows) - 1 else 0
+
+
+def has_header(rows: Sequence[Sequence[str]]) -> bool:
+    """True if the first row has names: hardly a number in it, and no cell that stands further down in its column as well."""
+    if len(rows) < 2:
+        return True
+    head = [cell.strip() for cell in rows[0]]
+    later = [[row[place].strip() for row in rows[1:] if place < len(row)] for place in range(len(head))]
+    filled = [cell for cell in head if cell]
+    valued = sum(bool(NUMBER.fullmatch(cell) or DATE.fullmatch(cell)) for cell in filled)
+    if len(head) > 8 and valued > len(head) - 7 and not (head[0] and (NUMBER.fullmatch(head[0]) or DATE.fullmatch(head[0]))):
+        return True  # times, a column each
+    if any(not cell and all(column) for cell, column in zip(head, later, strict=True)):
+        return True  # the column without a name has those of the rows
+    if 2 * valued > len(filled) or any(len(cell.split()) > MOST_WORDS for cell in head):
+        return False
+    return not any(cell and cell in column for cell, column in zip(head, later, strict=True) if not NUMBER.fullmatch(cell))
+
+
+def decimal_of(rows: Sequence[Sequence[str]], separator: str) -> str:
+    """The mark before decimals in the first rows: a comma if commas cannot stand between thousands, or if columns are separated by `;`."""
+    cells = [cell.strip() for row in rows for cell in row]
+    with_commas = [cell for cell in cells if re.fullmatch(r"[-+]?[\d.]*\d,\d+ ?%?", cell)]
+    if not with_commas:
+        return "."
+    grouped = all(re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+ ?%?", cell) for cell in with_commas)
+    pointed = any(re.fullmatch(r"[-+]?\d+\.\d+", cell) and not re.fullmatch(r"[-+]?\d{1,3}(\.\d{3})+", cell) for cell in cells)
+    return "," if not grouped or (separator == ";" and not pointed) else "."
+
+
+def _quoted(text: str) -> bool:
+    """True if quotes are around whole cells between tabs, so that they are not part of the text."""
+    return all(
+        not cell.startswith('"') or (len(cell) > 1 and cell.endswith('"'))
+        for line in text.splitlines()
+        if '"' in line
+        for cell in line.split("\t")
+    )
+
+
+def _codes(rows: Sequence[Sequence[str]], header: bool) -> dict[Any, type]:
+    """Columns of digits that begin with a zero, which are codes and no numbers."""
+    width = len(rows[0]) if rows else 0
+    columns = range(width)
+    texts = [place for place in columns if any(place < len(row) and CODE.fullmatch(row[place].strip()) for row in rows[1:])]
+    names = [cell.strip() for cell in rows[0]] if header else list(map(str, columns))
+    unique = [place for place in texts if names.count(names[place]) == 1 and names[place]]
+    return {(rows[0][place] if header else place): str for place in unique}
+
+
+def _is_code(column: pd.Series) -> bool:
+    """True if some cells begin with a zero that a number would lose."""
+    sample = column.dropna().iloc[:: max(1, len(column) // 1000)].astype(str).str.strip()
+    return bool(sample.str.fullmatch(CODE.pattern).any())

@@ -1,32 +1,24 @@
-"""Convert pandas, polars and Arrow columns and frames to plain values, always by position: an index is a label, not a position.
+"""Convert columns and frames of pandas, polars, Arrow and other libraries to plain values, always by position: an index is a label.
 
-Only Arrow is imported; other libraries' objects are recognised by duck typing.
+narwhals knows the other libraries; a frame of series becomes pandas', one of rows Arrow's, in which a cell may hold a list.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import narwhals as nw
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from carrywave.data.files import hub_datasets
-from carrywave.data.tables.dates import is_dates
+from carrywave.data.tables.instants import readings
 from carrywave.errors import DataError, one_line
 
 NUMBERS = "iufb"  # NumPy dtype kinds that hold numbers
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A frame as an Arrow table, and the column that holds its former index."""
-
-    table: Any
-    index: str | None = None  # column that holds the frame's index; None if the index only numbers the rows
 
 
 def is_frame(value: Any) -> bool:
@@ -98,54 +90,56 @@ def rows_of(frame: Any) -> list[dict[str, Any]] | None:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def as_table(data: Any, name: str) -> Frame | None:
+def as_table(data: Any, name: str) -> Any | None:
     """Convert a frame, or a single column of one, to an Arrow table; None for anything else."""
     if isinstance(data, pa.Table):
-        return Frame(data)
+        return data
     if hub_datasets.is_dataset(data):
-        return Frame(hub_datasets.table_of(data))
-    if is_column(data) and hasattr(data, "to_frame"):
-        data = data.to_frame() if getattr(data, "name", None) != "" else data.to_frame("value")
-    if not is_frame(data):
-        return Frame(pa.table(data)) if hasattr(data, "__arrow_c_stream__") and not is_column(data) else None
+        return hub_datasets.table_of(data)
+    data = _column_as_frame(data)
     try:
-        if not hasattr(data, "iloc"):
-            return Frame(_with_plain_texts(data))
-        data, index = _with_index(data)
-        return Frame(pa.Table.from_pandas(_without_periods(data), preserve_index=False), index)
+        if isinstance(data, pd.DataFrame):
+            return pa.Table.from_pandas(_without_periods(with_index(data)), preserve_index=False)
+        if is_frame(data) or (hasattr(data, "__arrow_c_stream__") and not is_column(data)):
+            frame = nw.from_native(data, eager_only=True, pass_through=True)
+            return frame.to_arrow() if isinstance(frame, nw.DataFrame) else pa.table(frame)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(f"{name}: the frame cannot be read ({one_line(error)}); use numeric columns and one time column") from error
+    return None
 
 
-def _with_plain_texts(data: Any) -> Any:
-    """Convert a frame that is not pandas' to an Arrow table; polars' own kinds of text become Arrow's usual one, which has all kernels."""
-    polars = sys.modules.get("polars")
-    if polars is None or not isinstance(data, polars.DataFrame):
-        return pa.table(data)
-    return data.to_arrow(compat_level=polars.CompatLevel.oldest())
+def to_pandas(data: Any, name: str) -> pd.DataFrame | None:
+    """Convert a frame, or a single column of one, to a pandas frame whose index only numbers the rows; None for anything else."""
+    data = _column_as_frame(data)
+    if isinstance(data, pd.DataFrame):
+        return with_index(data)
+    table = as_table(data, name)
+    return None if table is None else table.to_pandas()
 
 
-def _with_index(frame: Any) -> tuple[Any, str | None]:
-    """Turn the frame's index into a column unless it only numbers the rows; return the frame and the column's name.
+def _column_as_frame(data: Any) -> Any:
+    if is_column(data) and hasattr(data, "to_frame"):
+        return data.to_frame() if getattr(data, "name", None) != "" else data.to_frame("value")
+    return data
 
-    An unnamed index of times becomes the column `time`. An unnamed numeric index only numbers rows, in any order, and is dropped.
+
+def with_index(frame: pd.DataFrame) -> pd.DataFrame:
+    """Turn the frame's index into a column unless it only numbers the rows: one of unnamed numbers, in any order, is dropped, and one of
+    unnamed times becomes the column `time`.
     """
     index = frame.index
-    if index.nlevels > 1:
-        return frame.reset_index(), None  # one column per level: one may name the series, another the time
-    if hasattr(index, "to_timestamp"):  # periods become their start time
+    if isinstance(index, pd.PeriodIndex):  # periods become their start time
         frame = frame.set_axis(index.to_timestamp().rename(index.name), axis=0)
         index = frame.index
-    if index.name is not None:
-        return frame.reset_index(), str(index.name)
+    if index.nlevels > 1 or index.name is not None:
+        return frame.reset_index()
     if getattr(index.dtype, "kind", "O") in NUMBERS:
-        return frame.reset_index(drop=True), None
-    dates = getattr(index.dtype, "kind", "O") == "M" or is_dates(pa.array(index.astype(str)))
-    name = next(name for name in ("time", "index", "index of the frame")[not dates :] if name not in frame.columns)
-    return frame.rename_axis(name).reset_index(), name
+        return frame.reset_index(drop=True)
+    wanted = ("time", "index", "index of the frame") if readings(pd.Series(index, name="index")) else ("index", "index of the frame")
+    return frame.rename_axis(next(name for name in wanted if name not in frame.columns)).reset_index()
 
 
-def _without_periods(frame: Any) -> Any:
+def _without_periods(frame: pd.DataFrame) -> pd.DataFrame:
     """Convert period columns to their start times: Arrow has no period type."""
     periods = [name for name in frame.columns if str(frame.dtypes[name]).startswith("period[")]
     return frame.assign(**{name: frame[name].dt.to_timestamp() for name in periods}) if periods else frame

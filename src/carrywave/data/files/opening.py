@@ -9,18 +9,17 @@ import pandas as pd
 
 from carrywave.data.files.field_formats import LABELLED, TAGGED, Asked, Read, companions, paired
 from carrywave.data.files.frame_file import read_frame
-from carrywave.data.files.recognised import Known, NamedRows
+from carrywave.data.files.recognised import NOTHING, Known, NamedRows
 from carrywave.data.files.rows import LineRows, ListRows, ParquetRows, Rows, json_rows
 from carrywave.data.files.series_formats import arff, series_of_frame, ts
 from carrywave.data.files.source import Source, find
 from carrywave.errors import DataError
-from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 NUMBERS = re.compile(r"\s*-?[\d.]+([eE][-+]?\d+)?(\s*[,\s]\s*(-?[\d.]+([eE][-+]?\d+)?|NaN|\?)){3,}[,\s]*")
 
 
-def open_rows(source: Source, spec: Spec, *, labelled: bool = True, known: Known = Known()) -> NamedRows:
+def open_rows(source: Source, spec: Spec, *, labelled: bool = True, known: Known = NOTHING) -> NamedRows:
     """The rows of a file, with the fields that tasks read; if not `labelled`, targets may be missing and are not read.
 
     `known` is what the training data has told of its columns and labels.
@@ -87,7 +86,7 @@ def _is_table(source: Source) -> bool:
 
 
 def _of_table(source: Source, spec: Spec) -> tuple[Rows, tuple[str, ...], bool]:
-    frame, notes = read_frame(source, spec.data)
+    frame, notes = read_frame(source, spec.data, as_text=True)
     if spec.task != "language" and (read := series_of_frame(frame, spec.data.label)) is not None:
         return ListRows(source.name, read.rows), (*notes, f"{source.name}: {read.how}"), False
     rows = frame.to_dict("records")

@@ -33,6 +33,9 @@ class Known(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
+NOTHING = Known()
+
+
 class Names(NamedTuple):
     """The fields with the content and the target; None: those that tasks read anyway, or none."""
 
@@ -53,7 +56,7 @@ class NamedRows:
     rows: Rows
     spec: Spec
     labelled: bool
-    known: Known = Known()
+    known: Known = NOTHING
     source_notes: tuple[str, ...] = ()
     left_out: int = 0  # in the last iteration
 
@@ -113,11 +116,13 @@ class NamedRows:
         names = self.names()
         content = names.text or next((field for field in CONTENT if first[1].get(field) is not None), None)
         target = (names.label or self.target) if self._targeted else None
-        read = {content, target, self.spec.data.weight, "resets", WEIGHT, self.spec.data.series if self.spec.each_step else None}
+        read = {content, target, self.spec.data.weight, "resets", WEIGHT, *((self.spec.data.series or ()) if self.spec.each_step else ())}
         others = [str(name) for name in first[1] if name not in read]
         if not others and (names.text or content, names.label) == (content, None) and names.text is None:
             return self.source_notes
-        told = [name if field in (None, name) else f"{field} as {name}" for field, name in (("text", content), (self.target, target)) if name]
+        told = [
+            name if field in (None, name) else f"{field} as {name}" for field, name in (("text", content), (self.target, target)) if name
+        ]
         if content in CONTENT and told:
             told[0] = str(content)
         shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
@@ -155,7 +160,7 @@ class NamedRows:
     def _label(self, names: Sequence[str], head: Sequence[Row], content: str | None) -> str | None:
         """The column with values that may be targets, if there is one, or one with a usual name."""
         fits = {"regression": _are_numbers, "tagging": _are_tags, "transcription": _are_transcripts}.get(self.spec.task, _recur)
-        some = [name for name in names if fits([row.get(name) for row in head], [row.get(content) for row in head])]
+        some = [name for name in names if fits([row.get(name) for row in head], [row.get(content or "") for row in head])]
         varied = [name for name in some if len({repr(row.get(name)) for row in head}) > 1]
         some = varied or some
         usual = [name for name in some if name.lower() in USUAL]
@@ -175,7 +180,7 @@ class NamedRows:
             named["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
         if names.label is not None:
             named[self.target] = self._take(named, names.label, "data.label", number)
-        if self.labelled and data.weight in named:  # a row without a weight has 1
+        if self.labelled and data.weight is not None and data.weight in named:  # a row without a weight has 1
             named[WEIGHT] = self._number(named.pop(data.weight))
         if self._targeted and self.spec.task == "regression" and isinstance(named.get(self.target), str):
             named[self.target] = self._number(named[self.target])

@@ -19,8 +19,6 @@ from carrywave.errors import DataError
 Row = dict[str, Any]
 BATCH_ROWS = 1024
 SHOWN = 8  # names in a message
-A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
-NO_WEIGHT = "none"
 EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
 WEIGHT = "(weight)"  # the field of a row that its weight is read from, whatever name it has in the data
 

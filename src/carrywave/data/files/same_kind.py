@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 
 from carrywave.data.files.frames import as_table
-from carrywave.data.tables.dates import is_text
 from carrywave.errors import DataError, one_line
 
 KINDS = ("pandas", "polars", "pyarrow")
@@ -29,7 +28,7 @@ def frame_like(frame: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[
     """The rows as a frame of the kind of `frame`; `alike` names columns that have the type of another one there."""
     columns = list(rows[0]) if rows else []
     read = as_table(frame, "the frame")
-    types = {} if read is None else {field.name: field.type for field in read.table.schema}
+    types = {} if read is None else {field.name: field.type for field in read.schema}
     table = pa.table({name: _column([row[name] for row in rows], types.get((alike or {}).get(name, name))) for name in columns})
     kind = kind_of(frame)
     if kind == "pandas":
@@ -42,7 +41,7 @@ def frame_like(frame: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[
 def appended(first_frame: Any, more: Any, name: str) -> Any:
     """The rows of a frame and, after them, those of another, as an Arrow table; a column that one of them lacks is empty there."""
     frames = [as_table(first_frame, "the frame"), as_table(more, name)]
-    tables = [_with_texts(frame.table) for frame in frames if frame is not None]
+    tables = [_with_texts(frame) for frame in frames if frame is not None]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -55,7 +54,8 @@ def appended(first_frame: Any, more: Any, name: str) -> Any:
 def _with_texts(table: Any) -> Any:
     """The table with every column of text, also of categories, in one type: libraries, and even columns of one, differ in theirs."""
     for place, field in enumerate(table.schema):
-        if is_text(field.type):
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
             flat = table.column(place)
             flat = flat.combine_chunks().dictionary_decode() if pa.types.is_dictionary(field.type) else flat
             table = table.set_column(place, field.name, flat.cast(pa.large_string()))

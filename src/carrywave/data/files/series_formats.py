@@ -52,7 +52,7 @@ def series_of_frame(frame: pd.DataFrame, label: str | None) -> Read | None:
 
 def ts(text: str) -> Read | None:
     """The .ts files of UEA: dimensions separated by colons, the label last."""
-    marks = dict((name.lower(), value) for name, value in MARK.findall(text.partition("@data")[0]))
+    marks = {name.lower(): value for name, value in MARK.findall(text.partition("@data")[0])}
     if "problemname" not in marks or not (body := re.split(r"(?im)^@data\s*$", text, maxsplit=1)[1:]):
         return None
     labelled = any(marks.get(name, "false").lower().startswith("true") for name in ("classlabel", "targetlabel"))
@@ -78,7 +78,7 @@ def arff(text: str) -> Read | None:
 
 
 def tsf(text: str) -> pd.DataFrame:
-    """The .tsf files of the Monash archive in long format: the columns of their text attributes (series_name), time if they have one, value.
+    """The .tsf files of the Monash archive in long format: the columns of their text attributes (series_name), time and value.
 
     Times are dates if series have a start and a frequency, which is in `frame.attrs["frequency"]`, or else count from 0.
     """
@@ -131,7 +131,7 @@ def _filled(dimensions: Sequence[Values]) -> Values:
     if np.isfinite(steps).all():
         return steps
     frame = pd.DataFrame(steps).interpolate(limit_direction="both")
-    return frame.fillna(0.0).to_numpy(np.float64)
+    return np.asarray(frame.fillna(0.0), np.float64)
 
 
 def _whole(text: str) -> str:

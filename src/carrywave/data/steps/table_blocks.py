@@ -1,8 +1,4 @@
-"""Tables of series, read a block of whole series at a time, so that a file may be larger than memory.
-
-A table that fits into memory is one block, its rows in any order. A larger Parquet file must have the rows of each series next to each
-other; it is then read in blocks of a limited number of cells, and at least one series.
-"""
+"""Where series whose steps have targets come from: a table, or rows with `steps` and `labels`."""
 
 from __future__ import annotations
 
@@ -11,21 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pa_parquet
+import pandas as pd
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields
 from carrywave.data.files.rows import WEIGHT, Row, Rows
-from carrywave.data.files.source import Source
-from carrywave.data.tables.columns import COVARIATES, SERIES_NAME, ColumnChoice
+from carrywave.data.tables.choice import COVARIATES, ColumnChoice
 from carrywave.data.tables.moments import unusable
-from carrywave.data.tables.table import Table, arrange, read_table
+from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
-WHOLE_CELLS = 1 << 24  # a Parquet file with more is read in blocks
-BLOCK_CELLS = 1 << 21
+SERIES_NAME = "unique_id"  # the field with the name of a row's series
 
 Open = Callable[[Codec | None, bool], Iterator[Table]]
 
@@ -38,23 +31,15 @@ class SeriesSource:
     separate: bool = False  # each series is an example by itself, so that whole ones are held out, not their ends
 
 
-def of_file(source: Source, data: DataSpec) -> SeriesSource:
-    """The series of a CSV or Parquet table."""
+def of_frame(read: Callable[[], tuple[pd.DataFrame, tuple[str, ...]]], name: str, data: DataSpec) -> SeriesSource:
+    """The series of a table; `read` gives it as a frame, with lines on how it was read."""
 
-    def blocks(codec: Codec | None, labelled: bool) -> Iterator[Table]:
-        choice = choice_of(data, codec, source.name, labelled=labelled)
-        if source.format == "parquet" and (file := _in_blocks(source, choice)) is not None:
-            yield from _arranged(source, file, choice)
-            return
-        table, notes = read_table(source, choice.series, time=choice.time, decimal=data.decimal)
-        yield arrange(table, source.name, choice, read_notes=notes)
+    def tables(codec: Codec | None, labelled: bool) -> Iterator[Table]:
+        choice = choice_of(data, codec, name, labelled=labelled)
+        frame, notes = read()
+        yield arrange(frame, name, choice, notes=notes)
 
-    return SeriesSource(blocks)
-
-
-def of_table(table: Any, name: str, data: DataSpec, index: str | None = None) -> SeriesSource:
-    """The series of an Arrow table in memory; `index` is the column that was a frame's index."""
-    return SeriesSource(lambda codec, labelled: iter([arrange(table, name, choice_of(data, codec, name, labelled=labelled), index=index)]))
+    return SeriesSource(tables)
 
 
 def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
@@ -63,14 +48,14 @@ def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
     def blocks(codec: Codec | None, labelled: bool) -> Iterator[Table]:
         rows = open_rows(labelled)
         table, targets = _long_table(rows, data, codec, labelled=labelled)
-        weight = WEIGHT if WEIGHT in table.column_names else None
+        weight = WEIGHT if WEIGHT in table.columns else None
         choice = replace(ColumnChoice.of(data, codec, labelled=labelled), weight=weight)
         if codec is None:
             named = next((name for name in (*COVARIATES, "columns", "targets") if getattr(data, name)), None)
             if named is not None:
                 raise DataError(f"{rows.name} has rows of steps, but data.{named} names columns; use a CSV or Parquet file, or remove it")
             choice.check_unnamed(rows.name, "time", "frequency")
-            choice = replace(choice, series=SERIES_NAME, targets=targets, frequency="none")
+            choice = replace(choice, series=(SERIES_NAME,), targets=targets, frequency="none")
         yield arrange(table, rows.name, choice)
 
     return SeriesSource(blocks, separate=True)
@@ -90,61 +75,7 @@ def choice_of(data: DataSpec, codec: Codec | None, name: str, *, labelled: bool)
     return ColumnChoice.of(data, codec, labelled=labelled)
 
 
-def _in_blocks(source: Source, choice: ColumnChoice) -> Any | None:
-    """The Parquet file, if it is too large to be read as a whole and has a column that names series."""
-    file = source.guard(lambda: pa_parquet.ParquetFile(source.path, memory_map=True, pre_buffer=False))
-    names = file.schema_arrow.names
-    wanted = len(names) if choice.columns is None else len(choice.columns) + 2
-    large = file.metadata.num_rows * wanted > WHOLE_CELLS
-    return file if large and (choice.series or SERIES_NAME) in names else None
-
-
-def _arranged(source: Source, file: Any, choice: ColumnChoice) -> Iterator[Table]:
-    """The blocks of a file as tables; what the first one shows (times, their spacing, columns) holds for all."""
-    before: set[str] = set()
-    for first, block in _blocks(source, file, choice):
-        name = source.name if not first else f"{source.name} from row {first + 1:,} on"
-        table = arrange(block, name, choice)
-        again = next((series for series in table.names if series in before), None)
-        if again is not None:
-            fact = f"the rows of series {again} are not next to each other, as they must be in a file of {file.metadata.num_rows:,} rows"
-            raise DataError(f"{source.name}: {fact}; sort the file by {table.series}")
-        before.update(table.names)
-        yield replace(table, name=source.name)
-        if not choice.trained and not first:
-            read = tuple(column for column in table.columns[: len(table.values[0])] if column in block.column_names)
-            spacing = choice.frequency or table.frequency
-            choice = replace(choice, columns=read, time=table.time, series=table.series, frequency=spacing, categorical=table.categorical)
-
-
-def _blocks(source: Source, file: Any, choice: ColumnChoice) -> Iterator[tuple[int, Any]]:
-    """Cut a file into tables of whole series, each with the number of rows before it."""
-    series = choice.series or SERIES_NAME
-    names = file.schema_arrow.names
-    read = names
-    if choice.columns is not None and choice.time is not None:
-        wanted = {*choice.columns, *choice.categorical, *choice.static, choice.time, choice.weight, series}
-        read = [name for name in names if name in wanted]
-    most = max(1, BLOCK_CELLS // len(read))
-    batches = file.iter_batches(batch_size=most, columns=read, use_threads=False)
-    held, first = None, 0
-    while (batch := source.guard(lambda: next(batches, None))) is not None:
-        table = pa.Table.from_batches([batch])
-        held = table if held is None else pa.concat_tables([held, table])
-        if held.num_rows < most:
-            continue
-        codes = held[series].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
-        changes = np.flatnonzero(codes[1:] != codes[:-1])
-        if len(changes):
-            end = int(changes[-1]) + 1
-            yield first, held.slice(0, end)
-            first += end
-            held = held.slice(end).combine_chunks()
-    if held is not None and held.num_rows:
-        yield first, held
-
-
-def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bool) -> tuple[Any, tuple[str, ...]]:
+def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Rows with steps as one table with a row for each step, and the names of its targets."""
     columns = None if codec is None else len(codec.measured)
     outputs = None if codec is None else len(codec.step_targets)
@@ -156,33 +87,33 @@ def _long_table(rows: Rows, data: DataSpec, codec: Codec | None, *, labelled: bo
     for number, row in rows:
         where = rows.where(number)
         fields.refuse_resets(row, where)
-        steps.append(_matrix(row, "steps", where, columns, missing=data.missing))
+        steps.append(_matrix(row, "steps", where, columns))
         columns = _width(steps[-1]) or columns
         if labelled:
-            labels.append(_matrix(row, "labels", where, outputs, missing=None))
+            labels.append(_matrix(row, "labels", where, outputs))
             outputs = _width(labels[-1]) or outputs
             weights.append(fields.weight_of(row, len(steps[-1]), where))
             if len(labels[-1]) != len(steps[-1]):
                 raise DataError(f"{where}: {len(labels[-1])} labels for {len(steps[-1])} steps; use one per step (null for none)")
         if codec is None and data.series is not None:
-            fields.take(row, data.series, where)  # not an item without a name
+            fields.take(row, data.series[0], where)  # not an item without a name
         series.append(_named(row, data, f"{rows.name} item {len(series)}"))
         lengths.append(len(steps[-1]))
     if not steps:
         raise DataError(f"{rows.name} is empty; use data with at least one row")
     again = next((name for name in series if series.count(name) > 1), None) if len(set(series)) < len(series) else None
     if again is not None:
-        raise DataError(f"{rows.name}: two rows are named {again} ({data.series or SERIES_NAME}); give each sequence its own name")
+        raise DataError(f"{rows.name}: two rows are named {again} ({(data.series or (SERIES_NAME,))[0]}); give each sequence its own name")
     targets = (codec.step_targets if codec is not None else _target_names(outputs or 1)) if labelled else ()
-    made = {SERIES_NAME: pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(series)), lengths), pa.array(series))}
+    made: dict[str, Any] = {SERIES_NAME: np.repeat(np.array(series, object), lengths)}
     for names, matrices in (([str(place) for place in range(columns or 1)], steps), (targets, labels)):
         wide = [np.broadcast_to(matrix, (len(matrix), len(names))) for matrix in matrices]
         together = np.concatenate(wide) if wide else np.empty((0, 0))
-        made |= {name: pa.array(together[:, place]) for place, name in enumerate(names)}
+        made |= {name: together[:, place] for place, name in enumerate(names)}
     if any(weight is not None for weight in weights):
         each = [np.broadcast_to(1.0 if weight is None else weight, many) for weight, many in zip(weights, lengths, strict=True)]
-        made[WEIGHT] = pa.array(np.concatenate(each))
-    return pa.table(made), targets
+        made[WEIGHT] = np.concatenate(each)
+    return pd.DataFrame(made), targets
 
 
 def _target_names(outputs: int) -> tuple[str, ...]:
@@ -190,7 +121,7 @@ def _target_names(outputs: int) -> tuple[str, ...]:
 
 
 def _named(row: Row, data: DataSpec, otherwise: str) -> str:
-    name = row.get(data.series or SERIES_NAME)
+    name = row.get((data.series or (SERIES_NAME,))[0])
     return otherwise if name is None else str(name)
 
 
@@ -199,8 +130,8 @@ def _width(matrix: fields.Matrix) -> int | None:
     return None if matrix.shape[1] == 1 and np.isnan(matrix).all() else matrix.shape[1]
 
 
-def _matrix(row: Row, field: str, where: str, columns: int | None, *, missing: str | None) -> fields.Matrix:
-    """The numbers of a field for each step, NaN for null; `missing` says whether inputs may lack any, and None that these are targets."""
+def _matrix(row: Row, field: str, where: str, columns: int | None) -> fields.Matrix:
+    """The numbers of a field for each step, NaN for null."""
     value = fields.take(row, field, where)
     if isinstance(value, list) and None in value:
         width = columns or next((len(step) for step in value if isinstance(step, list | tuple)), 1)
@@ -212,11 +143,9 @@ def _matrix(row: Row, field: str, where: str, columns: int | None, *, missing: s
         raise DataError(f"{where}: {field} has shape {list(matrix.shape)}; write a list of steps, each a number or a list of numbers")
     if columns is not None and matrix.shape[1] != columns:
         raise DataError(f"{where}: a step has {matrix.shape[1]} numbers in {field}, but others have {columns}; use {columns} in every step")
-    bad = unusable(matrix) & ~(np.isnan(matrix) if missing != "error" else np.zeros(1, np.bool_))
+    bad = unusable(matrix) & ~np.isnan(matrix)
     if bad.any():
         step, column = (int(place) for place in np.argwhere(bad)[0])
-        remedy = "fill the gap, or set data.missing=mask, forward, interpolate or zero" if np.isnan(matrix[step, column]) else "correct it"
-        raise DataError(
-            f"{where}: step {step}, column {column} of {field} is {matrix[step, column]}, not a finite number (below 1e25); {remedy}"
-        )
+        fact = f"step {step}, column {column} of {field} is {matrix[step, column]}, not a finite number (below 1e25)"
+        raise DataError(f"{where}: {fact}; correct it")
     return matrix

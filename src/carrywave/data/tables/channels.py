@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
+from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.parts import SeriesPart
 from carrywave.data.tables.table import Table
@@ -49,12 +51,21 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
         lengths=np.repeat(table.lengths, many),
         names=tuple(f"{series}/{channel}" for series in table.names for channel in channels),
         times=None if table.times is None else table.times.sorted(rows),
-        whole_numbers=False,
         codes=None if table.codes is None else table.codes[rows],
         ahead_rows=None if table.ahead_rows is None else np.repeat(table.ahead_rows, many),
-        unfilled=None,
+        unfilled=None if table.unfilled is None else _spread_unfilled(table, rows, places, channel_places),
         weights=None if table.weights is None else table.weights[rows],
     )
+
+
+def _spread_unfilled(table: Table, rows: Ints, places: Ints, channel_places: Ints) -> NDArray[np.float64]:
+    """The cells before any was filled, laid out as the values are; those of categories come last."""
+    assert table.unfilled is not None
+    measured = table.unfilled.shape[1] - len(table.categorical)
+    cells = table.unfilled[rows]
+    others = [place for place in range(measured) if place not in places]
+    numbers = np.insert(cells[:, others], int(places.min()), table.unfilled[rows, channel_places], axis=1)
+    return np.concatenate([numbers, cells[:, measured:]], axis=1)
 
 
 def series_names(names: Sequence[str], channels: tuple[str, ...]) -> tuple[str, ...]:

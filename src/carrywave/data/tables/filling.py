@@ -1,66 +1,57 @@
-"""Fill what a table lacks, as asked: empty cells, and rows that a regular spacing of times implies. Notes give numbers and places.
-
-Shapes: N rows, C columns.
-"""
+"""What a table lacks: rows that the grid of its times implies, and empty cells. Shapes: N rows, C columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.times import Times
-from carrywave.errors import DataError
 
 MOST_TIMES, MOST_ROWS = 10, 1 << 20  # gaps may multiply the rows by this, and any table may grow to this many
 
 Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Regular:
-    """A table's rows with those that were missing."""
-
-    source: Ints  # for each row, the row it was before, or -1
-    times: Times
-    codes: Ints  # the series of each row
-
-
-def regular(times: Times, codes: Ints, name: str) -> Regular | None:
-    """Insert the rows that are missing between the times of sorted rows; None if none are, or if the spacing is not known."""
-    units = times.steps_between(codes)
-    if units is None or not (units > 1).any():
+def complete(times: Times, codes: Ints) -> tuple[Times, Ints, Ints] | None:
+    """Insert the rows that are missing between sorted rows of a regular table: the times, the series and the former row of each, -1 for a
+    new one. None if none are missing, if times are irregular, or if nearly all would be new.
+    """
+    frequency = times.frequency
+    if frequency is None or len(codes) < 2:
         return None
-    rows, missing = len(codes), int((units - 1).sum())
-    if missing > max(MOST_TIMES * rows, MOST_ROWS):
-        raise DataError(
-            f"{name}: {missing:,} rows are missing between {rows:,}, too many to fill in; "
-            "set data.frequency to the usual step, or data.frequency=none to count rows"
-        )
-    places = np.concatenate([np.zeros(1, np.int64), np.cumsum(units)])
-    source = np.full(int(places[-1]) + 1, -1, np.int64)
-    source[places] = np.arange(rows)
+    places = frequency.places(times.keys, codes)
+    if (places < 0).any():
+        return None
+    units = np.where(np.diff(codes) == 0, np.diff(places), 1)
+    missing = int((units - 1).sum())
+    if not missing or (units < 1).any() or missing > max(MOST_TIMES * len(codes), MOST_ROWS):
+        return None
+    at = np.concatenate([np.zeros(1, np.int64), np.cumsum(units)])
+    source = np.full(int(at[-1]) + 1, -1, np.int64)
+    source[at] = np.arange(len(codes))
     before = np.maximum.accumulate(source)
-    return Regular(source, times.with_missing(units, codes), codes[before])
+    keys = times.keys[before]
+    for row in np.flatnonzero(units > 1):
+        keys[at[row] + 1 : at[row + 1]] = frequency.ahead(times.keys[row], int(units[row]) - 1)
+    return Times(keys, times.zone, times.wall, times.layout, times.day_first, frequency), codes[before], source
 
 
 def fill(values_NC: Values, codes: Ints, method: str) -> Values:
-    """Return the values without NaN, series by series: `forward`, `interpolate` (both take the nearest value at the ends) or `zero`.
+    """Return the values without NaN, series by series: `none` and `forward` with the value before, `interpolate` on a line between the
+    values around, `zero`. What comes before the first value of a series has the mean of its values with `none`, else the first of them.
 
     A column that is empty throughout a series stays NaN, except with `zero`.
     """
     if method == "zero":
         return np.where(np.isnan(values_NC), 0.0, values_NC)
     filled = values_NC.copy()
-    edges = np.flatnonzero(np.diff(codes)) + 1
-    bounds = [0, *edges.tolist(), len(codes)]
     lacking = np.isnan(values_NC)
-    for low, high in pairwise(bounds):
+    bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+    wanting = np.add.reduceat(lacking.any(axis=1), bounds[:-1]) if len(codes) else np.zeros(0)
+    for low, high in (pair for pair, some in zip(pairwise(bounds), wanting, strict=True) if some):
         for column in np.flatnonzero(lacking[low:high].any(axis=0)):
             part, empty = filled[low:high, column], lacking[low:high, column]
             present = np.flatnonzero(~empty)
@@ -69,31 +60,17 @@ def fill(values_NC: Values, codes: Ints, method: str) -> Values:
             at = np.flatnonzero(empty)
             if method == "interpolate":
                 part[at] = np.interp(at, present, part[present])
-            else:
-                part[at] = part[present[np.maximum(np.searchsorted(present, at, side="right") - 1, 0)]]
+                continue
+            before = np.searchsorted(present, at, side="right") - 1
+            first = part[present].mean() if method == "none" else part[present[0]]
+            part[at] = np.where(before >= 0, part[present[np.maximum(before, 0)]], first)
     return filled
 
 
-def summary_of_cells(name: str, empty_NC: NDArray[np.bool_], columns: Sequence[str], rows: Ints, method: str) -> str | None:
-    """Return a line about cells that were filled; `rows` are the rows of the file, -1 where there was none."""
-    counted = empty_NC & (rows >= 0)[:, None]
-    many = int(counted.sum())
-    if not many:
-        return None
-    by_column = {column: int(count) for column, count in zip(columns, counted.sum(axis=0), strict=True) if count}
-    shown = ", ".join(f"{column}: {count:,}" for column, count in list(by_column.items())[:8])
-    shown += f" and {len(by_column) - 8} more columns" if len(by_column) > 8 else ""
-    first = int(np.where(counted.any(axis=1), rows, np.iinfo(np.int64).max).min())
-    cells = "cell is" if many == 1 else "cells are"
-    return f"{name}: {many:,} empty {cells} filled (data.missing={method}; {shown}), the first in row {first + 1}"
-
-
-def summary_of_rows(name: str, evened: Regular, names: Sequence[str], label: str, method: str, shown: Sequence[Any]) -> str:
-    """Return a line about rows that were filled in; `shown` are the times of the rows before."""
-    new = evened.source < 0
-    many = int(new.sum())
-    first = int(np.argmax(new))
-    of = f" in series {names[int(evened.codes[first])]}" if len(names) > 1 else ""
-    rows = "row is" if many == 1 else "rows are"
-    after = shown[int(evened.source[first - 1])]
-    return f"{name}: {many:,} missing {rows} filled in (data.missing={method}), the first after {after}{of} (column {label})"
+def constant(values_NC: Values, codes: Ints) -> tuple[Values, tuple[int, int] | None]:
+    """Return columns with the first value of their series in every row, and a row and column that has another one, if any."""
+    filled = fill(values_NC, codes, "forward")
+    first = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.diff(codes)) + 1])
+    expected = np.repeat(filled[first], np.diff(np.append(first, len(codes))), axis=0)
+    changed = np.argwhere((filled != expected) & ~np.isnan(filled))
+    return expected, (int(changed[0][0]), int(changed[0][1])) if len(changed) else None

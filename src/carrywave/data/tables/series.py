@@ -18,7 +18,7 @@ from carrywave.data.overlap import notes_on_cut, notes_on_series
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
-from carrywave.data.tables.columns import COVARIATES, ColumnChoice
+from carrywave.data.tables.choice import COVARIATES, ColumnChoice
 from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise, with_counts
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Table
@@ -93,10 +93,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         time=table.time,
         series=table.series,
         frequency=spec.data.frequency_text or table.frequency,
-        date_order=None if table.times is None else table.times.order,
-        utc=bool(choice.calendar) and table.times is not None and table.times.of_several_offsets,
-        zone=table.times.one_zone if choice.calendar and table.times is not None else None,
-        month_days=() if table.times is None else table.times.month_days,
+        day_first=None if table.times is None else table.times.day_first,
         own_scale=by_series,
         scale_season=season if scales else 0,
         known=choice.known,
@@ -125,7 +122,7 @@ Scale = tuple[tuple[float, ...], tuple[float, ...]]
 
 def scales_by_change(spec: Spec, table: Table) -> bool:
     """True if series are scaled by their mean absolute seasonal change, as errors of many series are compared."""
-    return spec.data.scale == "change" or (spec.data.scale == "auto" and table.series is not None)
+    return spec.data.scale == "change" or (spec.data.scale == "auto" and bool(table.series))
 
 
 def _own_scales(
@@ -241,7 +238,15 @@ def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], 
     warm, absolute = kept_span.warm if kept_span.warm.any() else None, codec.transform in LEAST or codec.distribution != "none"
     means = means if absolute else None
     return Sequences(
-        inputs, kept_span.starts, kept_span.lengths, step_weights=table.weights, warm=warm, units=units, means=means, names=names
+        inputs,
+        kept_span.starts,
+        kept_span.lengths,
+        step_weights=table.weights,
+        missing=table.missing([table.columns.index(codec.columns[target]) for target in codec.targets]),
+        warm=warm,
+        units=units,
+        means=means,
+        names=names,
     )
 
 
@@ -282,7 +287,7 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             notes += sequences.notes
     for part, sequences in parts.items():
         check_weights(sequences, part)
-    return Entry(parts, codec, tuple(notes))
+    return Entry(parts, codec, tuple(notes), table.about)
 
 
 def check_weights(data: Sequences, part: str) -> None:
@@ -342,12 +347,6 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
         fact = f"{columns} must be known for {horizon} steps after the last values{of}, but {int(ahead[place])} are given"
         remedy = f"add rows with their times and {columns}, and the other columns empty (or, to a forecaster, pass them as future)"
         raise DataError(f"{table.name}: {fact}; {remedy}")
-    for place, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
-        wrong = None if table.times is None else table.times.follows(int(start), int(length), horizon)
-        if wrong is not None:
-            of = f" of series {table.names[place]}" if len(table.names) > 1 else ""
-            fact = f"row {wrong + 1} after the last values{of} is not at the next time (frequency {table.frequency})"
-            raise DataError(f"{table.name}: {fact}; give a row for each step ahead, or set data.missing")
 
 
 def from_rows(rows: Rows, weight: str | None = None) -> Table:
@@ -377,8 +376,6 @@ def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]]),
         lengths,
         tuple(f"{name} item {place}" for place in range(len(matrices))) if len(matrices) > 1 else (name,),
-        None,
-        None,
     )
 
 

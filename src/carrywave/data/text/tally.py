@@ -1,4 +1,4 @@
-"""`Tally` counts what a part of the data has that training did not: tokens and labels; and rows that are left out. One line tells of each."""
+"""`Tally` counts what a part of the data has that training did not, tokens and labels, and rows that are left out; a line tells of each."""
 
 from __future__ import annotations
 

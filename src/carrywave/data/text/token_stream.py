@@ -16,8 +16,8 @@ from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray, token_dtype
 from carrywave.data.files.source import Source
 from carrywave.data.text import vocabulary
-from carrywave.data.text.tokenizers import TokenizerKind
 from carrywave.data.text.tally import Tally
+from carrywave.data.text.tokenizers import TokenizerKind
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns
-from carrywave.data.tables.completing import filled, lacking, unread_cells
 from carrywave.data.tables.frequency import Keys
-from carrywave.data.tables.table import Table
+from carrywave.data.tables.table import Table, filled_cells, unread_cells
 from carrywave.errors import DataError
 
 SHOWN = 3  # names in a message
@@ -137,7 +136,7 @@ def _named(table: Table, which: Mask) -> str:
 
 def _end_apart(table: Table) -> bool:
     """True if series do not end together, as far as is known."""
-    ends = table.lengths if table.times is None or table.times.in_words else table.times.keys[table.starts + table.lengths - 1]
+    ends = table.lengths if table.times is None else table.times.keys[table.starts + table.lengths - 1]
     return len(np.unique(ends)) > 1
 
 
@@ -151,6 +150,7 @@ def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
         values=table.values[kept],
         codes=None if table.codes is None else table.codes[kept],
         unfilled=None if table.unfilled is None else table.unfilled[kept],
+        labels=tuple(table.labels[place] for place in nonempty) if table.series else (),
         weights=None if table.weights is None else table.weights[kept],
         starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[nonempty])[:-1]]),
         lengths=np.asarray(lengths, np.int64)[nonempty],
@@ -178,13 +178,10 @@ def at_origin(table: Table, origins: Origins, number: int | Ints) -> Table:
         values[:, :measured][unread[:, :measured]] = np.nan
         return replace(past, values=values, codes=codes)
     of_row = np.repeat(np.arange(len(past.names)), past.totals)
-    cells = filled(past.unfilled, of_row, unread, measured, table.choice.missing)
-    if (empty := lacking(cells, unread, measured)).any():
-        row, column = (int(place) for place in np.argwhere(empty)[0])
-        series = int(of_row[row])
-        fact = f"column {columns[column]} is empty in the first {int(past.lengths[series])} rows of series {past.names[series]}"
-        origin = int(at_S[table.names.index(past.names[series])]) + 1
-        raise DataError(f"{table.name}: {fact}, where origin {origin} lies; use fewer origins, or set data.missing=zero")
+    cells = filled_cells(past.unfilled, of_row, unread, measured, table.choice.missing)
+    empty = np.isnan(cells) & ~unread
+    empty[:, measured:] = False
+    cells[empty] = 0.0  # nothing is known of it yet
     changed: dict[str, Any] = {"values": np.concatenate([cells[:, :measured], past.values[:, measured:]], axis=1)}
     if past.codes is not None:
         changed["codes"] = np.where(np.isnan(cells[:, measured:]), -1, cells[:, measured:]).astype(np.int64)

@@ -42,7 +42,7 @@ class Rolled:
     change_C: Reals  # seasonal change within train, in standardised units; 0: unknown
     last_C: Reals  # the values in the last row that was known
     transform: str = "none"  # what was standardised of the values
-    counted_H: NDArray[np.bool_] | None = None  # steps whose weight is not 0 (`data.weight`); None: all
+    counted_HC: NDArray[np.bool_] | None = None  # targets that are there and whose weight is not 0 (`data.weight`); None: all
 
     def standard(self, values_HCX: Reals) -> Reals:
         """Values [H, C, …] in standardised units, up to a constant that is the same for all."""
@@ -131,8 +131,17 @@ def _in_units(
                 change_SC[place],
                 last_OC[at],
                 codec.transform,
-                None if table.weights is None else table.weights[came] > 0,
+                _counted(table, came, places),
             )
+
+
+def _counted(table: Table, rows: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.bool_] | None:
+    """Which values of some rows are scored; None: all."""
+    missing = table.missing(places)
+    if missing is None and table.weights is None:
+        return None
+    counted = np.ones((len(rows), len(places)), np.bool_) if missing is None else ~missing[rows]
+    return counted if table.weights is None else counted & (table.weights[rows] > 0)[:, None]
 
 
 def times_of(table: Table, each: Rolled) -> tuple[Any, list[Any]]:
@@ -150,7 +159,7 @@ def rows_of(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], q
     several = len(table.names) > 1
     for each in forecasts:
         origin, times = times_of(table, each)
-        named: Row = {table.series or "series": table.series_name(each.series)} if several or table.series is not None else {}
+        named: Row = table.fields(each.series) or ({"series": table.names[each.series]} if several else {})
         for step, when in enumerate(times):
             for place, column in enumerate(columns):
                 row = {**named, "origin": origin, table.time or "row": when, "step": step + 1, "column": column}

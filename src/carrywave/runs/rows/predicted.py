@@ -47,7 +47,10 @@ def _nothing(saved: Saved) -> Row:
         case "classification":
             return {"label": None, **({} if saved.spec.data.multi_label else {"probability": None}), **shares}
         case "tagging":
-            return {"labels": [], **({"probabilities": {label: [] for label in shares["probabilities"]}} if saved.spec.data.multi_label else {})}
+            return {
+                "labels": [],
+                **({"probabilities": {label: [] for label in shares["probabilities"]}} if saved.spec.data.multi_label else {}),
+            }
         case "transcription":
             return {"labels": saved.task.codec.transcript([]), "probability": None}
     return {"label": None}
@@ -111,7 +114,7 @@ def _estimates(saved: Saved, outputs: list[Numbers], table: Table) -> Iterator[R
     for number, out in enumerate(outputs):
         start = int(table.starts[number])
         times = None if table.times is None else table.times.written(slice(start, start + len(out)))
-        named: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
+        named = table.fields(number)
         for step, values in enumerate(codec.restore(out).tolist()):
             time = {"step": step + 1} if times is None else {str(codec.time): times[step]}
             yield {**named, **time, **dict(zip(codec.step_targets, values, strict=True))}
@@ -124,8 +127,8 @@ def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
 
 def named(table: Table, codec: Codec, number: int) -> Row:
     """The field that names a row's series; none for a single series without a name."""
-    if codec.series is not None:
-        return {codec.series: table.series_name(number)}
+    if codec.series:
+        return table.fields(number)
     return {BY_PLACE: number} if len(table.names) > 1 else {}  # unnamed series are told apart by their position
 
 

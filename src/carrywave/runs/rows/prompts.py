@@ -15,7 +15,7 @@ from carrywave.data.files.fields import as_plain
 from carrywave.data.files.frames import columns_of, is_frame, plain_column
 from carrywave.data.files.opening import open_rows
 from carrywave.data.files.rows import Row, Rows
-from carrywave.data.files.source import FORMATS, Source, find, to_utf8
+from carrywave.data.files.source import FORMATS, Source, find
 from carrywave.data.python_inputs import file_of
 from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
@@ -101,7 +101,7 @@ def _lines(source: Source) -> Iterator[Prompt]:
         try:
             yield Prompt(where, line.decode().removesuffix("\r"))
         except UnicodeDecodeError as error:
-            raise DataError(f"{where}: byte {error.start} of the line is not valid utf-8; {to_utf8(source.name)}") from error
+            raise DataError(f"{where}: byte {error.start} of the line is not valid utf-8; set data.encoding") from error
 
 
 def _of_rows(rows: Rows, carried: KeptColumns) -> Iterator[Prompt]:

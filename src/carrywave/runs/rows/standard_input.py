@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.files.source import FORMATS, HEAD_BYTES, STANDARD_FOLDER, STANDARD_INPUT, Format, Source, not_utf8
+from carrywave.data.files.source import FORMATS, HEAD_BYTES, STANDARD_FOLDER, STANDARD_INPUT, Format, Source
 from carrywave.errors import DataError
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, from_rank_0, join
@@ -54,8 +54,6 @@ def open_stream(spec: Spec) -> Stream:
         raise DataError("workers cannot read from a terminal; pipe the data into the command, or pass a file instead of -")
     head = stream.peek(64)
     kind = _format(head, spec)
-    if kind != "parquet" and (wrong := not_utf8(STANDARD_INPUT, head)) is not None:
-        raise DataError(f"{wrong.partition(';')[0]}; unpack or convert it before it is piped in, as in: gunzip -c FILE | carrywave …")
     return Stream(STANDARD_INPUT, None, kind, stream=stream)
 
 

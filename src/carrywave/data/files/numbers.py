@@ -1,0 +1,95 @@
+"""Numbers as people write them: with marks for missing values, thousands, decimal commas, currencies and per cent."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+
+MISSING = frozenset(
+    {
+        "",
+        "?",
+        "-",
+        "--",
+        "---",
+        "–",
+        "—",
+        ".",
+        "..",
+        "...",
+        ":",
+        "\\N",
+        "*",
+        "#",
+        "n/a",
+        "na",
+        "nan",
+        "none",
+        "null",
+        "nil",
+        "nat",
+        "missing",
+    }
+    | {"#n/a", "#na", "-nan", "<na>", "n.a.", "#value!", "#div/0!", "unknown", "not available"}
+)
+MOSTLY = 0.9  # a column of numbers may hold some words, which are then missing values
+SAMPLE = 200
+SIZES = {"K": 1e3, "M": 1e6, "B": 1e9}  # as in 25.3K
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}([-/.]\d{1,4})?|\d{4}[-/ ]?[QMW]\d{1,2})([ T]\d.*)?\s*")
+AROUND = r"[$€£¥\s'’%]|^(?:USD|EUR|GBP|CHF|R\$|kr)"
+
+
+def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | None, list[str]]:
+    """Return a column of text as numbers, NaN where there is none, and the words that count as missing; None if it is not one of numbers.
+
+    Each distinct text is read once.
+    """
+    known = column.dropna()
+    sample = pd.Series(known.iloc[:: max(1, len(known) // SAMPLE)].astype(str).unique())
+    if not _share(_numbers(sample, decimal), sample) > 0.5:
+        return (column.isna().map({True: np.nan, False: np.nan}).astype(float), []) if _all_missing(known) else (None, [])
+    codes, texts = pd.factorize(column.astype(object))
+    written = pd.Series(texts, dtype=object).astype(str)
+    values = _numbers(written, decimal)
+    words = written[values.isna() & ~_is_missing(written)]
+    counts = np.bincount(codes[codes >= 0], minlength=len(written))
+    wrong = int(counts[words.index].sum())
+    if wrong > (1 - MOSTLY) * max(int(counts[values.notna()].sum()), 1):
+        return None, []
+    found = np.append(values.to_numpy(float), np.nan)[codes]  # a missing cell has the code -1
+    return pd.Series(found, column.index), words.tolist()
+
+
+def _all_missing(known: pd.Series) -> bool:
+    return bool(_is_missing(pd.Series(known.astype(str).unique(), dtype=object)).all())
+
+
+def _is_missing(texts: pd.Series) -> pd.Series:
+    return texts.astype(str).str.strip().str.lower().isin(MISSING)
+
+
+def _share(values: pd.Series, texts: pd.Series) -> float:
+    present = ~_is_missing(texts)
+    return float(values[present].notna().mean()) if present.any() else 0.0
+
+
+def _numbers(texts: pd.Series, decimal: str) -> pd.Series:
+    """The numbers, NaN for anything else."""
+    plain = pd.to_numeric(texts.where(texts.str.fullmatch(NUMBER.pattern)), errors="coerce") if decimal == "." else None
+    if plain is not None and plain.notna().all():
+        return plain.astype(float)
+    clean = texts.str.strip().str.replace("−", "-", regex=False).str.replace(AROUND, "", regex=True)
+    clean = clean.str.replace(r"^\((.+)\)$", r"-\1", regex=True)  # accountants' losses
+    size = clean.str[-1:].map(SIZES).where(clean.str.fullmatch(r"[-+]?[\d.,]+[KMB]"))
+    clean = clean.where(size.isna(), clean.str[:-1])
+    point, group = (",", ".") if decimal == "," else (".", ",")
+    grouped = clean.str.fullmatch(rf"[-+]?\d{{1,3}}(\{group}\d{{3}})+(\{point}\d+)?")
+    whole = clean.where(~grouped, clean.str.replace(group, "", regex=False)).str.replace(point, ".", regex=False)
+    whole = whole.where(grouped | ~clean.str.contains(group, regex=False))
+    if decimal == ",":  # a point beside decimal commas stands between thousands, unless it cannot
+        whole = whole.fillna(clean.where(clean.str.fullmatch(NUMBER.pattern)))
+    values = pd.to_numeric(whole.where(whole.str.fullmatch(NUMBER.pattern)), errors="coerce").astype(float)
+    return values * size.fillna(1.0).astype(float)

@@ -1,0 +1,239 @@
+"""Every way to read a column as times: dates in any usual form, years, months, quarters and weeks, seconds since 1970, or counted steps.
+
+pandas parses; which reading is right is decided where they are compared (`reading`). Each distinct value is parsed once.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+FIRST_YEAR, LAST_YEAR = 1500, 2200  # of numbers that are taken for years
+LEAST_READ = 0.995  # of the cells of a column of times; the rest, such as the line of a total, are none
+SAMPLE = 200
+MOST_EPOCHS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # digits of the time since 1970, and its unit
+COMPACT = {4: "%Y", 6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
+NAMES = re.compile(  # of columns that may hold times as plain numbers
+    r"(ds|t|dt|day|hour|week|month|quarter|period|year|yr|years?|times?|dates?|datum|zeit.*|fecha|data|jahr|monat|ano|año|annee|année|anno"
+    r"|.*date(?!a|d|s?et).*|.*time.*|.*(year|yr|epoch)|valid_from|as_of|index)",
+    re.IGNORECASE,
+)
+COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx", re.IGNORECASE)
+MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
+OFFSET = r"(?:[+-]\d\d:?(?:\d\d)?|Z)$"
+
+
+@dataclass(frozen=True)
+class Instants:
+    """A column read as times: datetime64 without a zone, NaT where there is none, or numbers of steps."""
+
+    times: pd.Series
+    day_first: bool | None = None  # in 1/2/2020; None where that does not matter
+    zone: str | None = None  # of times that have one; they are in UTC
+    layout: str | None = None  # in which they are written; None: as dates, or dates and times
+
+    @property
+    def counted(self) -> bool:
+        """True for steps without dates."""
+        return bool(self.times.dtype.kind != "M")
+
+
+def readings(column: pd.Series) -> list[Instants]:
+    """Return every way to read a column as times, likeliest first; none if it is not one of times."""
+    known = column.dropna()
+    if not len(known):
+        return []
+    if isinstance(column.dtype, pd.PeriodDtype):
+        return [Instants(column.dt.to_timestamp())]
+    if isinstance(column.dtype, pd.DatetimeTZDtype):
+        return [Instants(column.dt.tz_convert("UTC").dt.tz_localize(None), zone=str(column.dtype.tz))]
+    if column.dtype.kind == "M":
+        return [Instants(column)]
+    if pd.api.types.is_bool_dtype(column) or column.dtype.kind in "mc":
+        return []
+    if pd.api.types.is_numeric_dtype(column):
+        return _of_numbers(column, str(column.name))
+    return _of_texts(column)
+
+
+def _of_numbers(column: pd.Series, name: str) -> list[Instants]:
+    numbers = column.astype(float)
+    known = numbers.dropna()
+    if not NAMES.fullmatch(name.strip()):
+        return []
+    if (known % 1 != 0).any():
+        return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
+    gaps = np.diff(np.unique(known.to_numpy()))
+    if len(gaps) > 1 and (gaps == gaps[0]).all() and COUNTED.fullmatch(name.strip()) and (known.min() <= 1 or known.max() < FIRST_YEAR):
+        return [Instants(column)]
+    codes, values = pd.factorize(numbers)
+    texts = pd.Series(values).astype("int64").astype(str)
+    width = int(texts.str.len().iloc[0])
+    if not (texts.str.len() == width).all():
+        return []
+    if width in COMPACT and texts.str[:4].astype(int).between(FIRST_YEAR, LAST_YEAR).all():
+        times = pd.to_datetime(texts, format=COMPACT[width], errors="coerce")
+        if times.notna().all():
+            return [Instants(_spread(times, codes, column.index), layout=COMPACT[width])]
+    if width in MOST_EPOCHS:
+        return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit=MOST_EPOCHS[width]), codes, column.index))]
+    return []
+
+
+def _decimal_years(numbers: pd.Series) -> list[Instants]:
+    """1949.0833 is a month of 1949, and 1949.25 a quarter."""
+    gaps = np.unique(np.diff(np.unique(numbers.dropna().to_numpy())).round(6))
+    parts = next((parts for parts in (1, 4, 12) if np.isclose(gaps * parts, np.rint(gaps * parts), atol=0.05).all()), None)
+    if parts is None:
+        return []
+    number = (numbers * parts + 0.1).floordiv(1)
+    months = pd.DataFrame({"year": number // parts, "month": number % parts * (12 // parts) + 1, "day": 1})
+    return [Instants(pd.to_datetime(months, errors="coerce"))]
+
+
+def _of_texts(column: pd.Series) -> list[Instants]:
+    sample = column.dropna().iloc[:: max(1, len(column) // SAMPLE)].astype(str)
+    if not sample.str.contains(r"\d").mean() >= 0.9 or not 4 <= sample.str.len().median() <= 40:
+        return []
+    codes, values = pd.factorize(column.astype(object).where(column.notna(), None))
+    texts = pd.Series(values, dtype="str").str.strip()
+    found = _of_parts(texts)
+    ways = [found] if found is not None else _of_dates(texts, sample.str.strip())
+    counts = np.bincount(codes[codes >= 0], minlength=len(texts))
+    return [
+        replace(way, times=_spread(way.times, codes, column.index))
+        for way in ways
+        if counts[way.times.notna().to_numpy()].sum() >= LEAST_READ * counts.sum() and way.times.dropna().dt.year.min() >= FIRST_YEAR
+    ]
+
+
+def _of_parts(texts: pd.Series) -> Instants | None:
+    """Quarters (2020Q1, 2020-Q1, Q1 2020), weeks (2020-W03) and months (2020M01, 2020-01)."""
+    parts = texts.str.extract(r"^(?P<year>\d{4})[-: ]?(?P<unit>[QqMmWw])(?P<number>\d{1,2})$")
+    swapped = texts.str.extract(r"^(?P<unit>[Qq])(?P<number>[1-4])[-/ ]?(?P<year>\d{4})$")
+    parts = parts.fillna(swapped)
+    if parts["year"].isna().mean() > 1 - LEAST_READ or parts["unit"].str.upper().nunique() != 1:
+        return None
+    unit, number = parts["unit"].dropna().iloc[0].upper(), pd.to_numeric(parts["number"])
+    if unit == "W":
+        written = parts["year"] + "-W" + parts["number"].str.zfill(2) + "-1"
+        return Instants(pd.to_datetime(written, format="%G-W%V-%u", errors="coerce"))
+    month = number * 3 - 2 if unit == "Q" else number
+    return Instants(pd.to_datetime({"year": pd.to_numeric(parts["year"]), "month": month, "day": 1}, errors="coerce"))
+
+
+def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
+    texts = texts.str.replace(r" ?(?:UTC|GMT)$", "+00:00", regex=True)
+    texts = (
+        texts.str.replace(r"(\d)\.(\d\d)\.(\d\d)$", r"\1:\2:\3", regex=True) if sample.str.contains(r" \d?\d\.\d\d\.\d\d$").all() else texts
+    )
+    late = texts.str.contains(r"[ T]24:00(?::00)?$", regex=True).fillna(False)  # the end of a day, as its first moment is written 00:00
+    texts = texts.mask(late, texts.str.replace(r"([ T])24:00", r"\g<1>00:00", regex=True))
+    zoned = bool(sample.str.contains(rf"\d:\d\d.*{OFFSET}").all())
+    zone = None
+    if zoned or sample.str.contains(r"(?:UTC|GMT)$").all():
+        offsets = texts.str.extract(rf"({OFFSET})")[0].dropna().unique() if zoned else np.array(["Z"])
+        zone = "UTC" if len(offsets) > 1 or offsets[0] in ("Z", "+00:00", "+0000", "+00") else str(offsets[0])
+    layout = "%Y-%m" if sample.str.fullmatch(r"\d{4}-\d\d").all() else None
+    ways: list[Instants] = []
+    for day_first in (False,) if sample.str.match(r"\d{4}[^\d]").all() else (False, True):
+        times = _parsed(texts, day_first=day_first, utc=zone is not None)
+        if times is None:
+            continue
+        times = times + pd.to_timedelta(late.astype(int), unit="D")
+        if not ways or not ways[0].times.equals(times):
+            ways.append(Instants(times, day_first, zone, layout))
+    return ways if len(ways) > 1 else [replace(way, day_first=None) for way in ways]
+
+
+def _parsed(texts: pd.Series, *, day_first: bool, utc: bool) -> pd.Series | None:
+    for layout in (None, "mixed"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a form that pandas does not know, and of days beyond 12 read as months
+            try:
+                times = pd.to_datetime(texts, dayfirst=day_first, errors="coerce", format=layout, utc=utc)
+            except (ValueError, OverflowError):
+                continue
+        if times.dtype.kind == "M" and times.notna().mean() >= min(LEAST_READ, 1 - 1.5 / max(len(texts), 2)):
+            return times.dt.tz_localize(None) if utc or times.dt.tz is not None else times
+    return None
+
+
+def _spread(values: pd.Series, codes: Any, index: pd.Index) -> pd.Series:
+    """Values of the distinct ones as those of all rows; NaT where a code is -1."""
+    array = np.append(values.to_numpy("datetime64[us]"), np.datetime64("NaT", "us"))
+    return pd.Series(array[codes], index)
+
+
+def calendar_parts(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
+    """Put times together from columns of their parts, and name these: year, month, day, hour; a date and an hour; Date and Time."""
+    lower: dict[str, str] = {}
+    for name in frame.columns:
+        lower.setdefault(SHORT.get(str(name).lower(), str(name).lower()), name)
+    if (made := _of_year_and(frame, lower)) is not None:
+        return made
+    dates = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name])]
+    hours = next(
+        (name for name in frame if str(name).lower() in ("hr", "hour", "hours", "hour_of_day", "stunde") and _hours(frame[name])), None
+    )
+    for name in dates if hours is not None else ():
+        for way in readings(frame[name])[:1]:
+            days = way.times.dropna()
+            if days.duplicated().any() and (days == days.dt.normalize()).all():
+                return way.times + pd.to_timedelta(pd.to_numeric(frame[hours]), unit="h"), [name, str(hours)]
+    clock = next((name for name in dates if re.fullmatch(r"time|clock|uhrzeit|hora|heure|zeit", str(name).strip(), re.IGNORECASE)), None)
+    date = next((name for name in dates if re.fullmatch(r"(date|datum|fecha|data|day)", str(name).strip(), re.IGNORECASE)), None)
+    if clock is None or date is None or not frame[clock].dropna().astype(str).str.match(r"\s*\d{1,2}[:.]\d\d").all():
+        return None
+    ways = readings(pd.Series(frame[date].astype(str) + " " + frame[clock].astype(str), frame.index).where(frame[date].notna(), None))
+    return (most_regular(ways).times, [date, clock]) if ways else None
+
+
+SHORT = {
+    "yr": "year",
+    "mon": "month",
+    "mo": "month",
+    "mnth": "month",
+    "hr": "hour",
+    "dy": "day",
+    "jahr": "year",
+    "monat": "month",
+    "tag": "day",
+}
+PARTS = ("year", "month", "day", "hour", "minute", "second")
+
+
+def _of_year_and(frame: pd.DataFrame, lower: dict[str, str]) -> tuple[pd.Series, list[str]] | None:
+    if "year" not in lower or not {"month", "quarter"} & lower.keys():
+        return None
+    values = {part: pd.to_numeric(frame[lower[part]], errors="coerce") for part in PARTS if part in lower}
+    if not values["year"].dropna().between(FIRST_YEAR, LAST_YEAR).all():
+        return None
+    used = [lower[part] for part in PARTS if part in lower]
+    if "month" not in lower:
+        quarter = pd.to_numeric(frame[lower["quarter"]].astype(str).str.lstrip("Qq"), errors="coerce")
+        values, used = {"year": values["year"], "month": quarter * 3 - 2}, [lower["year"], lower["quarter"]]
+    elif values["month"].isna().mean() > 0.5:
+        values["month"] = frame[lower["month"]].astype(str).str.strip().str[:3].str.lower().map(MONTHS)
+    with_day = values if "day" in values else {**values, "day": pd.Series(1, frame.index)}
+    times = pd.to_datetime(pd.DataFrame(with_day), errors="coerce")
+    return (times, used) if times.notna().mean() > 0.99 else None
+
+
+def _hours(column: pd.Series) -> bool:
+    return pd.api.types.is_integer_dtype(column) and bool(column.between(0, 24).all())
+
+
+def most_regular(ways: list[Instants]) -> Instants:
+    """The way in which most steps from one time to the next are equal: of day-first and month-first dates, the right one."""
+
+    def regular(way: Instants) -> float:
+        gaps = np.diff(np.unique(way.times.dropna().to_numpy()))
+        return float((gaps == np.median(gaps)).mean()) if len(gaps) else 0.0
+
+    return max(ways, key=regular)

@@ -1,0 +1,298 @@
+"""Which columns of a table hold times, name series and are values.
+
+One rule decides: the reading under which series and time name each row, and the times of a series are regular, is the right one; of several
+such readings the one whose series take the fewest columns. What was told is never guessed over, and what was found is said in a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from carrywave.data.tables.choice import ColumnChoice, missing_column, quoted
+from carrywave.data.tables.frequency import infer
+from carrywave.data.tables.instants import FIRST_YEAR, LAST_YEAR, NAMES, Instants, calendar_parts, most_regular, readings
+from carrywave.errors import DataError
+
+TIME = "time"  # the name of times that are put together from several columns, or from the headers of a wide table
+COUNTERS = re.compile(r"unnamed: 0|rownames?|row|id|index|instant|no\.?|nr\.?|obs|observation|#|", re.IGNORECASE)
+CALENDAR = re.compile(r"(year|yr|month|mnth|quarter|week|day|hour|hr|minute|season|holiday|weekday|dayofweek).*", re.IGNORECASE)
+MOST_SERIES_COLUMNS = 3
+MOST_TRIED = 8  # columns that may name series
+MOST_NUMBERED = 2000  # series named by numbers
+LEAST_WIDE = 8  # headers that are times
+MOST_NAMES = 6  # columns beside these
+LEAST_COUNTED = 20  # headers that are numbers of steps
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The rows of a table that are read, and the role of each column."""
+
+    frame: pd.DataFrame
+    time: str | None = None
+    instants: Instants | None = None  # of the rows
+    series: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()  # columns of numbers
+    left: dict[str, str] = field(default_factory=dict)  # columns that are not read, and why
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One reading of the times and the series."""
+
+    name: str
+    instants: Instants
+    series: tuple[str, ...]
+    regular: bool
+    full: float
+
+    @property
+    def score(self) -> tuple[Any, ...]:
+        named = bool(NAMES.fullmatch(self.name.strip()))
+        return self.regular, round(self.full, 6), -len(self.series), named
+
+
+class _Columns:
+    """The ways to read each column of a frame as times, each found once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[pd.Series, list[Instants]]] = {}
+
+    def __call__(self, column: pd.Series) -> list[Instants]:
+        key = hash((column.name, len(column), str(column.dtype)))
+        if key not in self._found:
+            self._found[key] = column, readings(column)
+        return self._found[key][1]
+
+
+def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
+    """Find the roles of the columns of a frame; `name` is that of the file in messages."""
+    notes: list[str] = []
+    frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
+    if choice.time is None or choice.time not in frame.columns:
+        frame = _turned(frame, name, notes, choice)
+    readings_of = _Columns()
+    frame = _with_time(frame, name, notes, choice, readings_of)
+    for wanted, key in ((choice.time, "data.time"), *((column, "data.series") for column in choice.series or ())):
+        if wanted is not None and wanted not in frame.columns:
+            raise DataError(missing_column(name, wanted, list(frame.columns), None if choice.trained else key))
+    way = _best(frame, name, choice, readings_of)
+    if way is not None:
+        frame, way = _without_repeats(frame, way, name, choice, notes)
+        lost = way.instants.times.isna()
+        if lost.any():
+            notes.append(
+                f"{name}: {int(lost.sum())} row{'s' * bool(lost.sum() > 1)} without a time {'are' if lost.sum() > 1 else 'is'} left out"
+            )
+            frame, way = frame[~lost], replace(way, instants=replace(way.instants, times=way.instants.times[~lost]))
+    series = way.series if way is not None else choice.series or ()
+    used = {*series, *(() if way is None else (way.name,))}
+    numbers, left = _values(frame, used, choice, timed=way is not None)
+    reading = Reading(frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes))
+    if way is not None and way.instants.day_first is not None and not choice.trained:
+        first = "day" if way.instants.day_first else "month"
+        shown = frame[way.name].dropna().iloc[0]
+        reading = replace(reading, notes=(*reading.notes, f"{name}: column {way.name} contains {shown!r:.40}, read with the {first} first"))
+    return reading
+
+
+def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice, readings_of: _Columns) -> pd.DataFrame:
+    """The frame with a column of times, if these are in several columns, or in an unnamed one."""
+    if choice.time is not None and (choice.time in frame.columns or choice.time != TIME):
+        return frame
+    texts = [column for column in frame.columns if not pd.api.types.is_numeric_dtype(frame[column])]
+    dated = any(ways and not ways[0].times.dropna().duplicated().any() for ways in (readings_of(frame[column]) for column in texts))
+    if not dated and (made := calendar_parts(frame)) is not None:
+        times, used = made
+        notes.append(f"{name}: times are put together from {' and '.join(map(quoted, used))}")
+        label = TIME if TIME not in frame.columns or TIME in used else f"{TIME}_"
+        rest = frame.drop(columns=[column for column in used if column not in (choice.targets or ())])
+        rest.insert(0, label, times)
+        return rest
+    first = frame.columns[0]
+    if first == "Unnamed: 0" and pd.api.types.is_integer_dtype(frame[first]) and frame[first].iloc[0] not in (0, 1):
+        years = frame[first].between(FIRST_YEAR, LAST_YEAR).all()
+        return frame.rename(columns={first: "year" if years and "year" not in frame.columns else TIME})
+    return frame
+
+
+def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, readings_of: _Columns) -> _Way | None:
+    """The reading of times and series that is right; None if there are no times."""
+    if choice.trained and choice.time is None:
+        return None
+    found = [(column, way) for column in ([choice.time] if choice.time else frame.columns) for way in readings_of(frame[column])]
+    if choice.day_first is not None:
+        found = [(column, way) for column, way in found if way.day_first in (None, choice.day_first)] or found
+    if choice.time is not None and not found and choice.frequency != "none":
+        shown = frame[choice.time].dropna().iloc[0] if frame[choice.time].notna().any() else "nothing"
+        remedy = "name another column in data.time, or set data.frequency=none to count rows"
+        raise DataError(f"{name}: column {choice.time} contains {shown!r:.40}, which is no time; {remedy}")
+    labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
+    best: _Way | None = None
+    for column, instants in found:
+        series = choice.series if choice.series is not None else () if choice.trained else _series(frame, column, instants.times, labels)
+        if series is None:
+            continue
+        regular, full = _regularity(frame, instants, series)
+        if series and choice.series is None and not regular:
+            continue  # what tells rows apart without making times regular is no series
+        way = _Way(column, instants, tuple(series), regular, full)
+        best = way if best is None or way.score > best.score else best
+    if best is None and found:  # repeated times, which `_without_repeats` deals with
+        column = found[0][0]
+        instants = most_regular([way for other, way in found if other == column])
+        best = _Way(column, instants, choice.series or (), False, 0.0)
+    return best
+
+
+def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str]) -> tuple[bool, float]:
+    """Whether the times of the longest series are regular, and how much of their grid is there."""
+    times = instants.times
+    if series:
+        codes = codes_of(frame, series)[0]
+        times = times[codes == np.bincount(codes).argmax()]
+    found, full = infer(times.dropna().to_numpy())
+    return found is not None, full
+
+
+def codes_of(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[np.ndarray[Any, Any], list[tuple[Any, ...]]]:
+    """The series of each row, numbered as they first appear, and their names, a value of each column."""
+    parts = [pd.factorize(frame[column].astype(object).where(frame[column].notna(), None), use_na_sentinel=False) for column in columns]
+    joined = parts[0][0].astype(np.int64)
+    for codes, values in parts[1:]:
+        joined = joined * len(values) + codes
+    codes, first = pd.factorize(joined)
+    rows = np.zeros(len(first), np.int64)
+    rows[codes[::-1]] = np.arange(len(codes))[::-1]
+    return codes.astype(np.int64), [tuple(values[part[row]] for part, values in parts) for row in rows]
+
+
+def _series(frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[str]) -> tuple[str, ...] | None:
+    """The fewest columns that, with the time, name each row; None if there are none. A column of names recurs."""
+    present = times.notna().to_numpy()
+    moments = pd.factorize(times[present])[0].astype(np.int64)
+    if len(np.unique(moments)) == len(moments):
+        return ()
+    frame = frame[present]
+    able: dict[str, np.ndarray[Any, Any]] = {}
+    for column in labels:
+        if column == time or CALENDAR.fullmatch(column.strip()):
+            continue
+        codes = pd.factorize(frame[column], use_na_sentinel=False)[0].astype(np.int64)
+        many = int(codes.max(initial=-1)) + 1
+        if 1 < many <= len(frame) / 2 and not (pd.api.types.is_numeric_dtype(frame[column]) and many > MOST_NUMBERED):
+            able[column] = codes
+    order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), list(frame.columns).index(column)))[:MOST_TRIED]
+    for size in range(1, MOST_SERIES_COLUMNS + 1):
+        for chosen in itertools.combinations(order, size):
+            joined = moments
+            for column in chosen:
+                joined = joined * (int(able[column].max()) + 1) + able[column]
+            if len(np.unique(joined)) == len(joined):
+                return chosen
+    return None
+
+
+def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnChoice, notes: list[str]) -> tuple[pd.DataFrame, _Way]:
+    """The rows with each time once in each series: identical rows are read once, others as `data.repeats` says."""
+    keys = way.instants.times.to_frame("\0") if not way.series else frame[list(way.series)].assign(**{"\0": way.instants.times})
+    if choice.frequency == "none" or not (repeated := keys.duplicated() & way.instants.times.notna()).any():
+        return frame, way
+    same = frame.duplicated() & repeated
+    if same.any():
+        notes.append(
+            f"{name}: {int(same.sum())} row{'s' * bool(same.sum() > 1)} that stand{'s' * bool(same.sum() == 1)} there twice are read once"
+        )
+        frame, keys = frame[~same], keys[~same]
+        way = replace(way, instants=replace(way.instants, times=way.instants.times[~same]))
+        repeated = keys.duplicated() & way.instants.times.notna()
+        if not repeated.any() and choice.series is None and not way.series:
+            return frame, way
+    if not repeated.any():
+        return frame, way
+    if choice.repeats is None:
+        row = frame.index[repeated][0]
+        shown = frame.loc[row, way.name]
+        remedy = "set data.series, or data.repeats=mean, first or last"
+        raise DataError(f"{name}: row {int(row) + 1}, column {way.name} repeats {shown}, and no column tells the series apart; {remedy}")
+    notes.append(f"{name}: {int(repeated.sum())} repeated times are read once (data.repeats={choice.repeats})")
+    groups = frame.assign(**{"\0": way.instants.times}).groupby(["\0", *way.series], sort=False, dropna=False)
+    if choice.repeats == "mean":
+        how = {
+            column: "mean" if pd.api.types.is_numeric_dtype(frame[column]) else "first"
+            for column in frame.columns
+            if column not in way.series
+        }
+        merged = groups.agg(how).reset_index()
+    else:
+        merged = groups.nth(0 if choice.repeats == "first" else -1).reset_index(drop=True)
+    times = merged.pop("\0")
+    return merged[list(frame.columns)], replace(way, instants=replace(way.instants, times=times))
+
+
+def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, *, timed: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The columns of numbers, and why others are not read: a counter of rows is none of the data, unless it was asked for."""
+    asked = choice.asked
+    numbers: list[str] = []
+    left: dict[str, str] = {}
+    for column in frame.columns:
+        values = frame[column]
+        if column in used:
+            continue
+        if not pd.api.types.is_numeric_dtype(values) or (pd.api.types.is_bool_dtype(values) and column not in asked):
+            left[column] = "truth values" if pd.api.types.is_bool_dtype(values) else "text" if values.dtype.kind not in "mM" else "times"
+        elif column not in asked and COUNTERS.fullmatch(column.strip()) and _counts(values):
+            left[column] = "counts the rows"
+        elif column not in asked and not timed and NAMES.fullmatch(column.strip()) and values.is_monotonic_increasing and values.is_unique:
+            left[column] = "only orders the rows"
+        else:
+            numbers.append(column)
+    return tuple(numbers), left
+
+
+def _counts(values: pd.Series) -> bool:
+    return pd.api.types.is_integer_dtype(values) and values.iloc[0] in (0, 1) and bool((values.diff().dropna() == 1).all())
+
+
+def _turned(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice) -> pd.DataFrame:
+    """A table with a series a row, and times (or V1, V2, …) for headers, as one with a row for each series and time."""
+    heads = pd.Series(frame.columns, dtype="str")
+    numeric = np.array([pd.api.types.is_numeric_dtype(frame[column]) or frame[column].isna().all() for column in frame.columns])
+    counted = heads.str.fullmatch(r"[A-Za-z]{0,2}_?\d+").to_numpy(bool) & numeric
+    years = heads.str.fullmatch(r"[Xx]?(1[5-9]|20)\d\d").to_numpy(bool)
+    maybe = heads.where(heads.str.contains(r"\d") & ~counted & ~years)
+    dated = np.zeros(len(heads), bool)
+    if maybe.notna().sum() >= LEAST_WIDE:
+        ways = readings(maybe.dropna().reset_index(drop=True).rename(TIME))
+        dated[np.flatnonzero(maybe.notna())] = bool(ways)
+        if not ways:
+            dated = pd.to_datetime(maybe, errors="coerce", format="mixed").notna().to_numpy(bool)
+    for mask, what in ((dated, "times"), (years, "years"), (counted & (counted.sum() > LEAST_COUNTED), "steps")):
+        rest = [column for column, chosen in zip(frame.columns, mask, strict=True) if not chosen]
+        if mask.sum() < LEAST_WIDE or len(rest) > MOST_NAMES or not numeric[mask].all() or choice.asked & set(heads[mask]):
+            continue
+        names = [column for column in rest if not pd.api.types.is_float_dtype(frame[column])]
+        texts = [column for column in names if not pd.api.types.is_numeric_dtype(frame[column]) and frame[column].is_unique]
+        if what == "steps" and not texts:
+            continue  # columns of measurements are numbered, too
+        if not names:
+            frame, names = frame.assign(series=range(len(frame))), ["series"]
+        values = [column for column, chosen in zip(heads, mask, strict=True) if chosen]
+        if what == "steps":
+            frame = frame.rename(columns={column: place for place, column in enumerate(values)})
+        elif what == "years":
+            frame = frame.rename(columns={column: column.lstrip("Xx") for column in values})
+            values = [column.lstrip("Xx") for column in values]
+        long = frame.melt(names, list(range(len(values))) if what == "steps" else values, TIME, "value").dropna(subset="value")
+        long[TIME] = pd.to_numeric(long[TIME]) if what != "times" else long[TIME].astype("str")
+        notes.append(f"{name}: a series a row, with {what} as headers: {len(frame):,} series")
+        return long.reset_index(drop=True)
+    return frame
