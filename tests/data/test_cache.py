@@ -22,7 +22,7 @@ from carrywave.data.files.arrays import NewArray
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, ResourceError
 
-CODEC = Codec("language", "text", "char", ("a", "b"), size=2)
+CODEC = Codec("language", "text", "char", ("a", "b", "<unk>"), size=3)
 
 
 def build(new: NewArray) -> cache.Entry:

@@ -23,7 +23,7 @@ from carrywave.errors import DataError, SpecError
 from carrywave.runs.rows.generation import Sampling, generate
 from carrywave.tasks import views
 
-CHARS = Codec("language", "text", "char", ("\n", "a", "b", "|"), size=4)
+CHARS = Codec("language", "text", "char", ("\n", "a", "b", "|", "<unk>"), size=5)
 WORDS = Codec("language", "text", "word", ("<eos>", "one", "two", "<unk>"), size=4)
 
 
@@ -105,7 +105,7 @@ def test_rows_say_where_the_state_starts_anew() -> None:
 
 
 def test_rows_that_are_documents() -> None:
-    codec = Codec("language", "text", "char", ("a", "b"), size=2)
+    codec = Codec("language", "text", "char", ("a", "b", "<unk>"), size=3)
     rows = [{"text": "ab"}, {"text": ""}, {"text": "bba"}]
     found = encoded(rows, codec, join=True, documents=True)
     assert found.resets is not None
@@ -118,7 +118,7 @@ def test_rows_that_are_documents() -> None:
     [
         ({"tokens": [1, 2], "labels": ["x", "x"], "resets": [True]}, TAGS, "one for each of the 2 steps"),
         ({"tokens": [1, 2], "labels": ["x", "x"], "resets": [0, 1]}, TAGS, "a list of true and false"),
-        ({"text": "ab", "resets": [True, False]}, Codec("language", "text", "char", ("a", "b"), size=2), "set data.reset"),
+        ({"text": "ab", "resets": [True, False]}, Codec("language", "text", "char", ("a", "b", "<unk>"), size=3), "set data.reset"),
         (
             {"tokens": [1, 2], "label": "x", "resets": [True, False]},
             Codec("classification", "tokens", "int", size=9, labels=("x",)),

@@ -112,9 +112,9 @@ def test_targets_of_other_tasks() -> None:
 
 
 @pytest.mark.parametrize("missing", [pd.Series([1, None] * 3, dtype="Int64"), pl.Series([1, None] * 3), pd.Series(["a", None] * 3)])
-def test_a_missing_label_is_named(missing: Any) -> None:
-    with pytest.raises(DataError, match="train item 1: the field label is empty"):
-        from_python((STEPS, missing), spec())
+def test_rows_with_a_missing_label_are_left_out(missing: Any) -> None:
+    found = from_python((STEPS, missing), spec())
+    assert (len(found.train), found.notes[-1]) == (3, "train: 3 rows without a text or a label are left out")
 
 
 def test_masked_values_are_missing() -> None:

@@ -42,7 +42,7 @@ def test_default_is_text_that_ships_with_python(tmp_path: Path) -> None:
     assert total == len(found.train.inputs) > 400_000
     assert found.valid.lengths[0] == round(total / 10)
     assert found.codec.decode(found.train.inputs[:200]).isprintable() is False  # it has line ends
-    assert found.facts.vocabulary == len(found.codec.vocabulary) == int(found.train.inputs.max()) + 1
+    assert found.facts.vocabulary == len(found.codec.vocabulary) > int(found.train.inputs.max())
 
 
 def test_reading_needs_no_torch() -> None:
@@ -101,15 +101,14 @@ def test_lines_as_sequences(tmp_path: Path) -> None:
         "abc",
     ]
     (tmp_path / "b.txt").write_text("ab\na\n")
-    with pytest.raises(DataError, match=r"b\.txt:2: the sequence has 1 token"):
-        prepare(spec(tmp_path, train="b.txt", share=0, lines=True))
+    short = prepare(spec(tmp_path, train="b.txt", share=0, lines=True))
+    assert (short.train.lengths.tolist(), short.notes) == ([2], ("train: 1 row without a text or a label is left out",))
 
 
 def test_json_lines_of_text_make_a_stream(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "a"}\n')
     assert prepare(spec(tmp_path, train="a.jsonl", share=0)).train.lengths.tolist() == [3]
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the sequence has 1 token"):
-        prepare(spec(tmp_path, train="a.jsonl", share=0, lines=True))
+    assert prepare(spec(tmp_path, train="a.jsonl", share=0, lines=True)).train.lengths.tolist() == [2]
 
 
 def test_keyed_share_of_sequences(tmp_path: Path) -> None:
@@ -173,8 +172,8 @@ def test_damaged_cache_is_refused(tmp_path: Path) -> None:
 
 def test_bad_file_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.txt").write_text("the ¤\n")
-    with pytest.raises(DataError, match=r"b\.txt:1: token '¤' is not in the training vocabulary"):
+    (tmp_path / "b.txt").write_text("")
+    with pytest.raises(DataError, match=r"b\.txt is empty"):
         prepare(spec(tmp_path, train="a.txt", valid="b.txt", tokens="char"))
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -235,7 +234,7 @@ def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("bad\n\ngo\n")
     data = read(str(tmp_path / "p.txt"), codec, asked, labelled=False)
     assert [codec.decode(data.inputs[s : s + n]) for s, n in zip(data.starts, data.lengths, strict=True)] == ["bad", "go"]
-    with pytest.raises(DataError, match=r"p\.txt is read as plain text, which has no labels for classification"):
+    with pytest.raises(DataError, match=r"p\.txt is text, and no labels are found in it or in a file beside it"):
         read(str(tmp_path / "p.txt"), codec, asked)
 
 
@@ -266,7 +265,7 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
         ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: file not found"),
         ("language", {"train": None}, SpecError, "data.train is not set; set it to a file"),
         ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, "do not apply to numeric tokens"),
-        ("classification", {}, DataError, "builtin:python-topics is read as plain text, which has no labels"),
+        ("classification", {}, DataError, "builtin:python-topics is text, and no labels are found in it"),
         ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),
         ("language", {"train": "three.txt"}, DataError, r"three\.txt has 3 tokens, too few to hold out validation data"),
         ("language", {"train": "one.txt", "share": 0}, DataError, r"one\.txt has 1 token, but a language model needs 2"),

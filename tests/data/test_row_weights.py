@@ -89,13 +89,14 @@ def test_a_frame_and_a_third_array_have_weights() -> None:
     spec = spec_of("classification")
     frame = pd.DataFrame(CLASSES)
     arrays = (np.zeros((3, 4, 1)), ["x", "y", "x"], np.array([2.0, 0.5, 0.0]))
+    unnamed = spec_of("classification", data={"weight": None})
     for data in (frame, CLASSES, arrays, [(x, y, w) for x, y, w in zip(*arrays, strict=True)]):
-        found = from_python(data, spec)
+        found = from_python(data, spec if data is frame or data is CLASSES else unnamed)
         assert found.train.weights is not None
         assert found.train.weights.tolist() == [2.0, 0.5, 0.0]
-    other = from_python((*arrays[:2], np.array([2.0, 0.5, 1.0])), spec)
-    assert other.fingerprint != from_python(arrays, spec).fingerprint
-    assert from_python(arrays[:2], spec).train.weights is None
+    other = from_python((*arrays[:2], np.array([2.0, 0.5, 1.0])), unnamed)
+    assert other.fingerprint != from_python(arrays, unnamed).fingerprint
+    assert from_python(arrays[:2], unnamed).train.weights is None
 
 
 def test_held_out_rows_keep_their_weights() -> None:
@@ -211,7 +212,7 @@ def test_a_file_of_weighted_series_is_cached(tmp_path: Path) -> None:
         found = prepare(spec).train.step_weights
         assert found is not None
         assert found.tolist() == (np.arange(12) / 4).tolist()
-    assert prepare(spec_of("forecasting", tmp_path, data={"horizon": 2, "file": "t.csv"})).train.step_weights is None
+    assert prepare(spec_of("forecasting", tmp_path, data={"horizon": 2, "file": "t.csv", "weight": None})).train.step_weights is None
 
 
 def test_weights_follow_series_times_and_channels() -> None:

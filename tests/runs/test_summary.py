@@ -170,7 +170,7 @@ def test_a_run_keeps_them_with_its_plan(tmp_path: Path) -> None:
 
 
 def memory(spec: Spec, facts: DataFacts, plan: Plan) -> str:
-    network = Task(spec, Codec("language", "text", "char", tuple("abcdefghij"), size=10), facts).model()
+    network = Task(spec, Codec("language", "text", "char", (*"abcdefghi", "<unk>"), size=10), facts).model()
     lines = summarize(spec, facts, network, plan, ORDER, "cpu", Units.of(spec, facts)).splitlines()
     return next(line for line in lines if line.startswith("memory"))
 

@@ -67,10 +67,11 @@ def conll(text: str, asked: Asked) -> Read | None:
     def cut(line: str) -> list[str]:
         return line.split("\t") if tabs else line.split()
 
-    counts = Counter(len(cut(line)) for line in lines)
+    plain = [line for line in lines if not line.startswith("#")] or lines  # the others may be comments
+    counts = Counter(len(cut(line)) for line in plain)
     width = counts.most_common(1)[0][0]
     numbered = width > 2 and sum(cut(block[-1])[0].isdecimal() for block in blocks if block) > 0.9 * len(blocks)
-    if counts[width] < 0.9 * len(lines) or width > 30 or (width == 1 and not asked.labels):
+    if counts[width] < 0.9 * len(plain) or width > 30 or (width == 1 and not asked.labels):
         return None
     word, last = (1 if numbered else 0), width - 1
     label = last if asked.label is None else _column(asked.label, width)

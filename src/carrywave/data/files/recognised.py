@@ -102,7 +102,9 @@ class NamedRows:
 
     def _lacks(self, row: Row) -> bool:
         content = next((row[field] for field in CONTENT if row.get(field) is not None), None)
-        return is_empty(content, self.spec.task) or (self._targeted and _is_missing(row.get(self.target), self.spec.data.multi_label))
+        words = isinstance(content, str) and self.spec.data.tokens == "word"  # of which a line end is one
+        least = 2 if self.spec.task == "language" and not words else 1
+        return is_empty(content, least) or (self._targeted and _is_missing(row.get(self.target), self.spec.data.multi_label))
 
     def names(self) -> Names:
         """The names of the fields that are read, where the data has names of its own for them."""
@@ -153,8 +155,9 @@ class NamedRows:
         if lists:
             return lists[0] if len(lists) == 1 else None
         ranked = sorted(sizes, key=lambda name: -sizes[name])
-        if len(ranked) > 1 and sizes[ranked[0]] < CLEARLY * sizes[ranked[1]]:
-            raise DataError(f"{self.name}: which column has the text is not clear ({', '.join(ranked[:SHOWN])}); set data.text to its name")
+        long = [name for name in ranked if CLEARLY * sizes[name] > sizes[ranked[0]]]
+        if len(long) > 1:
+            raise DataError(f"{self.name}: which column has the text is not clear ({', '.join(long[:SHOWN])}); set data.text to its name")
         return ranked[0] if ranked else None
 
     def _label(self, names: Sequence[str], head: Sequence[Row], content: str | None) -> str | None:
@@ -211,11 +214,11 @@ def target_field(spec: Spec) -> str:
     return "labels" if spec.each_step or spec.task in ("tagging", "transcription") else "label"
 
 
-def is_empty(content: Any, task: str) -> bool:
-    """True if there is nothing to read, or, for a language model, nothing to predict."""
+def is_empty(content: Any, least: int = 1) -> bool:
+    """True if there is nothing to read, or less than `least` tokens."""
     if isinstance(content, str):
-        return not content.strip() or (task == "language" and len(content) < 2)
-    return content is None or (hasattr(content, "__len__") and len(content) < (2 if task == "language" else 1))
+        return not content.strip() or len(content) < least
+    return content is None or (hasattr(content, "__len__") and len(content) < least)
 
 
 def _is_missing(target: Any, several: bool) -> bool:

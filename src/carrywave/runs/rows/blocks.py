@@ -87,7 +87,7 @@ def read_blocks(
             piece, kept, empty, elements = [], [], set(), 0
         kept.append(carried.take(row, rows.where(number)))
         count += 1
-        if is_empty(next((row[field] for field in CONTENT if row.get(field) is not None), None), codec.task):
+        if is_empty(next((row[field] for field in CONTENT if row.get(field) is not None), None)):
             empty.add(len(kept) - 1)
             continue
         # Other fields are not held: a row may have much that nobody asked for.

@@ -194,7 +194,7 @@ def start(codec: Codec, text: str, where: str) -> NDArray[Any]:
     """The tokens to continue from. A model must have read something: for an empty prompt, a line end."""
     if not text:
         end = codec.tokens.ids("\n")[-1:]
-        if not len(end) or end[0] < 0:
+        if not len(end) or end[0] == codec.tokens.unknown:
             raise DataError(f"{where} is empty, and the vocabulary has no newline to start from; pass some text to continue")
         return end
     ids = codec.encode(text, where)
