@@ -170,8 +170,11 @@ def test_later_files_are_read_by_the_labels_of_train(tmp_path: Path) -> None:
         ("Category,Message", ["ham,Ok lar {n} joking", "spam,Free entry {n} now"], "Ok lar 0 joking", "ham"),
         (
             None,
-            ["3,Fears {n},Unions say they are disappointed {n}", "4,A race {n},A second team has set its date {n}"],
-            "Unions say they are disappointed 0",
+            [
+                "3,Fears {n},Unions representing workers say that they are rather disappointed {n}",
+                "4,A race {n},A second team has set its date {n}",
+            ],
+            "Unions representing workers say that they are rather disappointed 0",
             "3",
         ),
         ("id,sentiment,review", ["{n}_8,1,With all this stuff {n}", "{n}_9,0,The classic war {n}"], "With all this stuff 0", "1"),
@@ -191,7 +194,7 @@ def test_tables_with_other_names_or_none(tmp_path: Path, columns: str | None, ro
     assert found.train.labels is not None
     assert found.codec.labels[int(found.train.labels[0])] == label
     assert found.codec.decode(found.train.inputs[: found.train.lengths[0]]) == text
-    assert any("as text" in note or "reading text as" in note for note in found.notes)
+    assert any(" as text and " in note or "ignored: " in note for note in found.notes)
 
 
 def test_what_is_not_clear_is_asked(tmp_path: Path) -> None:

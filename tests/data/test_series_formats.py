@@ -47,6 +47,9 @@ def test_ts_has_dimensions_of_unequal_length() -> None:
     assert read is not None
     assert [row["label"] for row in read.rows] == ["1", "2"]
     assert [row["steps"].tolist() for row in read.rows] == [[[1.5, -1], [2, -2], [3, -3]], [[4, -4], [4, -5]]]
+    timed = ts("@problemName T\n@timeStamps true\n@classLabel true a\n@data\n(2007-01-01 00:00:00,241.97),(2007-01-01 00:01:00,1):a\n")
+    assert timed is not None
+    assert timed.rows[0]["steps"].tolist() == [[241.97], [1]]
     assert ts("a text with @data\n") is None
 
 

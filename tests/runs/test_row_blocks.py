@@ -257,3 +257,20 @@ def test_standard_input_that_is_kept_in_a_file_has_its_own_name() -> None:
         source = find(str(path), field="data")
         assert (source.name, source.format) == ("standard input", "csv")
         assert b"".join(source.blocks()) == b"text\nab\n"
+
+
+def test_a_row_without_a_text_has_an_empty_answer_at_its_place(tmp_path: Path) -> None:
+    """Tables of messages have empty cells; their predictions are put beside them row by row."""
+    rows = [{"text": text, "label": label} for text, label in [("good film", "yes"), ("bad film", "no")] * 4]
+    result = cw.fit({"hidden": 4, "layers": 1}, rows, task="classification", train={"epochs": 1}, run=tmp_path / "run", progress=False)
+    told: list[str] = []
+    (tmp_path / "in.csv").write_text("id,text\n7,good\n8,\n9,bad 😀\n")
+    found = cw.predict(result.run, tmp_path / "in.csv", keep=["id"], note=told.append)
+    assert [row["id"] for row in found] == ["7", "8", "9"]
+    assert found[1] == {"id": "8", "label": None, "probability": None, "probabilities": {"no": None, "yes": None}}
+    assert {found[0]["label"], found[2]["label"]} <= {"yes", "no"}
+    assert told == [
+        "the input: 1 row without a text or a label is left out",
+        "the input: 1 of 9 tokens is unknown to the vocabulary, and read as <unk>",
+    ]
+    assert cw.predict(result.run, [{"text": ""}])[0]["label"] is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from carrywave.data.sequences import UNSEEN
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -277,3 +278,16 @@ def test_labels_and_the_five_most_likely() -> None:
     a, b, *_ = meter.rows("label")
     assert a == {"label": "a", "precision": 0.5, "recall": 0.5, "f1": 0.5, "targets": 2, "predicted": 2}
     assert (b["precision"], b["recall"], b["targets"]) == (1.0, 0.5, 2)
+
+
+def test_labels_that_train_does_not_have_are_answered_wrongly() -> None:
+    """Some slots and intents of ATIS occur only in its test set: scikit-learn counts them as errors, too."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [5.0, 1.0, 0.0], [0.0, 1.0, 4.0]])
+    metric = Confusion(3, labels=("a", "b", "c"), tops=(2,), weighted=True)
+    metric.update(logits, torch.tensor([0, 1, UNSEEN, -100]))
+    found = metric.values()
+    assert (found["accuracy"], found["top_2_accuracy"]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert found["macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)  # of a, which was also answered wrongly, b, and what is not in train
+    expected = torch.nn.functional.cross_entropy(logits[:2].double(), torch.tensor([0, 1]))
+    assert found["unweighted_loss"] == pytest.approx(float(expected))
+    assert [row["predicted"] for row in metric.rows("label")] == [2, 1, 0]

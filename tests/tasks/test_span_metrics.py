@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrywave.data.sequences import Sequences
+from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.tasks.span_metrics import TagConfusion
 
 LABELS = ("O", "B-x", "I-x", "E-x", "S-x", "B-y", "I-y", "E-y", "S-y")
@@ -166,3 +166,14 @@ def test_spans_without_a_type_have_a_name() -> None:
     meter.update(out, torch.tensor([[0], [1]]), torch.tensor([0]), torch.tensor([0]))
     assert meter.rows("type") == [{"type": "span", "precision": 1.0, "recall": 1.0, "f1": 1.0, "targets": 1, "predicted": 1}]
     assert meter.rows("label")[0]["label"] == "B"
+
+
+def test_spans_of_labels_that_train_does_not_have_are_missed() -> None:
+    """As conlleval counts the slots that only the test set of ATIS has."""
+    tags = np.array([1, UNSEEN, UNSEEN_INSIDE, 0, UNSEEN, UNSEEN])
+    metric = TagConfusion(LABELS, Sequences(tags.astype(np.uint8), np.array([0]), np.array([6]), tags=tags))
+    guesses = torch.nn.functional.one_hot(torch.tensor([1, 5, 6, 0, 0, 1]), len(LABELS))[:, None].double()
+    metric.update(guesses, torch.from_numpy(tags)[:, None], torch.tensor([0]), torch.tensor([0]))
+    found = metric.values()
+    assert (found["span_precision"], found["span_recall"]) == (pytest.approx(1 / 3), pytest.approx(1 / 4))
+    assert metric.rows("type")[-1] == {"type": "not in train", "precision": 0.0, "recall": 0.0, "f1": 0.0, "targets": 3, "predicted": 0}

@@ -112,24 +112,17 @@ class NamedRows:
 
     def notes(self) -> tuple[str, ...]:
         """A line about the columns that are read and those that are not, if that is not plain."""
-        first = next(iter(self.rows), None)
-        if first is None:
-            return self.source_notes
-        names = self.names()
-        content = names.text or next((field for field in CONTENT if first[1].get(field) is not None), None)
+        first = next(iter(self.rows), (0, Row()))[1]
+        names, series = self.names(), (self.spec.data.series or ()) if self.spec.each_step else ()
+        content = names.text or next((field for field in CONTENT if first.get(field) is not None), "nothing")
         target = (names.label or self.target) if self._targeted else None
-        read = {content, target, self.spec.data.weight, "resets", WEIGHT, *((self.spec.data.series or ()) if self.spec.each_step else ())}
-        others = [str(name) for name in first[1] if name not in read]
-        if not others and (names.text or content, names.label) == (content, None) and names.text is None:
+        others = [str(name) for name in first if name not in (content, target, self.spec.data.weight, "resets", WEIGHT, *series)]
+        if not others and names == (None, None):
             return self.source_notes
-        told = [
-            name if field in (None, name) else f"{field} as {name}" for field, name in (("text", content), (self.target, target)) if name
-        ]
-        if content in CONTENT and told:
-            told[0] = str(content)
+        told = [content if names.text is None else f"{content} as text"]
+        told += [] if target is None else [target if names.label is None else f"{target} as {self.target}"]
         shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
-        ignored = f"; ignored: {shown}" if others else ""
-        return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{ignored}")
+        return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{f'; ignored: {shown}' if others else ''}")
 
     def _names(self, head: Sequence[Row]) -> Names:
         data, fields = self.spec.data, {name for row in head for name, value in row.items() if value is not None}
@@ -138,8 +131,8 @@ class NamedRows:
         wants_label = self._targeted and label is None and not fields & {*TARGETS}
         if label is None and self._targeted and self.target not in fields:
             label = next((name for name in TARGETS if name in fields), None)
-        if self.labelled and head and data.weight is not None and not any(data.weight in row for row in head):
-            raise DataError(missing_column(self.name, data.weight, list(head[0]), "data.weight"))
+        if self.labelled and self.known is NOTHING and head and data.weight not in (None, *chain(*head)):
+            raise DataError(missing_column(self.name, str(data.weight), list(head[0]), "data.weight"))
         if text is None and not fields & {*CONTENT} and fields:
             text = self._text([name for name in dict.fromkeys(chain(*head)) if name not in (label, data.weight)], head)
         if wants_label and fields:

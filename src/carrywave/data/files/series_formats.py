@@ -29,6 +29,7 @@ OFFSETS: dict[str, pd.DateOffset] = {
     "minutely": pd.DateOffset(minutes=1),
     "secondly": pd.DateOffset(seconds=1),
 }
+TIMED = re.compile(r"\([^(),]*,([^()]*)\)")  # a value with its time
 MARK = re.compile(r"^\s*@(\w+)[ \t]*(.*?)\s*$", re.MULTILINE)
 
 
@@ -57,7 +58,7 @@ def ts(text: str) -> Read | None:
         return None
     labelled = any(marks.get(name, "false").lower().startswith("true") for name in ("classlabel", "targetlabel"))
     rows: list[Row] = []
-    for line in _rows_of(body[0]):
+    for line in _rows_of(TIMED.sub(r"\1", body[0])):
         dimensions, target = (line.split(":")[:-1], line.split(":")[-1].strip()) if labelled else (line.split(":"), None)
         rows.append({"steps": _filled([_numbers(each) for each in dimensions]), "label": target})
     return Read(rows, "a sequence of numbers on each line (.ts), its label last")
