@@ -21,6 +21,7 @@ from carrywave.data.tables.frequency import infer
 from carrywave.data.tables.instants import FIRST_YEAR, LAST_YEAR, NAMES, Instants, calendar_parts, most_regular, readings
 from carrywave.errors import DataError
 
+SERIES_NAME = "unique_id"  # what others' forecasters call it: a name of series even where there is only one
 TIME = "time"  # the name of times that are put together from several columns, or from the headers of a wide table
 COUNTERS = re.compile(r"unnamed: 0|rownames?|row|id|index|instant|no\.?|nr\.?|obs|observation|#|", re.IGNORECASE)
 CALENDAR = re.compile(r"(year|yr|month|mnth|quarter|week|day|hour|hr|minute|season|holiday|weekday|dayofweek).*", re.IGNORECASE)
@@ -157,6 +158,8 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         remedy = "name another column in data.time, or set data.frequency=none to count rows"
         raise DataError(f"{name}: column {choice.time} contains {shown!r:.40}, which is no time; {remedy}")
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
+    if choice.series is None and SERIES_NAME in frame.columns:
+        choice = replace(choice, series=(SERIES_NAME,))
     best: _Way | None = None
     for column, instants in found:
         series = (
