@@ -14,9 +14,9 @@ import pytest
 from carrywave.data import examples
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.files.opening import open_rows
-from carrywave.data.files.recognised import NOTHING
 from carrywave.data.files.source import find
+from carrywave.data.formats.opening import open_rows
+from carrywave.data.formats.recognised import NOTHING
 from carrywave.data.prepare import told_by
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError

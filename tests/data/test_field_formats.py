@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from carrywave.data.files.field_formats import Asked, conll, conllu, fasttext, label_first, paired, trees
+from carrywave.data.formats.field_formats import Asked, conll, conllu, fasttext, label_first, paired, trees
 from carrywave.data.prepare import Prepared, prepare, read
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -124,7 +124,10 @@ def test_several_labels_before_each_text(tmp_path: Path) -> None:
 
 
 def test_a_text_is_not_taken_for_labels(tmp_path: Path) -> None:
-    text = "".join(f"{word} is what this line begins with\n" for word in "one two three four five six seven eight nine ten".split())
+    text = "".join(
+        f"{word} is what this line begins with\n"
+        for word in ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    )
     with pytest.raises(DataError, match=r"novel\.txt is text, and no labels are found in it or in a file beside it; use a \.jsonl"):
         prepared(tmp_path, "classification", "novel.txt", text)
 

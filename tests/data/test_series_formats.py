@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from carrywave.data.files.series_formats import arff, series_of_frame, ts, tsf
+from carrywave.data.formats.series_formats import arff, series_of_frame, ts, tsf
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -101,5 +101,5 @@ def test_tsf_without_times_counts_them() -> None:
     """Series of the archive that have no start, with two text attributes."""
     text = "@relation x\n@attribute series_name string\n@attribute state string\n@data\nT1:NSW:1,2\n"
     assert tsf(text).to_dict("list") == {"series_name": ["T1", "T1"], "state": ["NSW", "NSW"], "time": [0, 1], "value": [1.0, 2.0]}
-    with pytest.raises(DataError, match="frequency often of the .tsf file is unknown; use one of yearly"):
+    with pytest.raises(DataError, match=r"frequency often of the \.tsf file is unknown; use one of yearly"):
         tsf(MONASH.replace("monthly", "often"))

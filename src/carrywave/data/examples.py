@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields, label_sets
 from carrywave.data.files.arrays import Appender, NewArray, token_dtype
-from carrywave.data.files.recognised import NamedRows
 from carrywave.data.files.row_weights import Weigher
 from carrywave.data.files.rows import WEIGHT, Row, Rows
+from carrywave.data.formats.recognised import NamedRows
 from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.data.tables.moments import Moments, own_scale, standardise
 from carrywave.data.text import spelling, vocabulary

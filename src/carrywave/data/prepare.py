@@ -18,10 +18,10 @@ from carrywave.data.files import cache, hashes, hub_datasets
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.label_sets import NONE
-from carrywave.data.files.opening import labels_beside, open_rows
-from carrywave.data.files.recognised import NOTHING, Known, NamedRows
 from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import Source, find
+from carrywave.data.formats.opening import labels_beside, open_rows
+from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.steps import step_series, table_blocks
 from carrywave.data.tables import series

@@ -22,10 +22,10 @@ from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
-from carrywave.data.files.recognised import NamedRows, target_field
 from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
+from carrywave.data.formats.recognised import NamedRows, target_field
 from carrywave.data.holdout import held_out
 from carrywave.data.prepare import (
     Prepared,

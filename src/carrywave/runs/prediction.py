@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.files.opening import open_rows
 from carrywave.data.files.rows import Row, Rows
+from carrywave.data.formats.opening import open_rows
 from carrywave.data.prepare import told_by
 from carrywave.data.python_inputs import read_python, rows_for, series_of, step_series_of
 from carrywave.data.steps.step_series import tables_of
@@ -192,9 +192,10 @@ def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: 
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):
             sink = stack.enter_context(sink_for(world))
+        tally = Tally()
         if spec.task == "language":
             prompts = prompts_of(request.data, request.prompt, spec, carried)
-            for rows in continued(members, prompts, request.tokens, request.how):
+            for rows in continued(members, prompts, request.tokens, request.how, tally):
                 if not _written(world, sink, rows):
                     break
         elif spec.task == "forecasting":
@@ -203,13 +204,12 @@ def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: 
             _estimate(members, spec, request, sink)
         else:
             outputs = Outputs(saved) if len(members) == 1 else AveragedOutputs(members)
-            tally = Tally()
             for block in shared(world, lambda: _blocks(stack, members, spec, request.data, carried, tally)):
                 if not _written(world, sink, rows_of(outputs, block, beam=request.beam or 1)):
                     break
-            if world.rank == 0:
-                for line in tally.lines("the input"):
-                    request.note(line)
+        if world.rank == 0 and request.tell is not None:
+            for line in tally.lines("the input"):
+                request.tell(line)
         leave(world)
 
 

@@ -78,7 +78,13 @@ class LineRows:
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         for number, line in self.source.lines():
             if line.strip():
-                yield number, self._row(number, _text(line))
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; set data.encoding"
+                    ) from error
+                yield number, self._row(number, text)
 
     def _row(self, number: int, line: str) -> Row:
         return {"text": line.rstrip("\r")}
@@ -148,16 +154,12 @@ def json_rows(source: Source) -> Rows:
     if not source.head().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return JsonRows(source)
     try:
-        rows = json.loads("".join(source.texts()))
+        rows = json.loads(b"".join(source.blocks()))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{source.name} is not JSON ({str(error)[:100]}); write an array of objects, or one object per line") from error
     if not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{source.name} is a JSON array with something else than objects; write an array of objects: [{EXAMPLE}, …]")
     return ListRows(source.name, rows)
-
-
-def _text(line: bytes | str) -> str:
-    return line if isinstance(line, str) else line.decode()
 
 
 def missing_column(where: str, column: str, names: Sequence[str], setting: str | None) -> str:

@@ -16,8 +16,8 @@ from torch import Tensor
 from carrywave.data import examples
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.files.recognised import CONTENT, is_empty
 from carrywave.data.files.rows import Row, Rows
+from carrywave.data.formats.recognised import CONTENT, is_empty
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from carrywave.data.files.recognised import NamedRow
 from carrywave.data.files.rows import Row
+from carrywave.data.formats.recognised import NamedRow
 from carrywave.errors import DataError, UserError, option
 
 PREDICTED: Mapping[str, tuple[str, ...]] = {

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.fields import as_plain
 from carrywave.data.files.frames import columns_of, is_frame, plain_column
-from carrywave.data.files.opening import open_rows
 from carrywave.data.files.rows import Row, Rows
 from carrywave.data.files.source import FORMATS, Source, find
+from carrywave.data.formats.opening import open_rows
 from carrywave.data.python_inputs import file_of
+from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
@@ -113,10 +114,11 @@ def _of_rows(rows: Rows, carried: KeptColumns) -> Iterator[Prompt]:
         yield Prompt(where, text, carried.take(row, where))
 
 
-def continued(members: Sequence[Saved], prompts: Iterator[Prompt], count: int, how: Sampling) -> Iterator[list[Row]]:
+def continued(members: Sequence[Saved], prompts: Iterator[Prompt], count: int, how: Sampling, tally: Tally) -> Iterator[list[Row]]:
     """Yield the continuations of block after block of prompts; on ranks other than 0 the blocks are empty. Collective.
 
-    Rank 0 reads the prompts. Each worker continues its share of a block. Several runs continue them together.
+    Rank 0 reads the prompts, and `tally` counts what train does not have. Each worker continues its share of a block. Several runs continue
+    them together.
     """
     saved, models = members[0], [member.model for member in members if isinstance(member.model, Model)]
     world, codec = saved.mesh.world, saved.task.codec
@@ -128,6 +130,8 @@ def continued(members: Sequence[Saved], prompts: Iterator[Prompt], count: int, h
     first = 0
     for block in _blocks(world, prompts, codec):
         starts = [start(codec, prompt.text, prompt.where) for prompt in block]
+        for prompt, tokens in zip(block, starts, strict=True):
+            tally.read(tokens, codec.tokens.unknown, prompt.text)
         numbers = range(world.rank, len(block), world.size)
         made = generate(
             models,
@@ -177,7 +181,7 @@ def _blocks(world: World, prompts: Iterator[Prompt], codec: Codec) -> Iterator[l
 
 
 def _next_block(waiting: list[Prompt], prompts: Iterable[Prompt], codec: Codec) -> tuple[list[Prompt], list[Prompt]]:
-    """The next prompts, as many as fit, and one that does not. A prompt with a token that the model does not know is an error."""
+    """The next prompts, as many as fit, and one that does not."""
     block = waiting
     longest = max((len(start(codec, each.text, each.where)) for each in block), default=0)
     for prompt in prompts:

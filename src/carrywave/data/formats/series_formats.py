@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from carrywave.data.files.field_formats import Read
 from carrywave.data.files.rows import Row
+from carrywave.data.formats.field_formats import Read
 from carrywave.errors import DataError
 
 Values = NDArray[np.float64]

@@ -198,7 +198,7 @@ class NamedRows:
 
     def _take(self, row: Row, name: str, setting: str, number: int) -> Any:
         if name not in row:
-            raise DataError(missing_column(self.where(number), name, list(row), setting))
+            raise DataError(missing_column(self.where(number), name, list(row), setting if self.labelled else None))
         return row.pop(name) if self.labelled else row[name]  # what a prediction does not read may be carried through to it
 
 

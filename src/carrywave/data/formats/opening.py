@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from carrywave.data.files.field_formats import LABELLED, TAGGED, Asked, Read, companions, paired
 from carrywave.data.files.frame_file import read_frame
-from carrywave.data.files.recognised import NOTHING, Known, NamedRows
 from carrywave.data.files.rows import LineRows, ListRows, ParquetRows, Rows, json_rows
-from carrywave.data.files.series_formats import arff, series_of_frame, ts
 from carrywave.data.files.source import Source, find
+from carrywave.data.formats.field_formats import LABELLED, TAGGED, Asked, Read, companions, paired
+from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
+from carrywave.data.formats.series_formats import arff, series_of_frame, ts
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
