@@ -19,7 +19,6 @@ from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
-
 Open = Callable[[Codec | None, bool], Iterator[Table]]
 
 
