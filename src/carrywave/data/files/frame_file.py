@@ -77,7 +77,7 @@ def _records(source: Source) -> Any:
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
     content = b"".join(source.blocks()).removeprefix(codecs.BOM_UTF8)  # in UTF-8, whatever the file's encoding
-    if not content.strip():
+    if not content[:HEAD_BYTES].strip():
         raise DataError(f"{source.name} is empty; use a table with a line of column names and at least one row")
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
     comments = COMMENTS.match(content)

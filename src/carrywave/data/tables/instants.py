@@ -102,17 +102,16 @@ def _of_texts(column: pd.Series) -> list[Instants]:
     sample = column.dropna().iloc[:: max(1, len(column) // SAMPLE)].astype(str)
     if not sample.str.contains(r"\d").mean() >= 0.9 or not 4 <= sample.str.len().median() <= 40:
         return []
-    codes, values = pd.factorize(column)
-    texts = pd.Series(values, dtype="str")
+    if sample.str.match(r"\d{4}-\d\d-\d\d").all():  # pandas reads these as fast as it finds out which are alike
+        codes, texts = np.arange(len(column)), column.astype("str").reset_index(drop=True)
+    else:
+        codes, values = pd.factorize(column)
+        texts = pd.Series(values, dtype="str")
     texts = texts.str.strip() if (sample != sample.str.strip()).any() else texts
-    found = _of_parts(texts) if sample.str.contains(r"[QqMmWw]\s*\d").any() else None
-    ways = [found] if found is not None else _of_dates(texts, sample.str.strip())
-    counts = np.bincount(codes[codes >= 0], minlength=len(texts))
-    return [
-        replace(way, times=_spread(way.times, codes, column.index))
-        for way in ways
-        if counts[way.times.notna().to_numpy()].sum() >= LEAST_READ * counts.sum() and way.times.dropna().dt.year.min() >= FIRST_YEAR
-    ]
+    parts = _of_parts(texts) if sample.str.contains(r"[QqMmWw]\s*\d").any() else None
+    ways = [parts] if parts is not None else _of_dates(texts, sample.str.strip())
+    found = [replace(way, times=_spread(way.times, codes, column.index)) for way in ways]
+    return [way for way in found if way.times.count() >= LEAST_READ * column.count() and way.times.min().year >= FIRST_YEAR]
 
 
 def _of_parts(texts: pd.Series) -> Instants | None:

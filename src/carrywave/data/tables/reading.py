@@ -55,6 +55,7 @@ class _Way:
     series: tuple[str, ...]
     regular: bool
     full: float
+    told_apart: bool = False  # it is known that no time repeats in a series
 
     @property
     def score(self) -> tuple[Any, ...]:
@@ -174,7 +175,7 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         regular, full = _regularity(frame, instants, series, columns)
         if series and choice.series is None and not regular:
             continue  # what tells rows apart without making times regular is no series
-        way = _Way(column, instants, tuple(series), regular, full)
+        way = _Way(column, instants, tuple(series), regular, full, told_apart=choice.series is None and not choice.trained)
         best = way if best is None or way.score > best.score else best
     if best is None and found:  # repeated times, which `_without_repeats` deals with
         column = found[0][0]
@@ -229,8 +230,10 @@ def _series(frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[s
 
 def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnChoice, notes: list[str]) -> tuple[pd.DataFrame, _Way]:
     """The rows with each time once in each series: identical rows are read once, others as `data.repeats` says."""
+    if choice.frequency == "none" or way.told_apart:
+        return frame, way
     keys = way.instants.times.to_frame("\0") if not way.series else frame[list(way.series)].assign(**{"\0": way.instants.times})
-    if choice.frequency == "none" or not (repeated := keys.duplicated() & way.instants.times.notna()).any():
+    if not (repeated := keys.duplicated() & way.instants.times.notna()).any():
         return frame, way
     same = frame.duplicated() & repeated
     if same.any():
