@@ -124,10 +124,7 @@ def test_several_labels_before_each_text(tmp_path: Path) -> None:
 
 
 def test_a_text_is_not_taken_for_labels(tmp_path: Path) -> None:
-    text = "".join(
-        f"{word} is what this line begins with\n"
-        for word in ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    )
+    text = "".join(f"{number} is what this line begins with\n" for number in range(10))
     with pytest.raises(DataError, match=r"novel\.txt is text, and no labels are found in it or in a file beside it; use a \.jsonl"):
         prepared(tmp_path, "classification", "novel.txt", text)
 

@@ -166,7 +166,7 @@ def test_a_scheme_without_a_crf_acts_on_nothing() -> None:
 
 
 def test_sequences_have_weights_and_steps_have_none() -> None:
-    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 2}, "data": {"share": 0.0}}
+    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 2}, "data": {"share": 0.0, "weight": "weight"}}
     given = rows()[:12]
     weighted = [{**row, "weight": 0.0 if number % 2 else 1.5} for number, row in enumerate(given)]
     left = [{**row, "weight": 1.5} for row in given[::2]]

@@ -138,13 +138,8 @@ def test_a_users_own_head_has_a_loss_and_no_error_rates(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([{"text": "ab", "labels": 3}], "labels is a number, not a list of labels or a text; write"),
-        (
-            [{"text": "ab", "labels": ["A"]}, {"text": "a", "labels": "A"}],
-            "labels is a text, but earlier rows have a list; write all in one",
-        ),
-        ([{"text": "ab", "labels": ["A", 1]}], "label 1 is a whole number, but earlier rows have a string; use one kind of label"),
         ([{"text": "ab", "labels": ["A", None]}], "a label is null"),
-        ([{"text": "ab"}], "the field labels is missing"),
+        ([{"text": "ab"}], "has no row with a sequence and a target (a row has text)"),
         ([{"text": "ab", "labels": []}], "has no labels; add a label to each row, to each step for tagging, any number for transcription"),
     ],
 )

@@ -48,7 +48,7 @@ def test_numbers_of_weight_0_may_be_anything(each_step: bool, loss: str, tmp_pat
     found = []
     for name, held in (("some", 1.0), ("none", -999.0)):
         rows = rows_with(held, each_step=each_step)
-        how = {"data": {"each_step": each_step}, "train": {"epochs": 2, "loss": loss, "precision": "fp64"}}
+        how = {"data": {"each_step": each_step, "weight": "weight"}, "train": {"epochs": 2, "loss": loss, "precision": "fp64"}}
         how["batch"] = {"lanes": 4, "steps": 8} if each_step else {"tokens": 64}
         result = cw.fit(MODEL, {"train": rows[:30], "valid": rows[30:]}, task="regression", **how, run=tmp_path / name)
         found.append((json.loads((tmp_path / name / "codec.json").read_text()), result.metrics))
@@ -61,14 +61,14 @@ def test_a_part_of_rows_of_weight_0_is_refused_before_training(part: str, tmp_pa
     parts = {"train": rows[:20], "valid": rows[20:30], "test": rows[30:]}
     parts[part] = [row | {"weight": 0.0} for row in parts[part]]
     with pytest.raises(DataError, match=r"is 0, so nothing could be learned or measured"):
-        cw.fit(MODEL, parts, task="classification", train={"epochs": 1}, run=tmp_path / "run")
+        cw.fit(MODEL, parts, task="classification", data={"weight": "weight"}, train={"epochs": 1}, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_held_out_rows_of_weight_0_are_refused_before_training(tmp_path: Path) -> None:
     rows = [{"steps": steps, "label": steps[0][0], "weight": float(number == 0)} for number, steps in enumerate(STEPS)]
     with pytest.raises(DataError, match=r"valid: the weight of every row in it is 0, so nothing could be learned or measured"):
-        cw.fit(MODEL, rows, task="regression", train={"epochs": 1, "seed": 1}, run=tmp_path / "run")
+        cw.fit(MODEL, rows, task="regression", data={"weight": "weight"}, train={"epochs": 1, "seed": 1}, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -82,7 +82,7 @@ def test_the_loss_shown_of_a_step_is_a_mean_however_small_the_weights(tmp_path: 
     for weight in (1.0, 1e-3):
         shown.append([])
         rows = [{"steps": steps, "label": steps[0][0], "weight": weight} for steps in STEPS]
-        how = {"train": {"epochs": 1, "precision": "fp64"}, "batch": {"tokens": 32}, "callbacks": [Losses()]}
+        how = {"data": {"weight": "weight"}, "train": {"epochs": 1, "precision": "fp64"}, "batch": {"tokens": 32}, "callbacks": [Losses()]}
         cw.fit(MODEL, {"train": rows[:30], "valid": rows[30:]}, task="regression", **how, run=tmp_path / f"{weight}")
     assert shown[0] == pytest.approx(shown[1], rel=1e-6)  # weights are float32
     assert min(shown[0]) > 0.0
@@ -100,7 +100,7 @@ def test_series_whose_targets_all_have_weight_0_are_left_out() -> None:
 
 @pytest.mark.parametrize("multi", [False, True])
 def test_rows_of_weight_0_change_no_first_weight(multi: bool) -> None:
-    spec = parse({"task": "classification", "data": {"share": 0.0, "multi_label": multi}})
+    spec = parse({"task": "classification", "data": {"share": 0.0, "multi_label": multi, "weight": "weight"}})
     rows = [{"text": "ab"[n % 2], "label": ["x"] * (n % 3 > 0) if multi else "xy"[n % 3 > 0], "weight": 1.0 + n} for n in range(6)]
     more = [{"text": "a", "label": ["x"] if multi else "x", "weight": 0.0}] * 50
     counts = [
@@ -115,7 +115,8 @@ def test_valid_rows_of_weight_0_are_not_enough_to_choose_weights_by(tmp_path: Pa
     train = [{**row, "weight": 1.0} for row in rows]
     kept = []
     for number, valid in enumerate((rows, train)):
-        cw.fit(MODEL, {"train": train, "valid": valid}, task="classification", train={"epochs": 1}, run=tmp_path / str(number))
+        how = {"data": {"weight": "weight"}, "train": {"epochs": 1}}
+        cw.fit(MODEL, {"train": train, "valid": valid}, task="classification", **how, run=tmp_path / str(number))
         kept.append("weights: last" in (tmp_path / str(number) / "spec.yaml").read_text())
     assert kept == [True, False]
 
@@ -212,7 +213,7 @@ def test_a_part_with_weights_only_in_the_rows_before_it_is_refused(tmp_path: Pat
 def test_a_report_shows_no_transcription_of_weight_0(tmp_path: Path) -> None:
     rows = [{"tokens": ["a", "b", "a"], "labels": ["ab", "b"][n % 2], "weight": float(n % 2)} for n in range(12)]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"train": str(tmp_path / "t.jsonl"), "valid": str(tmp_path / "t.jsonl")}
+    data = {"train": str(tmp_path / "t.jsonl"), "valid": str(tmp_path / "t.jsonl"), "weight": "weight"}
     cw.fit(MODEL, None, spec={"task": "transcription", "data": data, "train": {"epochs": 1}}, run=tmp_path / "run")
     [found] = samples_of(tmp_path / "run", "cpu").shown
     assert isinstance(found, Transcribed)

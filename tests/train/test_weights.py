@@ -73,7 +73,7 @@ def test_numbers_and_tags_have_weights(tmp_path: Path) -> None:
     expected = ((out - scaled).square() * torch.from_numpy(w)).sum() / w.sum()
     assert result.metrics["valid"]["loss"] == pytest.approx(float(expected), rel=1e-5)  # inputs and weights are float32
     tags = [{"steps": row.tolist(), "labels": [int(step[0] > 0) for step in row], "weight": [1.0, 0.0, 2.0, 0.5, 1.0]} for row in x]
-    result = cw.fit(MODEL, {"train": tags, "valid": tags}, task="tagging", **HOW, run=tmp_path / "tags")
+    result = cw.fit(MODEL, {"train": tags, "valid": tags}, task="tagging", data={"weight": "weight"}, **HOW, run=tmp_path / "tags")
     out, target = logits(result, x), torch.from_numpy((x[..., 0] > 0).astype(int)).T
     losses = cross_entropy(out.flatten(0, 1), target.flatten(), reduction="none").view(5, -1)
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0]).double()[:, None].expand(5, 24)
@@ -121,7 +121,7 @@ def test_every_step_transcriptions_and_distributions_are_weighted(tmp_path: Path
     spoiled = [
         {**row, "labels": [value + 1e4 * (weight == 0) for value, weight in zip(row["labels"], row["weight"], strict=True)]} for row in rows
     ]
-    how = {**HOW, "data": {"each_step": True, "standardize": False}}
+    how = {**HOW, "data": {"each_step": True, "standardize": False, "weight": "weight"}}
     one, other = (
         cw.fit(MODEL, {"train": each, "valid": each}, task="regression", **how, run=tmp_path / name).metrics["valid"]
         for name, each in (("steps", rows), ("spoiled", spoiled))
@@ -129,9 +129,12 @@ def test_every_step_transcriptions_and_distributions_are_weighted(tmp_path: Path
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-9)
     assert other["mae"] == pytest.approx(one["mae"], rel=1e-9)
     spoken = [{"steps": row["steps"], "labels": "ab"[: 1 + n % 2], "weight": n % 3} for n, row in enumerate(rows)]
+    weighted = {**HOW, "data": {"weight": "weight"}}
     hidden = [{**row, "labels": "ba"} if not row["weight"] else row for row in spoken]
     one, other = (
-        cw.fit(MODEL, {"train": each, "valid": each}, task="transcription", **HOW, run=tmp_path / name).metrics["valid"]
+        cw.fit(MODEL, {"train": each, "valid": each}, task="transcription", data={"weight": "weight"}, **HOW, run=tmp_path / name).metrics[
+            "valid"
+        ]
         for name, each in (("spoken", spoken), ("hidden", hidden))
     )
     assert other == pytest.approx(one, rel=1e-9)

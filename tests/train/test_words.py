@@ -51,13 +51,18 @@ def test_words_that_train_does_not_have_are_known_by_their_characters(kind: str,
     assert sum(right) > 0.95 * len(right)
 
 
-def test_unknown_words_have_no_meaning_unless_they_are_learned(tmp_path: Path) -> None:
+def test_unknown_words_are_learned_from_rare_ones_or_mean_nothing(tmp_path: Path) -> None:
     """A random vector would stand for something."""
     for share in (0.0, 0.5):
         run = tmp_path / f"run{share}"
         fitted(run, "none", more={"dropout_rare": share}, train={"lr": 0.02, "epochs": 1})
-        vector = open_run(run, "cpu", None, whole=True).model.encoder.weight[-1]
-        assert bool(vector.any()) == bool(share)
+        saved = open_run(run, "cpu", None, whole=True)
+        assert bool(saved.model.encoder.weight[-1].any())
+        words = {word for row in rows(150, 1) for word in row["tokens"]}
+        assert (words < set(saved.task.codec.vocabulary)) == bool(share)  # without it, some of those that occur once have no place
+    no_rare_words = [{"tokens": ["Ann", "runs"], "labels": ["name", "verb"]}] * 10
+    small = cw.fit({"hidden": 4}, no_rare_words, task="tagging", train={"epochs": 1}, run=tmp_path / "small", device="cpu")
+    assert not bool(small.model.encoder.weight[-1].any())
 
 
 def test_vectors_from_elsewhere_stay_or_are_trained(tmp_path: Path) -> None:
