@@ -132,9 +132,7 @@ def test_every_step_transcriptions_and_distributions_are_weighted(tmp_path: Path
     weighted = {**HOW, "data": {"weight": "weight"}}
     hidden = [{**row, "labels": "ba"} if not row["weight"] else row for row in spoken]
     one, other = (
-        cw.fit(MODEL, {"train": each, "valid": each}, task="transcription", data={"weight": "weight"}, **HOW, run=tmp_path / name).metrics[
-            "valid"
-        ]
+        cw.fit(MODEL, {"train": each, "valid": each}, task="transcription", **weighted, run=tmp_path / name).metrics["valid"]
         for name, each in (("spoken", spoken), ("hidden", hidden))
     )
     assert other == pytest.approx(one, rel=1e-9)
