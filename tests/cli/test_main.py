@@ -236,7 +236,7 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
-    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done"))
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done", table={}))
     code, out, _ = call("train", "model.hidden=8", "--dry-run", "--device", "cpu")
     assert code == 0
     assert out.startswith(dump(load(None, ["model.hidden=8", "train.precision=fp32"])))
