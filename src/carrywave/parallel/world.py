@@ -266,11 +266,14 @@ def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
     """
     deadline = time.monotonic() + seconds
     pause_seconds = 0.001
-    if store.add(key, 1) == size:
-        store.set(f"all/{key}", "")
-    while not (came := store.check([f"all/{key}"])) and time.monotonic() < deadline:
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, 0.1)
+    try:
+        if store.add(key, 1) == size:
+            store.set(f"all/{key}", "")
+        while not (came := store.check([f"all/{key}"])) and time.monotonic() < deadline:
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 0.1)
+    except dist.DistNetworkError:
+        return True  # the launcher that kept the store is gone, for all alike: the next message shows who is still there
     return bool(came)
 
 
