@@ -25,7 +25,7 @@ from typing import NoReturn, ParamSpec
 import typer
 
 from carrywave.cli.options import note
-from carrywave.errors import ResourceError, UserError, by_command, from_system, remedy_for
+from carrywave.errors import ResourceError, UserError, by_command, denied, from_system, remedy_for
 from carrywave.launch import launch_record, worker_logs
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, code_of
 from carrywave.launch.signals import REQUESTS, let_go_of_terminal, wanted
@@ -188,6 +188,8 @@ def _mistake(error: Exception) -> str | None:
     """Explain what a user can correct, and how; None means an internal error."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return str(denied(error))
     if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # how Python decodes a file name that is not UTF-8
         return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or fix the text"
     return None
