@@ -116,8 +116,8 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
             _say(code_of(error), str(error), error)
             _leave(code_of(error))
         except Terminated as error:
-            code, line = _terminated(error, command.__name__, kwargs)
-            _say(code, line, error)
+            code, said = _terminated(error, command.__name__, kwargs)
+            _say(code, said, error)
             _leave(code)
         except KeyboardInterrupt as error:
             _say(INTERRUPTED, str(error) or "interrupted", error)

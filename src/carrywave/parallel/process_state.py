@@ -50,7 +50,7 @@ def leaving_no_trace(work: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")  # type: ignore[no-untyped-call]
     states, variables, hook, threads = generators(device), dict(os.environ), threading.excepthook, torch.get_num_threads()
     flags = _flags()
     try:

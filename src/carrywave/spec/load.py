@@ -17,7 +17,7 @@ from carrywave.spec.describe import Key, keys
 from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
 from carrywave.spec.task_defaults import with_task_defaults
-from carrywave.spec.yaml_text import dump_yaml, parse_yaml
+from carrywave.spec.yaml_text import dump_yaml, parse_word, parse_yaml
 
 # Values that stand for a whole section; overriding a key inside the section replaces them.
 OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}
@@ -204,7 +204,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     problem = _check_dotted(dotted)
     if problem:
         raise SpecError(problem)
-    value = parse_yaml(text, short(override))
+    value = parse_word(text, short(override), is_text=dotted in keys() and keys()[dotted].text)
     *parents, last = _split(dotted)
     section, name = tree, ""
     for parent in parents:
