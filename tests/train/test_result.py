@@ -135,7 +135,7 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="1 missing row") as also_warned:
         cw.evaluate(result.run, frame, device="cpu")
     assert {Path(line.filename) for line in (*warned, *also_warned)} == {Path(__file__)}  # not somewhere within the package
-    assert [row["day"] for row in rows] == ["2024-04-22 00:00:00", "2024-04-23 00:00:00", "2024-04-24 00:00:00"]
+    assert [row["day"] for row in rows] == ["2024-04-22", "2024-04-23", "2024-04-24"]
 
 
 def test_prompts_in_a_frame_and_an_unknown_word(tmp_path: Path) -> None:
