@@ -172,7 +172,7 @@ def test_a_name_that_is_no_file_is_not_taken_for_a_text(tmp_path: Path, monkeypa
     with gzip.open("some.txt.gz", "wt") as file:
         file.write(TEXT)
     sizes = [cw.fit(NARROW, name, run=name + "-run", **options("language")).model.head.classes for name in ("no suffix", "some.txt.gz")]
-    assert sizes == [len(set(TEXT))] * 2
+    assert sizes == [len({*TEXT, "<unk>"})] * 2
     with pytest.raises(DataError, match=r"data mixes files \(valid\) and objects"):
         cw.fit(NARROW, {"train": TEXT, "valid": Path("some.txt.gz")}, **options("language"))
     assert not (tmp_path / "runs").exists()
@@ -294,7 +294,7 @@ def test_a_function_makes_the_model_from_the_facts(tmp_path: Path) -> None:
         return cw.Model(nn.Embedding(facts.vocabulary, 4), cw.LSTM(4, 6), Next())
 
     runs = [cw.fit(make, TEXT, run=tmp_path / name, **options("language")) for name in ("a", "b")]
-    assert runs[0].model.head.out.out_features == len(set(TEXT))  # type: ignore[union-attr]
+    assert runs[0].model.head.out.out_features == len({*TEXT, "<unk>"})  # type: ignore[union-attr]
     assert (runs[0].run / "weights.safetensors").read_bytes() == (runs[1].run / "weights.safetensors").read_bytes()
     assert cw.predict(runs[0].run, prompt="the", tokens=3, model=runs[0].model, device="cpu")[0]["text"].startswith("the")
 
@@ -331,7 +331,7 @@ def test_resume_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_init_from_a_run_reads_as_that_run_read(tmp_path: Path) -> None:
     first = cw.fit(NARROW, TEXT, run=tmp_path / "first", **options("language"))
     second = cw.fit(NARROW, "carry on\n" * 16, init=str(first.run), run=tmp_path / "second", **options("language"))
-    assert second.model.head.classes == len(set(TEXT)) > len(set("carry on\n"))
+    assert second.model.head.classes == len({*TEXT, "<unk>"}) > len({*"carry on\n", "<unk>"})
 
 
 class Mean(TagLoss):
