@@ -217,7 +217,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "slots").mkdir()
     for name in ("train.jsonl", "valid.jsonl", "test.jsonl"):
         (made / "slots" / name).write_text('{"tokens": ["by", "the", "Beatles"], "labels": ["O", "B-artist", "I-artist"]}\n' * 5)
-    (made / "train.jsonl").write_text('{"text": "a b c", "label": "x"}\n{"text": "c b", "label": "y"}\n' * 20)
+    (made / "train.jsonl").write_text('{"text": "a b c", "label": "x", "weight": 2}\n{"text": "c b", "label": "y"}\n' * 20)
+    for part in ("train", "dev"):
+        (made / f"en_ewt-ud-{part}.conllu").write_text(
+            "1\tHi\thi\tINTJ\t_\t_\t0\troot\t_\t_\n2\tAnn\tAnn\tPROPN\t_\t_\t1\tobj\t_\t_\n\n" * 5
+        )
+    for part in ("train", "test"):
+        (made / "atis" / part).mkdir(parents=True)
+        (made / "atis" / part / "seq.in").write_text("fly to Rome\n" * 5)
+        (made / "atis" / part / "seq.out").write_text("O O B-city\n" * 5)
+        (made / f"GunPoint_{part.upper()}.tsv").write_text("1\t0.5\t1.5\t2.5\n2\t-0.5\t1.0\t-2.0\n" * 5)
+    (made / "SMSSpamCollection.tsv").write_text("ham\tOk lar\nspam\tFree entry now\n" * 5)
     return made
 
 
