@@ -99,7 +99,7 @@ def test_bpe_limits_are_checked(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(SpecError, match=r"data\.vocabulary=100 is too small"):
         learn_stream(source(tmp_path, b"abc"), spec(tokens="bpe", vocabulary=100), "language")
-    with pytest.raises(DataError, match="byte 2 is not valid utf-8"):
+    with pytest.raises(DataError, match=r"t\.txt is not text in utf-8 \(byte 2\)"):
         learn_stream(source(tmp_path, b"ab\xff"), spec(tokens="bpe"), "language")
 
 
