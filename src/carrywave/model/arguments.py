@@ -78,18 +78,25 @@ def split_carry(layers: Recurrent, carry: GivenCarry, lanes: int, *, batched: bo
         given = list(zip(*(torch.split(part, layers.directions) for part in stacked), strict=True))
     else:
         given = [tuple(parts) for parts in carry]
-    if len(given) != layers.num_layers:
-        raise WrongTensor(f"expected {layers.num_layers} carries, got {len(given)}; pass one {each} for each layer")
-    if (wrong := next((parts for parts in given if len(parts) != len(names)), None)) is not None:
+    check_shapes(layers, given, lanes, range(layers.num_layers), batched=batched)
+    return tuple(layers.cell.carry(*(part if batched else part[:, None] for part in parts)) for parts in given)
+
+
+def check_shapes(layers: Recurrent, carries: Sequence[Sequence[Tensor]], lanes: int, numbers: range, *, batched: bool = True) -> None:
+    """Check that there is a carry for each of these layers, and that its parts have the shapes for so many lanes."""
+    names = layers.cell.parts
+    each = f"({', '.join(names)}{',' * (len(names) == 1)})"
+    if len(carries) != len(numbers):
+        raise WrongTensor(f"expected {len(numbers)} carries, got {len(carries)}; pass one {each} for each layer")
+    if (wrong := next((parts for parts in carries if len(parts) != len(names)), None)) is not None:
         raise WrongTensor(f"a layer's carry has {len(wrong)} parts; pass {each} for each layer")
-    for layer, parts in enumerate(given):
+    for layer, parts in zip(numbers, carries, strict=True):
         for (name, width), part in zip(layers.carry_widths(layer).items(), parts, strict=True):
             got, want = list(part.shape), [layers.directions, *([lanes] if batched else []), width]
             if got != want:
                 raise WrongTensor(
                     f"carry {name} of layer {layer} has shape {got}, expected {want}; build a new one for these layers and lanes"
                 )
-    return tuple(layers.cell.carry(*(part if batched else part[:, None] for part in parts)) for parts in given)
 
 
 def check_dtypes(layers: Recurrent, carries: AnyCarries, x: Tensor) -> None:
