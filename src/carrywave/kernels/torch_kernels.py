@@ -94,9 +94,11 @@ def stack(
     takes the fewest steps of Python: with few steps and units, these are most of the time.
     """
     function: Kernel = getattr(torch, name)
-    carry = parts if len(parts) > 1 else parts[0]
-    with contextlib.nullcontext() if onednn else without_onednn():
-        return function(x_TBI, carry, weights, biased, layers, 0.0, torch.is_grad_enabled(), both, False)
+    given = x_TBI, parts if len(parts) > 1 else parts[0], weights, biased, layers, 0.0, torch.is_grad_enabled(), both, False
+    if onednn or name != "lstm":  # torch runs only LSTMs on oneDNN
+        return function(*given)
+    with without_onednn():
+        return function(*given)
 
 
 def together(kernel: Kernel, x_TBI: Tensor, carries: AnyCarries, layers: Sequence[Layer]) -> tuple[Tensor, AnyCarries]:
