@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import many_basins
 import pyarrow as pa
-from carrywave.data.steps import table_blocks
-table_blocks.WHOLE_CELLS, table_blocks.BLOCK_CELLS = int(sys.argv[2]), 1 << 15
+from carrywave.data.steps import series_source
+series_source.WHOLE_CELLS, series_source.BLOCK_CELLS = int(sys.argv[2]), 1 << 15
 for basins in (20, 320):
     folder = Path(sys.argv[3]) / f"{basins}-{sys.argv[2]}"
     many_basins.AT_ONCE = 10

@@ -18,7 +18,7 @@ from carrywave.data.packing import PackedOrder
 from carrywave.data.prepare import prepare, read
 from carrywave.data.python_inputs import from_python, read_python
 from carrywave.data.sequences import Sequences
-from carrywave.data.steps import table_blocks
+from carrywave.data.steps import series_source
 from carrywave.errors import DataError, SpecError
 from carrywave.runs.evaluation import order_for
 from carrywave.spec.load import parse
@@ -285,8 +285,8 @@ def test_numbers_at_every_step_have_the_weight_of_their_row(tmp_path: Path) -> N
 
 
 def test_a_large_file_of_series_is_read_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_blocks, "WHOLE_CELLS", 10)
-    monkeypatch.setattr(table_blocks, "BLOCK_CELLS", 40)
+    monkeypatch.setattr(series_source, "WHOLE_CELLS", 10)
+    monkeypatch.setattr(series_source, "BLOCK_CELLS", 40)
     pd.concat([frame_of(6, unique_id=name, x=1.0) for name in "abcde"]).to_parquet(tmp_path / "t.parquet", index=False)
     found = prepare(spec_of("regression", tmp_path, data={**ESTIMATES, "file": "t.parquet"})).train
     assert found.step_weights is not None

@@ -13,7 +13,7 @@ import pytest
 from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import from_python, read_python, step_series_of
-from carrywave.data.steps import table_blocks
+from carrywave.data.steps import series_source
 from carrywave.data.steps.gaps import masked
 from carrywave.data.steps.step_series import tables_of
 from carrywave.errors import DataError, SpecError
@@ -305,8 +305,8 @@ def test_specs_that_are_refused(task: str, section: dict[str, Any], message: str
 
 def large(folder: Path, frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch, cells: int) -> Spec:
     """A spec for a Parquet file that is read in blocks of so many cells."""
-    monkeypatch.setattr(table_blocks, "WHOLE_CELLS", 0)
-    monkeypatch.setattr(table_blocks, "BLOCK_CELLS", cells)
+    monkeypatch.setattr(series_source, "WHOLE_CELLS", 0)
+    monkeypatch.setattr(series_source, "BLOCK_CELLS", cells)
     frame.to_parquet(folder / "large.parquet", row_group_size=7, index=False)
     return spec(train=str(folder / "large.parquet"), cache=str(folder / "cache"), targets=["flow"], static=["size"], missing="mask")
 
