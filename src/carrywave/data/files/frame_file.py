@@ -150,13 +150,17 @@ def separator_of(lines: Sequence[str]) -> str:
         usual, many = sizes.most_common(1)[0] if sizes else (1, 0)
         if usual > most and many >= ALIKE * len(kept) - 8:  # lines before the table, and after it, may differ
             best, most = separator, usual
-    if most == 1 and kept and len({len(line.split()) for line in kept}) == 1 and len(kept[0].split()) > 1:
-        return SPACES
+    if most == 1 and kept:
+        first, *rest = [len(row) for row in _cells(kept, SPACES)]
+        if first > 1 and len(set(rest)) <= 1 and set(rest) <= {first, first + 1}:  # rows may have names, and their column none
+            return SPACES
     return best
 
 
 def _cells(lines: Sequence[str], separator: str) -> list[list[str]]:
-    if separator == SPACES or len(separator) > 1:
+    if separator == SPACES:
+        return list(csv.reader((" ".join(line.split()) + "\n" for line in lines), delimiter=" "))
+    if len(separator) > 1:
         return [re.split(separator, line.strip()) if line.strip() else [] for line in lines]
     if separator == "\t":
         return [line.split(separator) if line.strip() else [] for line in lines]
@@ -169,8 +173,14 @@ def _first_row(rows: Sequence[Sequence[str]]) -> int:
     usual = sizes.most_common(1)[0][0] if sizes else 0
     if usual < 2:
         return 0
-    alike = (usual, usual - 1)  # a line of names may lack the separator at its end that rows have, and the name of an index
-    first = next((place for place, row in enumerate(rows) if len(row) in alike), 0)
+
+    def begins(place: int) -> bool:
+        """True for the line of names, which may lack the separator at its end that rows have, or the name of an index."""
+        short = len(rows[place]) == usual - 1
+        title = short and usual == 2 and has_header([row for row in rows[place + 1 :] if row])
+        return len(rows[place]) == usual or (short and not title)
+
+    first = next((place for place in range(len(rows)) if begins(place)), 0)
     return first if first < len(rows) - 1 else 0
 
 

@@ -20,7 +20,7 @@ MISSING = frozenset(
         "..",
         "...",
         ":",
-        "\\N",
+        "\\n",  # as databases write it, in lower case as all are compared
         "*",
         "#",
         "n/a",

@@ -208,9 +208,8 @@ def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnCh
         return frame, way
     same = frame.duplicated() & repeated
     if same.any():
-        notes.append(
-            f"{name}: {int(same.sum())} row{'s' * bool(same.sum() > 1)} that stand{'s' * bool(same.sum() == 1)} there twice are read once"
-        )
+        many = f"{int(same.sum()):,} rows that stand there twice are" if same.sum() > 1 else "1 row that stands there twice is"
+        notes.append(f"{name}: {many} read once")
         frame, keys = frame[~same], keys[~same]
         way = replace(way, instants=replace(way.instants, times=way.instants.times[~same]))
         repeated = keys.duplicated() & way.instants.times.notna()
