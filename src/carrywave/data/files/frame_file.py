@@ -144,12 +144,13 @@ def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, sk
 def separator_of(lines: Sequence[str]) -> str:
     """The separator that splits most of the first lines into as many cells, and into the most of them."""
     kept = [line for line in lines if line.strip()]
-    best, most = ",", 1
+    best, most, alike = ",", 1, 0
     for separator in SEPARATORS:
         sizes = Counter(len(row) for row in _cells(kept, separator))
         usual, many = sizes.most_common(1)[0] if sizes else (1, 0)
-        if usual > most and many >= ALIKE * len(kept) - 8:  # lines before the table, and after it, may differ
-            best, most = separator, usual
+        # Lines before the table, and after it, may differ. Decimal commas split all lines alike, too, but for that of the names.
+        if usual > 1 and (many, usual) > (alike, most) and many >= ALIKE * len(kept) - 8:
+            best, most, alike = separator, usual, many
     if most == 1 and kept:
         first, *rest = [len(row) for row in _cells(kept, SPACES)]
         if first > 1 and len(set(rest)) <= 1 and set(rest) <= {first, first + 1}:  # rows may have names, and their column none
@@ -163,8 +164,13 @@ def _cells(lines: Sequence[str], separator: str) -> list[list[str]]:
     if len(separator) > 1:
         return [re.split(separator, line.strip()) if line.strip() else [] for line in lines]
     if separator == "\t":
-        return [line.split(separator) if line.strip() else [] for line in lines]
+        return [[_bare(cell) for cell in line.split(separator)] if line.strip() else [] for line in lines]
     return list(csv.reader((f"{line}\n" for line in lines), delimiter=separator, skipinitialspace=True))
+
+
+def _bare(cell: str) -> str:
+    """A cell without quotes around it."""
+    return cell[1:-1] if len(cell) > 1 and cell[0] == cell[-1] == '"' else cell
 
 
 def _first_row(rows: Sequence[Sequence[str]]) -> int:
