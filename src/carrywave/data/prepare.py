@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,13 +108,14 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
     for source in sources.values():
         _check_format(source, spec, labelled=True)
     place = cache.folder(spec.data.cache)
+    before = _signs(sources.values())
     files = _digests(sources, place)
     key = _key(spec, sources, files, codec)
 
     def build(new: NewArray) -> cache.Entry:
         note(f"reading {', '.join(source.name for source in sources.values())} into the cache {cache.place_of(place, key)}")
         entry = _build(spec, sources, new, codec)
-        _check_steady(sources, files, place)
+        _check_steady(sources.values(), before)
         return entry
 
     entry = cache.fetch(place, key, build)
@@ -149,12 +150,17 @@ def _digests(sources: Mapping[str, Source], place: Path | None) -> dict[str, str
         return {part: source.digest() for part, source in sources.items()}
 
 
-def _check_steady(sources: Mapping[str, Source], files: Mapping[str, str], place: Path | None) -> None:
+def _signs(sources: Iterable[Source]) -> list[tuple[int, ...]]:
+    """What changes whenever a file does: its size and times."""
+    found = [source.path.stat() for source in sources if source.path is not None]
+    return [(each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found]
+
+
+def _check_steady(sources: Iterable[Source], before: list[tuple[int, ...]]) -> None:
     """Refuse a file that changed while it was read: what was read is not what its hash stands for, in the cache and on other hosts."""
-    now = _digests(sources, place)
-    for part, source in sources.items():
-        if now[part] != files[part]:
-            raise DataError(f"{source.name} changed while it was read; wait until it is complete, then try again")
+    names = ", ".join(source.name for source in sources)
+    if _signs(sources) != before:
+        raise DataError(f"{names} changed while it was read; wait until it is complete, then try again")
 
 
 def bundle(entry: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
@@ -192,11 +198,12 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     source = _find(str(path), part, spec, place)
     _check_format(source, spec, labelled=labelled)
     small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
+    before = _signs([source])
     files = _digests({part: source}, None if small else place)
 
     def build(new: NewArray) -> cache.Entry:
         sequences = _encode(source, codec, spec, new, labelled=labelled, part=part)
-        _check_steady({part: source}, files, None if small else place)
+        _check_steady([source], before)
         return cache.Entry({part: sequences}, codec, sequences.notes)
 
     file = [files[part], source.format]

@@ -6,6 +6,7 @@ What pandas needs to be told is looked up in the first lines (separator, first l
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -27,9 +28,9 @@ from carrywave.spec.data_spec import DataSpec
 SEPARATORS = ("\t", ";", ",", "|")
 SPACES = r"\s+"
 LOOKED_AT = 200  # first lines
-HEAD_CHARACTERS = 1 << 20
+HEAD_BYTES = 1 << 20
 ALIKE = 0.9  # of the lines have the usual number of cells
-COMMENTS = re.compile(r"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
+COMMENTS = re.compile(rb"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
 MOST_COLUMNS = 20_000
 CODE = re.compile(r"0\d+")  # 007 is no number
 
@@ -74,16 +75,16 @@ def _records(source: Source) -> Any:
 
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    text = "".join(source.texts())
-    if not text.strip():
+    content = b"".join(source.blocks()).removeprefix(codecs.BOM_UTF8)  # in UTF-8, whatever the file's encoding
+    if not content[:HEAD_BYTES].strip():
         raise DataError(f"{source.name} is empty; use a table with a line of column names and at least one row")
-    told = dict(data.read or {})
-    comments = COMMENTS.match(text)
+    told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
+    comments = COMMENTS.match(content)
     assert comments is not None  # it matches nothing, too
     begin = 0 if "skiprows" in told else comments.end()
-    lines = [line.rstrip("\r") for line in text[begin : begin + HEAD_CHARACTERS].split("\n")]
-    lines = (lines if len(text) <= begin + HEAD_CHARACTERS else lines[:-1])[:LOOKED_AT]
-    separator = told.get("sep") or told.get("delimiter") or data.mark or comments["sep"] or separator_of(lines)
+    lines = [line.rstrip("\r") for line in content[begin : begin + HEAD_BYTES].decode(errors="ignore").split("\n")]
+    lines = (lines if len(content) <= begin + HEAD_BYTES else lines[:-1])[:LOOKED_AT]
+    separator = told.get("sep") or told.get("delimiter") or data.mark or (comments["sep"] or b"").decode() or separator_of(lines)
     rows = _cells(lines, separator)
     first = 0 if told.keys() & {"skiprows", "header", "names"} else _first_row(rows)
     rows, filled = rows[first:], [row for row in rows[first:] if row]
@@ -93,7 +94,7 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         "sep": separator,
         "header": 0 if header else None,
         "skiprows": first,
-        "quoting": csv.QUOTE_NONE if separator == "\t" and not _quoted(text) else csv.QUOTE_MINIMAL,
+        "quoting": csv.QUOTE_NONE if separator == "\t" and not _quoted(content) else csv.QUOTE_MINIMAL,
         "skipinitialspace": True,
         "index_col": False,
         "engine": "c",
@@ -107,7 +108,9 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         options["names"] = ["Unnamed: 0", *filled[0]]  # as R writes tables: the names of rows have no name of their own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pd.errors.ParserWarning)  # of further cells at the ends of rows, which have no name
-        frame = pd.read_csv(io.StringIO(text[begin:]), **{name: value for name, value in options.items() if name not in told} | told)
+        frame = pd.read_csv(
+            io.BytesIO(content[begin:] if begin else content), **{name: value for name, value in options.items() if name not in told} | told
+        )
     frame.columns = [str(name).strip() for name in frame.columns]
     nothing = "" if options.get("keep_default_na") is False else None
     unnamed = [name for name in frame.columns if name.startswith("Unnamed")]
@@ -115,6 +118,8 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     frame = frame.drop(columns=empty)
     frame = frame.dropna(how="all") if nothing is None else frame[~(frame.isna() | (frame == "")).all(axis=1)]
     remarks = _remarks(source, separator, data, header=header, skipped=first, decimal=decimal)
+    if header and any(len(row) > len(filled[0]) and any(row[len(filled[0]) :]) for row in filled[1:]) and "names" not in options:
+        remarks += (f"{source.name}: rows have more cells than there are names; those after the last name are not read",)
     if as_text:
         return frame.fillna("").reset_index(drop=True), remarks
     notes = list(remarks)
@@ -218,14 +223,10 @@ def decimal_of(rows: Sequence[Sequence[str]], separator: str) -> str:
     return "," if not grouped or (separator == ";" and not pointed) else "."
 
 
-def _quoted(text: str) -> bool:
+def _quoted(content: bytes) -> bool:
     """True if quotes are around whole cells between tabs, so that they are not part of the text."""
-    return all(
-        not cell.startswith('"') or (len(cell) > 1 and cell.endswith('"'))
-        for line in text.splitlines()
-        if '"' in line
-        for cell in line.split("\t")
-    )
+    cells = (cell for line in content.splitlines() if b'"' in line for cell in line.split(b"\t"))
+    return all(not cell.startswith(b'"') or (len(cell) > 1 and cell.endswith(b'"')) for cell in cells)
 
 
 def _codes(rows: Sequence[Sequence[str]], header: bool) -> dict[Any, type]:

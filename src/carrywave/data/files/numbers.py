@@ -51,8 +51,9 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
     known = column.dropna()
     sample = pd.Series(known.iloc[:: max(1, len(known) // SAMPLE)].astype(str).unique())
     if not _share(_numbers(sample, decimal), sample) > 0.5:
-        return (column.isna().map({True: np.nan, False: np.nan}).astype(float), []) if _all_missing(known) else (None, [])
-    codes, texts = pd.factorize(column.astype(object))
+        nothing = bool(_is_missing(sample).all() and _is_missing(known).all())
+        return (pd.Series(np.nan, column.index), []) if nothing else (None, [])
+    codes, texts = pd.factorize(column)
     written = pd.Series(texts, dtype=object).astype(str)
     values = _numbers(written, decimal)
     words = written[values.isna() & ~_is_missing(written)]
@@ -64,10 +65,6 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
         return pd.Series(written.astype("int64").to_numpy()[codes], column.index), []  # which may name series, as pandas' own do
     found = np.append(values.to_numpy(float), np.nan)[codes]  # a missing cell has the code -1
     return pd.Series(found, column.index), words.tolist()
-
-
-def _all_missing(known: pd.Series) -> bool:
-    return bool(_is_missing(pd.Series(known.astype(str).unique(), dtype=object)).all())
 
 
 def _is_missing(texts: pd.Series) -> pd.Series:

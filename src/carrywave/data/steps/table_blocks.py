@@ -14,11 +14,10 @@ from carrywave.data.files import fields
 from carrywave.data.files.rows import WEIGHT, Row, Rows
 from carrywave.data.tables.choice import COVARIATES, ColumnChoice
 from carrywave.data.tables.moments import unusable
+from carrywave.data.tables.reading import SERIES_NAME
 from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
-
-SERIES_NAME = "unique_id"  # the field with the name of a row's series
 
 Open = Callable[[Codec | None, bool], Iterator[Table]]
 

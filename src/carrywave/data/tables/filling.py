@@ -23,7 +23,7 @@ def complete(times: Times, codes: Ints) -> tuple[Times, Ints, Ints] | None:
     if frequency is None or len(codes) < 2:
         return None
     places = frequency.places(times.keys, codes)
-    if (places < 0).any():
+    if (np.diff(places)[np.diff(codes) == 0] == 1).all() or (places < 0).any():
         return None
     units = np.where(np.diff(codes) == 0, np.diff(places), 1)
     missing = int((units - 1).sum())

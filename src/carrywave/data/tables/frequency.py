@@ -116,7 +116,8 @@ def _on(name: str, keys: Keys) -> tuple[Frequency, float] | None:
 
 def infer(keys: Keys) -> tuple[Frequency | None, float]:
     """Return the frequency of the times of one series, and the part of its grid that they fill; none if they are irregular."""
-    keys = np.unique(keys)
+    gaps = np.diff(keys)
+    keys = keys if (gaps > gaps[:0].sum()).all() else np.sort(pd.unique(keys))
     if len(keys) < 3:
         return None, 0.0
     if keys.dtype.kind != "M":

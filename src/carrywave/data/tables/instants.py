@@ -43,8 +43,10 @@ class Instants:
         return bool(self.times.dtype.kind != "M")
 
 
-def readings(column: pd.Series) -> list[Instants]:
-    """Return every way to read a column as times, likeliest first; none if it is not one of times."""
+def readings(column: pd.Series, *, told: bool = False) -> list[Instants]:
+    """Return every way to read a column as times, likeliest first; none if it is not one of times. Of one that is `told` to hold times,
+    numbers that are no dates are numbers of steps.
+    """
     known = column.dropna()
     if not len(known):
         return []
@@ -57,19 +59,19 @@ def readings(column: pd.Series) -> list[Instants]:
     if pd.api.types.is_bool_dtype(column) or column.dtype.kind in "mc":
         return []
     if pd.api.types.is_numeric_dtype(column):
-        return _of_numbers(column, str(column.name))
+        return _of_numbers(column, str(column.name).strip(), told=told) or ([Instants(column)] if told else [])
     return _of_texts(column)
 
 
-def _of_numbers(column: pd.Series, name: str) -> list[Instants]:
+def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
     numbers = column.astype(float)
     known = numbers.dropna()
-    if not NAMES.fullmatch(name.strip()):
+    if not told and not NAMES.fullmatch(name):
         return []
     if (known % 1 != 0).any():
         return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
     gaps = np.diff(np.unique(known.to_numpy()))
-    if len(gaps) > 1 and (gaps == gaps[0]).all() and COUNTED.fullmatch(name.strip()) and (known.min() <= 1 or known.max() < FIRST_YEAR):
+    if len(gaps) > 1 and (gaps == gaps[0]).all() and (told or COUNTED.fullmatch(name)) and (known.min() <= 1 or known.max() < FIRST_YEAR):
         return [Instants(column)]
     codes, values = pd.factorize(numbers)
     texts = pd.Series(values).astype("int64").astype(str)
@@ -100,16 +102,16 @@ def _of_texts(column: pd.Series) -> list[Instants]:
     sample = column.dropna().iloc[:: max(1, len(column) // SAMPLE)].astype(str)
     if not sample.str.contains(r"\d").mean() >= 0.9 or not 4 <= sample.str.len().median() <= 40:
         return []
-    codes, values = pd.factorize(column.astype(object).where(column.notna(), None))
-    texts = pd.Series(values, dtype="str").str.strip()
-    found = _of_parts(texts)
-    ways = [found] if found is not None else _of_dates(texts, sample.str.strip())
-    counts = np.bincount(codes[codes >= 0], minlength=len(texts))
-    return [
-        replace(way, times=_spread(way.times, codes, column.index))
-        for way in ways
-        if counts[way.times.notna().to_numpy()].sum() >= LEAST_READ * counts.sum() and way.times.dropna().dt.year.min() >= FIRST_YEAR
-    ]
+    if sample.str.match(r"\d{4}-\d\d-\d\d").all():  # pandas reads these as fast as it finds out which are alike
+        codes, texts = np.arange(len(column)), column.astype("str").reset_index(drop=True)
+    else:
+        codes, values = pd.factorize(column)
+        texts = pd.Series(values, dtype="str")
+    texts = texts.str.strip() if (sample != sample.str.strip()).any() else texts
+    parts = _of_parts(texts) if sample.str.contains(r"[QqMmWw]\s*\d").any() else None
+    ways = [parts] if parts is not None else _of_dates(texts, sample.str.strip())
+    found = [replace(way, times=_spread(way.times, codes, column.index)) for way in ways]
+    return [way for way in found if way.times.count() >= LEAST_READ * column.count() and way.times.min().year >= FIRST_YEAR]
 
 
 def _of_parts(texts: pd.Series) -> Instants | None:
@@ -128,24 +130,28 @@ def _of_parts(texts: pd.Series) -> Instants | None:
 
 
 def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
-    texts = texts.str.replace(r" ?(?:UTC|GMT)$", "+00:00", regex=True)
+    if sample.str.contains(r"(?:UTC|GMT)$").any():
+        texts = texts.str.replace(r" ?(?:UTC|GMT)$", "+00:00", regex=True)
     texts = (
         texts.str.replace(r"(\d)\.(\d\d)\.(\d\d)$", r"\1:\2:\3", regex=True) if sample.str.contains(r" \d?\d\.\d\d\.\d\d$").all() else texts
     )
-    late = texts.str.contains(r"[ T]24:00(?::00)?$", regex=True).fillna(False)  # the end of a day, as its first moment is written 00:00
-    texts = texts.mask(late, texts.str.replace(r"([ T])24:00", r"\g<1>00:00", regex=True))
+    late = texts.str.contains(" 24:00", regex=False).fillna(False) if sample.str.contains(":").any() else pd.Series(False, texts.index)
+    texts = texts.mask(late, texts.str.replace(" 24:00", " 00:00", regex=False)) if late.any() else texts  # the end of a day
     zoned = bool(sample.str.contains(rf"\d:\d\d.*{OFFSET}").all())
     zone = None
     if zoned or sample.str.contains(r"(?:UTC|GMT)$").all():
         offsets = texts.str.extract(rf"({OFFSET})")[0].dropna().unique() if zoned else np.array(["Z"])
         zone = "UTC" if len(offsets) > 1 or offsets[0] in ("Z", "+00:00", "+0000", "+00") else str(offsets[0])
+    few = texts.dropna().iloc[:: max(1, len(texts) // 20)].reset_index(drop=True)
+    if _parsed(few, day_first=False, utc=zone is not None) is None and _parsed(few, day_first=True, utc=zone is not None) is None:
+        return []
     layout = "%Y-%m" if sample.str.fullmatch(r"\d{4}-\d\d").all() else None
     ways: list[Instants] = []
     for day_first in (False,) if sample.str.match(r"\d{4}[^\d]").all() else (False, True):
         times = _parsed(texts, day_first=day_first, utc=zone is not None)
         if times is None:
             continue
-        times = times + pd.to_timedelta(late.astype(int), unit="D")
+        times = times + pd.to_timedelta(late.astype(int), unit="D") if late.any() else times
         if not ways or not ways[0].times.equals(times):
             ways.append(Instants(times, day_first, zone, layout))
     return ways if len(ways) > 1 else [replace(way, day_first=None) for way in ways]

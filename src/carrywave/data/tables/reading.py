@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from carrywave.data.sequences import Ints
 from carrywave.data.tables.choice import ColumnChoice, missing_column, quoted
 from carrywave.data.tables.frequency import infer
 from carrywave.data.tables.instants import FIRST_YEAR, LAST_YEAR, NAMES, Instants, calendar_parts, most_regular, readings
 from carrywave.errors import DataError
 
+SERIES_NAME = "unique_id"  # what others' forecasters call it: a name of series even where there is only one
 TIME = "time"  # the name of times that are put together from several columns, or from the headers of a wide table
 COUNTERS = re.compile(r"unnamed: 0|rownames?|row|id|index|instant|no\.?|nr\.?|obs|observation|#|", re.IGNORECASE)
 CALENDAR = re.compile(r"(year|yr|month|mnth|quarter|week|day|hour|hr|minute|season|holiday|weekday|dayofweek).*", re.IGNORECASE)
@@ -53,6 +55,7 @@ class _Way:
     series: tuple[str, ...]
     regular: bool
     full: float
+    told_apart: bool = False  # it is known that no time repeats in a series
 
     @property
     def score(self) -> tuple[Any, ...]:
@@ -61,16 +64,33 @@ class _Way:
 
 
 class _Columns:
-    """The ways to read each column of a frame as times, each found once."""
+    """What is found in each column of a table, once: its times, and codes of its distinct values."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[pd.Series, list[Instants]]] = {}
+        self._ways: dict[str, list[Instants]] = {}
+        self._codes: dict[str, tuple[Ints, Any]] = {}
 
-    def __call__(self, column: pd.Series) -> list[Instants]:
-        key = hash((column.name, len(column), str(column.dtype)))
-        if key not in self._found:
-            self._found[key] = column, readings(column)
-        return self._found[key][1]
+    def ways(self, frame: pd.DataFrame, name: str) -> list[Instants]:
+        """The ways to read a column as times."""
+        if name not in self._ways:
+            self._ways[name] = readings(frame[name])
+        return self._ways[name]
+
+    def codes(self, frame: pd.DataFrame, name: str) -> tuple[Ints, Any]:
+        """The place of each row's value among the distinct values, and these."""
+        if name not in self._codes:
+            codes, values = pd.factorize(frame[name], use_na_sentinel=False)
+            self._codes[name] = codes.astype(np.int64), values
+        return self._codes[name]
+
+    def joined(self, frame: pd.DataFrame, names: Sequence[str]) -> Ints:
+        """One code for each combination of the values of some columns."""
+        first, *rest = names
+        joined = self.codes(frame, first)[0]
+        for name in rest:
+            codes, values = self.codes(frame, name)
+            joined = joined * len(values) + codes
+        return joined
 
 
 def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
@@ -79,12 +99,12 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
     frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
     if choice.time is None or choice.time not in frame.columns:
         frame = _turned(frame, name, notes, choice)
-    readings_of = _Columns()
-    frame = _with_time(frame, name, notes, choice, readings_of)
+    columns = _Columns()
+    frame = _with_time(frame, name, notes, choice, columns)
     for wanted, key in ((choice.time, "data.time"), *((column, "data.series") for column in choice.series or ())):
         if wanted is not None and wanted not in frame.columns:
             raise DataError(missing_column(name, wanted, list(frame.columns), None if choice.trained else key))
-    way = _best(frame, name, choice, readings_of)
+    way = _best(frame, name, choice, columns)
     if way is not None:
         frame, way = _without_repeats(frame, way, name, choice, notes)
         lost = way.instants.times.isna()
@@ -104,12 +124,12 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
     return reading
 
 
-def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice, readings_of: _Columns) -> pd.DataFrame:
+def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice, columns: _Columns) -> pd.DataFrame:
     """The frame with a column of times, if these are in several columns, or in an unnamed one."""
     if choice.time is not None and (choice.time in frame.columns or choice.time != TIME):
         return frame
     texts = [column for column in frame.columns if not pd.api.types.is_numeric_dtype(frame[column])]
-    dated = any(ways and not ways[0].times.dropna().duplicated().any() for ways in (readings_of(frame[column]) for column in texts))
+    dated = any(ways and not ways[0].times.dropna().duplicated().any() for ways in (columns.ways(frame, column) for column in texts))
     if not dated and (made := calendar_parts(frame)) is not None:
         times, used = made
         notes.append(f"{name}: times are put together from {' and '.join(map(quoted, used))}")
@@ -124,11 +144,14 @@ def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnC
     return frame
 
 
-def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, readings_of: _Columns) -> _Way | None:
+def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Columns) -> _Way | None:
     """The reading of times and series that is right; None if there are no times."""
     if choice.trained and choice.time is None:
         return None
-    found = [(column, way) for column in ([choice.time] if choice.time else frame.columns) for way in readings_of(frame[column])]
+    if choice.time is not None:
+        found = [(choice.time, way) for way in readings(frame[choice.time], told=True)]
+    else:
+        found = [(column, way) for column in frame.columns for way in columns.ways(frame, column)]
     if choice.day_first is not None:
         found = [(column, way) for column, way in found if way.day_first in (None, choice.day_first)] or found
     if choice.time is not None and not found and choice.frequency != "none":
@@ -136,15 +159,23 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, readings_of: _Co
         remedy = "name another column in data.time, or set data.frequency=none to count rows"
         raise DataError(f"{name}: column {choice.time} contains {shown!r:.40}, which is no time; {remedy}")
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
+    if choice.series is None and SERIES_NAME in frame.columns:
+        choice = replace(choice, series=(SERIES_NAME,))
     best: _Way | None = None
     for column, instants in found:
-        series = choice.series if choice.series is not None else () if choice.trained else _series(frame, column, instants.times, labels)
+        series = (
+            choice.series
+            if choice.series is not None
+            else ()
+            if choice.trained
+            else _series(frame, column, instants.times, labels, columns)
+        )
         if series is None:
             continue
-        regular, full = _regularity(frame, instants, series)
+        regular, full = _regularity(frame, instants, series, columns)
         if series and choice.series is None and not regular:
             continue  # what tells rows apart without making times regular is no series
-        way = _Way(column, instants, tuple(series), regular, full)
+        way = _Way(column, instants, tuple(series), regular, full, told_apart=choice.series is None and not choice.trained)
         best = way if best is None or way.score > best.score else best
     if best is None and found:  # repeated times, which `_without_repeats` deals with
         column = found[0][0]
@@ -153,58 +184,56 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, readings_of: _Co
     return best
 
 
-def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str]) -> tuple[bool, float]:
+def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str], columns: _Columns) -> tuple[bool, float]:
     """Whether the times of the longest series are regular, and how much of their grid is there."""
     times = instants.times
     if series:
-        codes = codes_of(frame, series)[0]
+        codes = pd.factorize(columns.joined(frame, series))[0]
         times = times[codes == np.bincount(codes).argmax()]
     found, full = infer(times.dropna().to_numpy())
     return found is not None, full
 
 
-def codes_of(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[np.ndarray[Any, Any], list[tuple[Any, ...]]]:
+def codes_of(frame: pd.DataFrame, names: Sequence[str]) -> tuple[Ints, list[tuple[Any, ...]]]:
     """The series of each row, numbered as they first appear, and their names, a value of each column."""
-    parts = [pd.factorize(frame[column].astype(object).where(frame[column].notna(), None), use_na_sentinel=False) for column in columns]
-    joined = parts[0][0].astype(np.int64)
-    for codes, values in parts[1:]:
-        joined = joined * len(values) + codes
-    codes, first = pd.factorize(joined)
-    rows = np.zeros(len(first), np.int64)
-    rows[codes[::-1]] = np.arange(len(codes))[::-1]
-    return codes.astype(np.int64), [tuple(values[part[row]] for part, values in parts) for row in rows]
+    codes, distinct = pd.factorize(_Columns().joined(frame, names))
+    first = np.full(len(distinct), len(codes), np.int64)
+    np.minimum.at(first, codes, np.arange(len(codes)))
+    return codes.astype(np.int64), list(frame[list(names)].iloc[first].itertuples(index=False, name=None))
 
 
-def _series(frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[str]) -> tuple[str, ...] | None:
+def _series(frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[str], columns: _Columns) -> tuple[str, ...] | None:
     """The fewest columns that, with the time, name each row; None if there are none. A column of names recurs."""
     present = times.notna().to_numpy()
     moments = pd.factorize(times[present])[0].astype(np.int64)
-    if len(np.unique(moments)) == len(moments):
+    rows = len(moments)
+    if not rows or int(moments.max()) + 1 == rows:
         return ()
-    frame = frame[present]
-    able: dict[str, np.ndarray[Any, Any]] = {}
+    able: dict[str, Ints] = {}
     for column in labels:
         if column == time or CALENDAR.fullmatch(column.strip()):
             continue
-        codes = pd.factorize(frame[column], use_na_sentinel=False)[0].astype(np.int64)
-        many = int(codes.max(initial=-1)) + 1
-        if 1 < many <= len(frame) / 2 and not (pd.api.types.is_numeric_dtype(frame[column]) and many > MOST_NUMBERED):
-            able[column] = codes
-    order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), list(frame.columns).index(column)))[:MOST_TRIED]
+        codes, values = columns.codes(frame, column)
+        if 1 < len(values) <= rows / 2 and not (pd.api.types.is_numeric_dtype(frame[column]) and len(values) > MOST_NUMBERED):
+            able[column] = codes if present.all() else codes[present]
+    place = {column: number for number, column in enumerate(frame.columns)}
+    order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), place[column]))[:MOST_TRIED]
     for size in range(1, MOST_SERIES_COLUMNS + 1):
         for chosen in itertools.combinations(order, size):
             joined = moments
             for column in chosen:
-                joined = joined * (int(able[column].max()) + 1) + able[column]
-            if len(np.unique(joined)) == len(joined):
+                joined = joined * len(columns.codes(frame, column)[1]) + able[column]
+            if pd.Index(joined).is_unique:
                 return chosen
     return None
 
 
 def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnChoice, notes: list[str]) -> tuple[pd.DataFrame, _Way]:
     """The rows with each time once in each series: identical rows are read once, others as `data.repeats` says."""
+    if choice.frequency == "none" or way.told_apart:
+        return frame, way
     keys = way.instants.times.to_frame("\0") if not way.series else frame[list(way.series)].assign(**{"\0": way.instants.times})
-    if choice.frequency == "none" or not (repeated := keys.duplicated() & way.instants.times.notna()).any():
+    if not (repeated := keys.duplicated() & way.instants.times.notna()).any():
         return frame, way
     same = frame.duplicated() & repeated
     if same.any():

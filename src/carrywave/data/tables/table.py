@@ -17,7 +17,7 @@ from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
 from carrywave.data.tables.filling import Values, complete, constant, fill
-from carrywave.data.tables.frequency import infer, told
+from carrywave.data.tables.frequency import Keys, infer, told
 from carrywave.data.tables.moments import unusable
 from carrywave.data.tables.reading import Reading, codes_of, read
 from carrywave.data.tables.times import Times
@@ -86,7 +86,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
     columns, categorical = _columns(reading, name, choice)
     remarks: list[str] = [*notes, *reading.notes]
     codes, labels = codes_of(reading.frame, reading.series) if reading.series else (np.zeros(len(reading.frame), np.int64), [()])
-    names = tuple("/".join("NA" if value is None else str(value) for value in label) for label in labels) if reading.series else (name,)
+    names = tuple("/".join("NA" if pd.isna(value) else str(value) for value in label) for label in labels) if reading.series else (name,)
     coded = [_categories(reading.frame[column], name, column) for column in categorical]
     cells = np.column_stack([*(_numbers(reading.frame[column], name, column) for column in columns), *(places for places, _ in coded)])
     order, times = _in_time(reading, codes, choice, name, remarks)
@@ -116,7 +116,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
         tuple(names[place] for place in kept),
         reading.time,
         reading.series,
-        tuple(tuple(map(_plain, labels[place])) for place in kept),
+        tuple(tuple(map(_plain, labels[place])) for place in kept) if reading.series else (),
         rows.times,
         (_note(reading, name, columns, categorical, choice, times), *remarks),
         choice,
@@ -200,11 +200,13 @@ def _categories(column: pd.Series, name: str, label: str) -> tuple[Values, tuple
 
 def _in_time(reading: Reading, codes: Ints, choice: ColumnChoice, name: str, remarks: list[str]) -> tuple[Ints, Times | None]:
     """The order of rows by series and time, and the times in that order, with their frequency."""
-    by_series: Ints = np.argsort(codes, kind="stable")
+    by_series: Ints = np.arange(len(codes)) if (np.diff(codes) >= 0).all() else np.argsort(codes, kind="stable")
     if reading.instants is None:
         return by_series, None
     times = Times.of(reading.instants)
-    order: Ints = np.lexsort((times.keys, codes))
+    order = by_series
+    if not _increasing(times.keys, codes):
+        order = np.lexsort((times.keys, codes))
     times, codes = times.sorted(order), codes[order]
     if choice.frequency == "none":
         return order, times
@@ -225,6 +227,11 @@ def _in_time(reading: Reading, codes: Ints, choice: ColumnChoice, name: str, rem
             raise DataError(f"{name}: {fact} (data.frequency) from others; correct them, or set data.frequency=none to count rows")
         remarks.append(f"{name}: {fact} from others: rows are taken in their order")
     return order, replace(times, frequency=frequency)
+
+
+def _increasing(keys: Keys, codes: Ints) -> bool:
+    """True if rows are in order already."""
+    return bool(((codes[1:] > codes[:-1]) | ((codes[1:] == codes[:-1]) & (keys[1:] >= keys[:-1]))).all())
 
 
 def _regular(rows: _Rows, names: Sequence[str], choice: ColumnChoice, remarks: list[str]) -> _Rows:
@@ -385,5 +392,5 @@ def _about(reading: Reading, columns: Sequence[str], cells: Values, times: Times
 
 
 def _plain(value: Any) -> Any:
-    """A value of a column as Python has it."""
-    return value.item() if hasattr(value, "item") else value
+    """A value of a column as Python has it; None if it is empty."""
+    return None if pd.isna(value) else value.item() if hasattr(value, "item") else value
