@@ -1,12 +1,15 @@
 """Entry point of `carrywave` and `python -m carrywave`. Imports as little as possible, so that Ctrl-C during startup also exits quietly."""
 
 import os
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command line; this is the console script."""
     try:
+        # Until a command has begun, which says that they came.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
         _fill_gaps()
         from carrywave import heap
 

@@ -108,6 +108,11 @@ def remedy_for(error: OSError, otherwise: str) -> str:
     return _LACKS.get(error.errno or 0, otherwise)
 
 
+def denied(error: PermissionError) -> UserError:
+    """What to say where the system lets this user not reach a file or a folder."""
+    return UserError(f"{error.filename} cannot be reached: {error.strerror}; give this user the permission, or name another")
+
+
 class _Words:
     by_command = False  # per process, not per thread: background writer threads must see it too
 

@@ -156,18 +156,22 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "empty text": ([*LANGUAGE, "data.train=bad"], "", "bad is empty; use a file that contains text"),
     "empty valid": ([*LANGUAGE, "data.valid=bad"], "", "bad is empty; use a file that contains text"),
     "empty rows": ([*LABELS, "data.train=bad", "data.format=jsonl"], "\n\n", "bad is empty; use data with at least one row"),
-    "empty table": ([*SERIES, "data.train=bad", "data.format=csv"], "", "bad is empty; use a table with a header line"),
+    "empty table": (
+        [*SERIES, "data.train=bad", "data.format=csv"],
+        "",
+        "bad is empty; use a table with a line of column names and at least one row",
+    ),
     "empty parquet": (
         [*SERIES, "data.train=bad", "data.format=parquet"],
         b"",
-        "bad cannot be read (Could not open Parquet input source 'bad': Parquet file size is 0 bytes); check",
+        "bad cannot be read (File is too small: 0); check",
     ),
     "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad has 1 token, but a language model needs 2 to have a target; add more"),
     "unknown token": ([*LANGUAGE, "data.valid=bad"], "the cat\nthe ox\n", "bad:2: token 'x' is not in the training vocabulary"),
     "not utf-8": (
-        [*LANGUAGE, "data.train=bad"],
+        [*LANGUAGE, "data.train=bad", "data.encoding=utf-8"],
         b"the \xff",
-        "bad: byte 4 is not valid utf-8; set data.encoding (as in data.encoding=latin-1), or convert it with: iconv",
+        "bad is not text in utf-8 (byte 4); set data.encoding to the encoding it was written in",
     ),
     "negative token": (
         [*LANGUAGE, "data.train=bad", "data.format=jsonl"],
@@ -204,7 +208,7 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "no column": (
         [*SERIES, "data.targets=[z]"],
         "",
-        "train.csv: data.targets names 'z', which is not among the columns read (y, x); include it in data.columns",
+        "train.csv has no column 'z' (data.targets); use one of ds, y, x",
     ),
     "short series": (
         [*SERIES, "data.train=bad", "data.format=csv"],
@@ -213,28 +217,16 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     ),
     "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); use one of ds, y, x"),
     "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); did you mean y?"),
-    "nan in csv": (
-        [*SERIES, "data.train=bad", "data.format=csv"],
-        TABLE.replace("2024-01-03,3.5", "2024-01-03,nan"),
-        "bad: row 3, column y is empty or NaN, not a finite number; fill the gap, remove the row, or set data.missing=",
-    ),
     "infinite in csv": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         TABLE.replace("2024-01-04,4.5,4", "2024-01-04,4.5,inf"),
-        "bad: row 4, column x is inf, not a finite number (below 1e25); correct it or remove the row",
+        "bad: row 4, column x is inf, not a finite number (below 1e25); correct it",
     ),
-    "gap in csv": (
-        [*SERIES, "data.train=bad", "data.format=csv"],
-        TABLE.replace("2024-01-04,4.5,4", "2024-01-04,,4"),
-        "bad: row 4, column y is empty or NaN, not a finite number; fill the gap, remove the row, or set data.missing=",
-    ),
-    "ragged csv": ([*SERIES, "data.train=bad", "data.format=csv"], TABLE + "2024-02-01,1\n", "bad cannot be read (CSV parse error: "),
-    "no gzip": ([*LANGUAGE, "data.train=bad.gz"], "plain", "bad.gz cannot be read ("),
     "short gzip": ([*LANGUAGE, "data.train=bad.gz"], gzip.compress(TEXT.encode())[:-20], "bad.gz cannot be read ("),
     "short gzip of rows": (
         [*LABELS, "data.train=bad.jsonl.gz"],
         gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())[:-8],
-        "bad.jsonl.gz cannot be read (Truncated compressed stream); check that the file is complete",
+        "bad.jsonl.gz cannot be read (Compressed file ended before the end-of-stream marker was reached); check that the file is complete",
     ),
     "short zstd": (
         [*LANGUAGE, "data.train=bad.txt.zst"],
@@ -866,7 +858,7 @@ def test_numbers_that_nobody_means() -> None:
 def test_a_table_of_very_many_columns() -> None:
     names = ",".join(f"c{number}" for number in range(20_001))
     write("wide.csv", f"{names}\n{','.join('1' for _ in range(20_001))}\n")
-    message = "wide.csv has 20,001 columns, and at most 20,000 are read; keep those that matter, or write one row for each series and time"
+    message = "wide.csv has 20,001 columns; write one row for each series and time, with a column of names"
     assert refused("train", "task=forecasting", "data.train=wide.csv").startswith(message)
 
 

@@ -236,7 +236,7 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
-    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done"))
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done", table={}))
     code, out, _ = call("train", "model.hidden=8", "--dry-run", "--device", "cpu")
     assert code == 0
     assert out.startswith(dump(load(None, ["model.hidden=8", "train.precision=fp32"])))
@@ -324,7 +324,11 @@ def test_the_end_of_a_run_is_the_exit_code(install: Install, ending: str, code: 
             "carrywave: no further thread can be started; raise the limit of processes (ulimit -u) or end other programs",
         ),
         (ZeroDivisionError("our fault"), 1, "carrywave: ZeroDivisionError: our fault"),
-        (PermissionError(errno.EACCES, "Permission denied", "x"), 1, "carrywave: PermissionError: [Errno 13] Permission denied: 'x'"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "x"),
+            2,
+            "carrywave: x cannot be reached: Permission denied; give this user the permission, or name another",
+        ),
     ],
 )
 def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseException, code: int, line: str) -> None:

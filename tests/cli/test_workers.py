@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +19,7 @@ import typer
 
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
-from carrywave.cli.workers import Elastic, fitted, start_workers
+from carrywave.cli.workers import Elastic, devices_of, fitted, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch import launch_record
 from carrywave.launch.engines.surroundings import Surroundings
@@ -168,7 +175,7 @@ def test_a_dry_run_counts_shares(machine: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_all_shares_are_used_without_asking_whether_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "gpus", lambda: ["1/2 of Fake"] * 2)
     monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "2")
-    assert workers.devices_that_pay(Spec(), "auto", None, Surroundings()) is None
+    assert workers.devices_that_pay(Spec(), "auto", Surroundings()) is None
 
 
 def test_a_number_of_shares_that_cannot_be(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,3 +335,72 @@ def test_a_run_goes_on_with_the_workers_that_there_are(
     said = capsys.readouterr().err
     assert ("the run was started with plan.replicas=" in said) == (found.model_dump() != PlanSpec(**plan).model_dump())
     assert fitted(Spec(), overrides, devices, Surroundings()) == Spec()
+
+
+@pytest.mark.parametrize(
+    ("had", "cores", "gpus", "plan", "expected"),
+    [
+        ((2, 1), 4, 0, {}, 2),
+        ((1, 2), 4, 0, {"stages": 2}, 2),
+        ((2, 2), 1, 8, {"replicas": 2, "stages": 2}, 4),
+        ((1, 1), 1, 8, {}, 1),
+        ((4, 1), 2, 0, {"replicas": 4}, 2),  # as many as there are
+        ((4, 1), 16, 3, {}, 3),
+        ((2, 1), 4, 0, {"stages": 4}, None),  # another plan is asked for
+        ((2, 1), 4, 0, {"replicas": 1}, None),
+    ],
+)
+def test_a_run_that_is_resumed_takes_the_devices_that_it_had(
+    had: tuple[int, int],
+    cores: int,
+    gpus: int,
+    plan: dict[str, Any],
+    expected: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(workers, "cores", lambda: cores)
+    monkeypatch.setattr(workers, "gpus", lambda: ["GPU"] * gpus)
+    spec = Spec(plan=PlanSpec(**plan)) if plan else Spec()
+    assert devices_of(tmp_path, spec, "auto", Surroundings()) is None  # nothing is known of it
+    (tmp_path / "plan.json").write_text(json.dumps({"replicas": had[0], "stages": had[1]}))
+    assert devices_of(tmp_path, spec, "auto", Surroundings()) == expected
+    assert devices_of(tmp_path, spec, "auto", Surroundings("Slurm", workers=2)) is None
+    assert ("it goes on with" in capsys.readouterr().err) == (expected not in (None, had[0] * had[1]))
+
+
+SMALL = ["data.train=text.txt", "model.hidden=4", "batch.lanes=2", "batch.steps=8", "--run", "run", "--device", "cpu"]
+
+
+def heeds_stops(process: int, how: str) -> bool:
+    """True once a process has SIGTERM blocked (`SigBlk`), while it loads, or handles it (`SigCgt`)."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return bool(int(status[how], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+@pytest.mark.parametrize(("devices", "how"), [("1", "SigBlk"), pytest.param("2", "SigCgt", marks=pytest.mark.slow)])
+def test_a_stop_in_start_up_is_one_line(devices: str, how: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the carry goes on and on\n" * 20)
+    command = [sys.executable, "-m", "carrywave", "train", *SMALL, "train.epochs=100000", "--devices", devices]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not heeds_stops(process.pid, how):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (143, "carrywave: stopped by SIGTERM before the first step; nothing was trained\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root reads everything, and setpriv is not there")
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_folder_without_permission_is_one_line(devices: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the carry goes on and on\n" * 20)
+    (tmp_path / "closed").mkdir(mode=0)
+    as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    command = [*as_others, sys.executable, "-m", "carrywave", "train", *SMALL, "--devices", devices]
+    for words, name in ((["--run", "closed/run"], "closed/run"), (["data.train=closed/x.txt"], "closed/x.txt")):
+        ended = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        said = f"{name} cannot be reached: Permission denied; give this user the permission, or name another\n"
+        assert (ended.returncode, ended.stderr.removeprefix("carrywave: ").removeprefix("rank 0: ")) == (2, said)

@@ -451,10 +451,13 @@ def test_a_signal_stops_in_good_order(number: signal.Signals, plan: list[str], f
 
 
 @pytest.mark.slow
-def test_torchrun_passes_a_signal_on(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_torchrun_passes_a_signal_on_or_its_workers_notice(number: signal.Signals, folder: Path) -> None:
+    """Killed, it takes with it the store in which the workers would wait for the snapshot."""
     process = running(TORCHRUN, folder)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert "carrywave:" not in err
     step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
     assert (folder / "run" / "snapshots" / "last").read_text().startswith(f"step-{step:08d}")
 

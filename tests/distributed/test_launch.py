@@ -171,7 +171,9 @@ def test_a_signal_to_one_worker_before_the_first_step_asks_all_to_stop(number: s
     assert said == []  # nobody is started again
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     (tmp_path / "run" / "snapshots" / "last").write_text("step-00000200\n")
-    assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(75)
+    assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(
+        75, f"stopped by {number.name} before the first step; the run is unchanged, at step 200"
+    )
 
 
 def test_a_run_that_is_resumed_restarts_from_where_it_is(write: Write, tmp_path: Path) -> None:

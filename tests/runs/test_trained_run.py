@@ -126,9 +126,6 @@ def test_names_of_series_in_a_file_stay_as_they_are_written(tmp_path: Path) -> N
     pandas.concat([series("01"), series("1", start="2023-02-10"), series("1.0")]).to_csv(path, index=False)
     result = forecast(str(path), tmp_path)
     assert [row["unique_id"] for row in cw.predict(result.run, str(path), device="cpu")] == ["01", "01", "1", "1", "1.0", "1.0"]
-    path.write_text(path.read_text() + ",2023-01-01,1.0\n")
-    with pytest.raises(DataError, match=r"row 121, column unique_id is empty; name the series of every row"):
-        forecast(str(path), tmp_path)
 
 
 def test_whole_numbers_name_the_same_series_as_fractions(tmp_path: Path) -> None:
@@ -140,25 +137,8 @@ def test_whole_numbers_name_the_same_series_as_fractions(tmp_path: Path) -> None
 
 def test_several_series_are_not_forecast_by_a_run_of_one(tmp_path: Path) -> None:
     result = forecast(series(7).drop(columns="unique_id"), tmp_path)
-    with pytest.raises(DataError, match="names 2 series, but the run was trained on a single series"):
+    with pytest.raises(DataError, match="row 41, column ds repeats 2023-01-01, and no column tells the series apart"):
         cw.predict(result.run, pandas.concat([series(7), series(12)]), device="cpu")
-
-
-@pytest.mark.parametrize(("form", "kind"), [("%Y%m", "months"), ("%Y%m%d", "days")])
-def test_dates_written_as_numbers_are_refused(form: str, kind: str, tmp_path: Path) -> None:
-    times = pandas.date_range("2018-01-01", periods=40, freq="MS" if kind == "months" else "D").strftime(form).astype(int)
-    frame = pandas.DataFrame({"ds": times, "y": np.arange(40.0)})
-    with pytest.raises(DataError, match=rf"look like {kind} written as numbers; write 2023-12"):
-        forecast(frame, tmp_path)
-    forecast(frame, tmp_path, frequency="none")
-
-
-def test_a_named_index_of_durations_is_the_time(tmp_path: Path) -> None:
-    frame = pandas.DataFrame({"y": np.arange(40.0)}, index=pandas.timedelta_range("0h", periods=40, freq="h", name="t"))
-    result = forecast(frame, tmp_path)
-    assert result.task.codec.time == "t"
-    with pytest.warns(UserWarning, match="column t contains durations, so forecasts have no times"):
-        assert cw.predict(result.run, frame, device="cpu") == cw.predict(result.run, frame.iloc[::-1], device="cpu")
 
 
 def test_an_empty_label_in_a_file_is_no_class(tmp_path: Path) -> None:

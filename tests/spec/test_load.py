@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from carrywave.errors import SpecError
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.describe import keys
-from carrywave.spec.load import dump, load, load_own, of_earlier_version, parse
+from carrywave.spec.load import dump, load, load_own, of_earlier_version, parse, set_overrides
 from carrywave.spec.model_spec import WIDEST, ModelSpec
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
@@ -181,7 +181,6 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("train.optimizer=sgdd", 'train.optimizer is "sgdd"; use one of sgd, adam, adamw, ntasgd'),
         ("model.locked=yes", 'model.locked is "yes"; use true or false'),
         ("model.locked=1", "model.locked is 1; use true or false"),
-        ("data.train=5", "data.train is 5, which is not text (quotes make it text); use text"),
         ("data.train={a: b}", 'data.train is {"a": "b"}; use text'),
         # sections
         ("plan.stages=0", "plan.stages is 0; use a whole number >= 1"),
@@ -206,20 +205,34 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
             "batch={lanes: 2, tokens: 8}",
             "batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; set one or the other",
         ),
-        # values that are not YAML
+        # values that are not YAML: shells take quotes off, so none are advised
+        ("model.layers=[1", 'model.layers is "[1", which is text; use a whole number >= 1'),
+        ("train.lr=-", 'train.lr is "-", which is text; use a number > 0'),
+        ("train.lr=010", "train.lr=010: 010 has a leading zero, which may mean octal; remove the zero"),
         (
-            "model.hidden=[1",
-            "model.hidden=[1: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'; "
-            "correct the YAML, perhaps by putting text in quotes",
-        ),
-        (
-            "data.train=!!python/name:os.system",
-            "data.train=!!python/name:os.system: the tag !!python/name:os.system is not allowed; use plain values only",
+            "model.hidden=!!python/name:os.system",
+            "model.hidden=!!python/name:os.system: the tag !!python/name:os.system is not allowed; use plain values only",
         ),
     ],
 )
 def test_refused_in_one_line(override: str, message: str) -> None:
     assert refused(None, override) == message
+
+
+@pytest.mark.parametrize(
+    "text", [*",;?-|*%@!#:&`", r"\t", "\t", " ", "010", "1:30", "true", "2020-01-01", "a: b", "a #b", "!x", "[a", "{a}.csv"]
+)
+def test_text_on_the_command_line_is_as_it_stands(text: str) -> None:
+    assert set_overrides({}, [f"data.text={text}"]) == {"data": {"text": text}}
+
+
+@pytest.mark.parametrize(("text", "value"), [("", None), ("null", None), ("'|'", "|"), ('"5"', "5"), (r'"\t"', "\t")])
+def test_text_may_be_empty_or_in_quotes(text: str, value: str | None) -> None:
+    assert set_overrides({}, [f"data.text={text}"]) == {"data": {"text": value}}
+
+
+def test_a_comma_is_a_decimal_mark() -> None:
+    assert load(None, ["task=forecasting", "data.train=x.csv", "data.decimal=,"]).data.decimal == ","
 
 
 def test_several_mistakes_are_counted(spec_file: Path) -> None:

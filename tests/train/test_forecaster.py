@@ -155,7 +155,7 @@ def test_what_is_known_ahead_is_a_frame_of_its_own_or_rows_at_the_end(tmp_path: 
         (future.assign(y=1.0), "future has values in column y, which is to be forecast; remove the column, or add the rows to the frame"),
         (
             future.assign(ds=future.ds - pd.Timedelta(days=1)),
-            "row 81, column ds repeats 2026-02-09 00:00:00 in series a; keep one row per time",
+            "row 81, column ds repeats 2026-02-09 00:00:00 in series a; set data.repeats=mean, first or last",
         ),
         (future[:1], "must be known for 2 steps after the last values of series a, but 1 are given"),
         (

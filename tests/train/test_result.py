@@ -121,8 +121,8 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": RANDOM.normal(size=79).cumsum(), "note": "x"}, index=times.rename("day"))
     asked = {"horizon": 3, "quantiles": [0.1, 0.9], "split": [0.7, 0.3]}
     result = cw.fit({"hidden": 4, "layers": 1}, frame, task="forecasting", data=asked, run=tmp_path / "run", watch=said, **QUICK)
-    assert "train: reading a, ordered by day; ignored: note (text)" in said.lines
-    assert any("1 row is missing in column day (frequency B)" in line for line in said.lines)
+    assert "train: reading a, ordered by day (every B); ignored: note (text)" in said.lines
+    assert any("1 missing row (every B) count as empty" in line for line in said.lines)
     assert result.metrics["valid"].keys() == {
         *("loss", "pinball", "coverage_0.1", "coverage_0.9"),
         *("naive_pinball", "last_pinball", "ridge_pinball", "ridge_lags"),
@@ -130,12 +130,12 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     assert result.metrics["valid"]["pinball"] == pytest.approx(result.metrics["valid"]["loss"], rel=1e-5)  # the loss sums in float32
     worse = result.metrics["valid"]["pinball"] > result.metrics["valid"]["naive_pinball"]
     assert any(line.startswith("valid: worse than the naive forecast: pinball") for line in said.lines) == worse
-    with pytest.warns(UserWarning, match="1 row is missing in column day") as warned:
+    with pytest.warns(UserWarning, match="1 missing row") as warned:
         rows = cw.predict(result.run, frame, device="cpu")
-    with pytest.warns(UserWarning, match="1 row is missing in column day") as also_warned:
+    with pytest.warns(UserWarning, match="1 missing row") as also_warned:
         cw.evaluate(result.run, frame, device="cpu")
     assert {Path(line.filename) for line in (*warned, *also_warned)} == {Path(__file__)}  # not somewhere within the package
-    assert [row["day"] for row in rows] == ["2024-04-22 00:00:00", "2024-04-23 00:00:00", "2024-04-24 00:00:00"]
+    assert [row["day"] for row in rows] == ["2024-04-22", "2024-04-23", "2024-04-24"]
 
 
 def test_prompts_in_a_frame_and_an_unknown_word(tmp_path: Path) -> None:

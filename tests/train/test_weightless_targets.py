@@ -198,8 +198,8 @@ def test_the_line_learns_nothing_from_weight_0_and_twice_from_weight_2() -> None
 
 def test_the_seasonal_change_within_train_leaves_out_rows_of_weight_0() -> None:
     rows = np.array([[1.0], [2.0], [900.0], [4.0], [6.0]])
-    assert change(rows, 1, np.array([0]), counted=np.array([True, True, False, True, True])).tolist() == [1.5]
-    assert change(rows, 1, np.array([0]), counted=np.array([True, False, True, False, True])).tolist() == [0.0]
+    assert change(rows, 1, np.array([0]), real=np.array([True, True, False, True, True])[:, None]).tolist() == [1.5]
+    assert change(rows, 1, np.array([0]), real=np.array([True, False, True, False, True])[:, None]).tolist() == [0.0]
 
 
 def test_a_part_with_weights_only_in_the_rows_before_it_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -25,10 +25,10 @@ from typing import NoReturn, ParamSpec
 import typer
 
 from carrywave.cli.options import note
-from carrywave.errors import ResourceError, UserError, by_command, from_system, remedy_for
+from carrywave.errors import ResourceError, UserError, by_command, denied, from_system, remedy_for
 from carrywave.launch import launch_record, worker_logs
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, code_of
-from carrywave.launch.signals import let_go_of_terminal, wanted
+from carrywave.launch.signals import REQUESTS, let_go_of_terminal, wanted
 from carrywave.parallel.liveness import device_faults, failure_file
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import launched
@@ -38,7 +38,9 @@ P = ParamSpec("P")
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Exit immediately on Ctrl-C while libraries are imported: some would swallow the interrupt or print a traceback."""
+    """Exit immediately on Ctrl-C while libraries are imported, and at other stop signals after that: some libraries would swallow an
+    exception, or print a traceback.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         _say(INTERRUPTED, "interrupted")
@@ -47,15 +49,16 @@ def leaving_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, leave)
+    before, blocked = signal.signal(signal.SIGINT, leave), signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, SIGUSR1 or SIGHUP arrived before the first step, or during a command that takes none."""
+    """A signal that asks to stop arrived before the first step, or during a command that takes none."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -63,66 +66,40 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _handled_by(end: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Stop signals, unless they are ignored, are handled by `end`."""
-    before = {number: signal.signal(number, end) for number in wanted((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))}
+def _heeding_stops() -> Iterator[None]:
+    """Raise `Terminated` at a signal that asks to stop, also for one that came while the program was loaded. Once training has started, the
+    loop handles them, and leaves the second one to this.
+
+    In a worker none is handled, because its launcher sent it.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second signal: exit at once
+        if launch_record.trains():
+            signal.raise_signal(number)
+        raise Terminated(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {} if launched() else {number: signal.signal(number, end) for number in wanted(REQUESTS)}
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Handle a stop signal that arrives before training starts like Ctrl-C: clean up and report it.
-
-    Does nothing in a worker, because its launcher sent the signal, or once training has started, because the loop then handles signals.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        if launch_record.trains():  # a second signal: exit at once
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        raise Terminated(number)
-
-    if launched() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with _handled_by(end):
-        try:
-            yield
-        except Terminated as termination:
-            let_go_of_terminal()
-            # A resumed run still has its snapshot, so this counts as an ordinary stop.
-            waiting = launch_record.last_step(launch_record.current_run())
-            code, what = (
-                (termination.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
-            )
-            _say(code, f"stopped by {termination} before the first step; {what}", termination)
-            raise typer.Exit(code) from None
-
-
-@contextmanager
-def ending_at_a_signal() -> Iterator[None]:
-    """End a command that keeps nothing for later at SIGTERM, SIGUSR1 or SIGHUP as at Ctrl-C, so that what it began is cleared away."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second signal: exit at once
-        raise Terminated(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with _handled_by(end):
-        try:
-            yield
-        except Terminated as termination:
-            let_go_of_terminal()
-            if launched():  # the launcher that sent the signal expects it to end this worker
-                signal.raise_signal(termination.code - 128)
-            _say(termination.code, f"stopped by {termination}; nothing was written")
-            raise typer.Exit(termination.code) from None
+def _terminated(by: Terminated, command: str, options: Mapping[str, object]) -> tuple[int, str]:
+    """The exit code of a command that a signal ended before a first step, and what to say."""
+    let_go_of_terminal()
+    run = Path(str(options["run"])) if options.get("run") and (options.get("resume") or options.get("or_start")) else None
+    # A resumed run still has its snapshot, so this counts as an ordinary stop.
+    waiting = launch_record.last_step(launch_record.current_run() or run)
+    if waiting is not None:
+        return STOPPED, f"stopped by {by} before the first step; the run is unchanged, at step {waiting}"
+    return by.code, f"stopped by {by}" + (" before the first step; nothing was trained" if command == "train" else "; nothing was written")
 
 
 def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
@@ -131,13 +108,17 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            environment.check()
-            _check_folder()
-            with by_command():
+            with _heeding_stops(), by_command():
+                environment.check()
+                _check_folder()
                 command(*args, **kwargs)
         except UserError as error:
             _say(code_of(error), str(error), error)
             _leave(code_of(error))
+        except Terminated as error:
+            code, said = _terminated(error, command.__name__, kwargs)
+            _say(code, said, error)
+            _leave(code)
         except KeyboardInterrupt as error:
             _say(INTERRUPTED, str(error) or "interrupted", error)
             _leave(INTERRUPTED)
@@ -172,6 +153,8 @@ def _leave(code: int) -> NoReturn:
 
 def end_as(ended: Ended) -> None:
     """Exit with the combined result of the workers this process started, reporting it once."""
+    if ended.code - 128 in REQUESTS and not ended.message:
+        raise Terminated(ended.code - 128)
     if ended.message:
         note(ended.message + (f"; full logs: {shown(ended.logs)}" if ended.logs is not None and ended.died else ""))
     if ended.code == FAULT and ended.trace and ended.logs is None:
@@ -205,6 +188,8 @@ def _mistake(error: Exception) -> str | None:
     """Explain what a user can correct, and how; None means an internal error."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return str(denied(error))
     if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # how Python decodes a file name that is not UTF-8
         return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or fix the text"
     return None

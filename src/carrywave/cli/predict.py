@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from carrywave.cli.exits import ending_at_a_signal, leaving_at_once
+from carrywave.cli.exits import leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, InputFormat, as_utf8, file_of, place_of, runs_and_data
 from carrywave.cli.workers import FewDevicesOption, start_workers
-from carrywave.errors import UserError
+from carrywave.errors import UserError, unwinding
 from carrywave.runs import output_file
 
 
@@ -67,7 +67,7 @@ def predict(
     runs, input_file = runs_and_data(words, only_files=prompt is not None)
     file = None if file == Path("-") else file
     output_file.check(file, wanted=True)
-    with ending_at_a_signal():
+    with unwinding():
         start_workers(devices, device.value, direct_output=True)
         with leaving_at_once():
             from carrywave.runs.prediction import predict_run

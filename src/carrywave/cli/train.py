@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from carrywave.cli.exits import ending_in_order, leaving_at_once
+from carrywave.cli.exits import leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, JsonOption, display_console, place_of, spec_and_overrides, write_rows
 from carrywave.cli.workers import (
     DevicesOption,
@@ -22,6 +22,7 @@ from carrywave.cli.workers import (
     RestartsOption,
     agreed,
     around,
+    devices_of,
     devices_that_pay,
     fitted,
     keeps_the_run,
@@ -87,21 +88,23 @@ def train(
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
         if resume and path is None:
             resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides, own=True)
-            resolved = fitted(resolved, overrides, devices, where)
         else:
             resolved = load(path, overrides)
+        before = Path(run) if resume and run is not None and not is_address(run) else None
+        if devices is None and on is None and before is not None:
+            devices = devices_of(before, resolved, device.value, where)
+        if resume and path is None:
+            resolved = fitted(resolved, overrides, devices, where)
         output_file.check(json_file)
     if on is not None and not dry_run:
         start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
-    before = Path(run) if resume and run is not None and not is_address(run) else None
     if devices is None and min_devices is None:
-        devices = devices_that_pay(resolved, device.value, before, where)
+        devices = devices_that_pay(resolved, device.value, where)
     elastic = Elastic(restarts, min_devices)
     workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run, resumes=before)
     if dry_run and is_first():
         typer.echo(dump(_with_precision(resolved, run if resume else None, device.value, where)), nl=False)
-    with ending_in_order():
-        _train(resolved, run, resume, init, device.value, workers, json_file, dry_run=dry_run)
+    _train(resolved, run, resume, init, device.value, workers, json_file, dry_run=dry_run)
 
 
 def _with_precision(spec: Spec, before: str | None, device: str, where: Surroundings) -> Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import sys
@@ -20,7 +21,7 @@ from carrywave.errors import PlanError, UserError
 from carrywave.launch.engines import slurm, surroundings
 from carrywave.launch.engines.ray_cluster import connected
 from carrywave.launch.engines.surroundings import Surroundings
-from carrywave.launch.hardware import gpus
+from carrywave.launch.hardware import cores, gpus
 from carrywave.launch.launcher import is_worker, start
 from carrywave.launch.restart_policy import RESTARTS
 from carrywave.launch.script_workers import script_command
@@ -113,13 +114,31 @@ def keeps_the_run(where: Surroundings) -> bool:
     return where.hosts is None or where.hosts.node == 0
 
 
-def devices_that_pay(spec: Spec, device: str, before: Path | None, where: Surroundings) -> int | None:
+def devices_of(run: Path, spec: Spec, device: str, where: Surroundings) -> int | None:
+    """As many devices as the run had that goes on, or all that are here if those are fewer. None if that does not tell: nothing is known of
+    it, the spec asks for another plan by now, or an engine says how many there are.
+    """
+    try:
+        plan = json.loads((run / "plan.json").read_bytes())
+        had = int(plan["replicas"]) * int(plan["stages"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    wanted = spec.plan_spec
+    if where != Surroundings() or had % wanted.stages or wanted.replicas not in (None, had // wanted.stages):
+        return None
+    here = (0 if device == "cpu" else len(gpus())) or cores()
+    if here < had:
+        note(f"the run had {had} devices, and there are {here} here: it goes on with {here}; say how many with --devices")
+    return min(had, here)
+
+
+def devices_that_pay(spec: Spec, device: str, where: Surroundings) -> int | None:
     """How many of several GPUs are worth training on when neither the user nor an engine has said; None leaves the default."""
     if device == "cpu" or where != Surroundings() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
         return None  # shares are for trying out as many as were asked for
     with leaving_at_once():
         from carrywave.train.start.planning import best_number
-    return best_number(spec, device, before, note)
+    return best_number(spec, device, note)
 
 
 def fitted(spec: Spec, overrides: Sequence[str], devices: int | None, where: Surroundings) -> Spec:

@@ -126,9 +126,9 @@ def _is_ours(run: Path, launch_names: list[str]) -> bool:
 
 def last_step(run: Path | None) -> int | None:
     """The step of a run's last snapshot; None if it has none."""
-    if run is not None and (run / "snapshots" / "last").is_file():
-        with suppress(OSError, UnicodeDecodeError):
-            # Read from the `last` pointer because the launcher, which calls this, loads neither torch nor snapshots.
-            named = re.match(r"step-(\d+)", (run / "snapshots" / "last").read_text(encoding="utf-8"))
+    with suppress(OSError, UnicodeDecodeError):
+        # Read from the `last` pointer because the launcher, which calls this, loads neither torch nor snapshots.
+        if run is not None and (last := run / "snapshots" / "last").is_file():
+            named = re.match(r"step-(\d+)", last.read_text(encoding="utf-8"))
             return None if named is None else int(named[1])
     return None

@@ -27,6 +27,9 @@ _REASONS: dict[int, Reason] = {
 }
 
 
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # signals that ask a run to stop, besides Ctrl-C
+
+
 def wanted(numbers: Iterable[int]) -> list[int]:
     """The given signals without those this process ignores; only SIGHUP is checked, which is often ignored on purpose."""
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]

@@ -20,7 +20,7 @@ from types import FrameType
 from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, WorkerEnds
 from carrywave.launch.hardware import cores
-from carrywave.launch.signals import ECHO_SECONDS, SignalContext, let_go_of_terminal
+from carrywave.launch.signals import ECHO_SECONDS, REQUESTS, SignalContext, let_go_of_terminal
 from carrywave.launch.work_folder import held
 from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
@@ -30,7 +30,6 @@ from carrywave.parallel.startup.launcher_env import WorkerFile
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # after a user error: for the others to report it too, and then again between SIGTERM and SIGKILL
 FAULT_SECONDS = 1.5  # after an internal error, which the others may hit too
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # signals that ask a run to stop
 DEATH_SECONDS = 0.2  # after a death without a report: nobody has anything to add
 
 
@@ -137,8 +136,10 @@ def with_logs(outcome: AttemptOutcome, signals: Signals, host: str = "") -> Ende
 
 def asked_to_stop(ended: Ended, run: Path | None) -> Ended:
     """Treat a stop before the attempt's first step as an orderly one if there is a snapshot to resume from."""
-    at_once = ended.code in {128 + number for number in REQUESTS} and not ended.message
-    return Ended(STOPPED) if at_once and launch_record.last_step(run) is not None else ended
+    step, number = launch_record.last_step(run), ended.code - 128
+    if step is None or number not in REQUESTS or ended.message:
+        return ended
+    return Ended(STOPPED, f"stopped by {signal.Signals(number).name} before the first step; the run is unchanged, at step {step}")
 
 
 class _Supervision:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
-from carrywave.errors import UserError, WorkerError, short
+from carrywave.errors import UserError, WorkerError, denied, short
 from carrywave.parallel import process_groups
 from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import heartbeat, lost_contact
@@ -230,6 +230,8 @@ def raise_on_all(world: World, *, same_message: bool = False, no_timeout: bool =
         yield
     except UserError as error:
         failure = error
+    except PermissionError as error:  # of a folder, which one worker may look into first
+        failure = denied(error)
     if no_timeout:
         wait_for_all(world)
     reports = all_gather_json(world, None if failure is None else [type(failure).__name__, str(failure)])
@@ -266,11 +268,14 @@ def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
     """
     deadline = time.monotonic() + seconds
     pause_seconds = 0.001
-    if store.add(key, 1) == size:
-        store.set(f"all/{key}", "")
-    while not (came := store.check([f"all/{key}"])) and time.monotonic() < deadline:
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, 0.1)
+    try:
+        if store.add(key, 1) == size:
+            store.set(f"all/{key}", "")
+        while not (came := store.check([f"all/{key}"])) and time.monotonic() < deadline:
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 0.1)
+    except dist.DistNetworkError:
+        return True  # the launcher that kept the store is gone, for all alike: the next message shows who is still there
     return bool(came)
 
 

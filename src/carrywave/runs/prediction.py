@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from carrywave.data.python_inputs import read_python, rows_for, series_of, step_
 from carrywave.data.steps.step_series import tables_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
+from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
 from carrywave.runs.ensemble.members import Paths, open_members, paths_of
@@ -63,6 +64,7 @@ class _Request:
     tell: Callable[[str], None] | None = None  # for lines on what is not odd; None: not wanted
 
 
+@leaving_no_trace
 def predict(
     path: Paths,
     data: Any = None,
@@ -184,6 +186,9 @@ def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: 
         carried = KeptColumns.of(
             request.keep, "forecasting" if saved.spec.reads_series else saved.spec.task, multi_label=saved.spec.data.multi_label
         )
+    if _is_empty(request.data):
+        leave(world)
+        return
     spec = _in_format(saved.spec, request.format)
     with ExitStack() as stack:
         with raise_on_all(world, same_message=True):
@@ -203,6 +208,12 @@ def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: 
                 if not _written(world, sink, rows_of(outputs, block, beam=request.beam or 1)):
                     break
         leave(world)
+
+
+def _is_empty(data: Any) -> bool:
+    """True for an object without rows; what a name stands for is not looked into."""
+    shape = getattr(data, "shape", None)
+    return tuple(shape[:1]) == (0,) if shape is not None else isinstance(data, Sized) and not isinstance(data, str) and len(data) == 0
 
 
 def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:

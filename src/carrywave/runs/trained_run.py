@@ -27,6 +27,7 @@ from carrywave.model.vocabulary.rows import Rows
 from carrywave.model.vocabulary.split import check_modules, split_vocabulary
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, join, leave, raise_on_all
 from carrywave.plan.plan import Plan, check_vocabulary, resolve
 from carrywave.runs.checkpoint import own_weights
@@ -191,23 +192,25 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
     return facts, scale, own_model, given_codec
 
 
+@leaving_no_trace
 def evaluate_run(
     path: Path | str | Sequence[Path | str],
     data: Any = None,
     device: str = "auto",
     *,
     model: nn.Module | None = None,
-    top_k: Sequence[int] = (),
+    top_k: int | Sequence[int] = (),
     confusion: bool = False,
     note: Callable[[str], None] | None = None,
-    by: Sequence[str] = (),
+    by: str | Sequence[str] = (),
     loss: Loss | None = None,
 ) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
     `by` asks for more rows, under `by_series` and so on: by column, series or step for a forecast, in the units of the data; by label for
-    labels. `top_k=(3, 5)` adds how often the target is among the 3 and 5 likeliest labels (`top_3_accuracy`), and `confusion=True` a
-    confusion matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i.
+    labels. `top_k` adds how often the target is among so many of the likeliest labels (`top_3_accuracy`), and `confusion=True` a confusion
+    matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i. Both `by` and `top_k` may be one
+    or several.
 
     A list of runs is evaluated as one: by the average of their predictions, with the loss of the first.
 
@@ -232,8 +235,8 @@ def evaluate_run(
             raise UserError("several runs are evaluated as one only if their models are in their folders; pass one run with model=...")
         members = [open_run(paths[0], device, model, world=world, loss=loss)] if len(paths) == 1 else open_members(paths, device, world)
         saved = members[0]
-        details = Details(_checked_by(by, saved))
-        tops = _tops(saved, top_k, confusion)
+        details = Details(_checked_by((by,) if isinstance(by, str) else by, saved))
+        tops = _tops(saved, (top_k,) if isinstance(top_k, int) else top_k, confusion)
         parts = [_part(member, data) for member in members]
         part = parts[0]
     if world.rank == 0:

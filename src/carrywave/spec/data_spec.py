@@ -188,7 +188,7 @@ class DataSpec(Section):
     @field_validator("series", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @property
     def mark(self) -> str | None:

@@ -26,6 +26,7 @@ class Key:
     means: str
     section: bool = False  # contains further keys
     free: bool = False  # contains names chosen by the user
+    text: bool = False  # takes text and nothing else
 
 
 def schema() -> dict[str, Any]:
@@ -49,7 +50,10 @@ def _collect(prefix: str, section: Schema, defaults: Mapping[str, Any], definiti
         inner = _section(schema_of_field, definitions)
         means = schema_of_field.get("description") or (inner or {}).get("description", "")
         free = any("additionalProperties" in choice for choice in _choices(schema_of_field))
-        found[name] = Key(name, _takes(schema_of_field, definitions), _show(default), means, section=inner is not None, free=free)
+        text = all(choice.get("type") in ("string", "null") for choice in _choices(schema_of_field))
+        found[name] = Key(
+            name, _takes(schema_of_field, definitions), _show(default), means, section=inner is not None, free=free, text=text
+        )
         if inner is not None:
             # A section that defaults to "auto" has no values; once the user opens it, the defaults of its fields apply.
             values = default if isinstance(default, Mapping) else {k: v.get("default") for k, v in inner["properties"].items()}
@@ -112,15 +116,15 @@ def reference() -> str:
         "Generated from the fields by `python -m carrywave.spec.describe > docs/spec.md`; do not edit it by hand.",
         "",
         "A spec is a YAML file. Every key is optional; an empty file means the default run. A key can also be set on the command line, as",
-        "`model.hidden=650`, where the value is YAML as well (`train.betas=[0.9, 0.99]`). `carrywave schema -o spec.schema.json` writes",
-        "a JSON schema for editors.",
+        "`model.hidden=650`, where the value is YAML as well (`train.betas=[0.9, 0.99]`), or text if the key takes only text or YAML has",
+        "no value for it (`data.decimal=,`). `carrywave schema -o spec.schema.json` writes a JSON schema for editors.",
         "Where the task matters, the default of a key that is not set depends on it: [choosing a model](models.md); the default below",
         "is then that of a `Spec` made in Python. The `spec.yaml` of a run lists what was used.",
         "Relative paths are relative to the current directory, wherever the spec file is. A key that is set where it acts on nothing, such",
         "as `train.patience` without `train.schedule=plateau`, is refused.",
         "",
         "Numbers may be written `3e-4`, `1e5`, `.5`, `1_000`, `0x1f` or `0b1`; `010` and `1:30` (8 and 90 in YAML) are rejected.",
-        "Only `true` and `false` are booleans, dates are text, and text that looks like a number needs quotes.",
+        "Only `true` and `false` are booleans, dates are text, and text that looks like a number needs quotes in a file.",
         "",
     ]
     sections = [""] + [key.name for key in keys().values() if key.section]

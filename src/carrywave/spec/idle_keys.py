@@ -22,6 +22,7 @@ READ_FROM = {  # keys about how files are read, and the formats that they act on
     "encoding": ("text", "jsonl", "csv"),
     "separator": ("csv",),
     "decimal": ("csv",),
+    "read": ("csv",),
 }
 
 
@@ -158,7 +159,7 @@ ACTS: Mapping[str, Rule] = {
     "data.split": lambda spec: (
         None if spec.reads_series else f"is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share"
     ),
-    **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.frequency"), _series),
+    **dict.fromkeys(("data.columns", "data.targets", "data.time", "data.series", "data.repeats", "data.frequency"), _series),
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.calendar", "data.categorical", "data.static", "data.missing"), _series),
     **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.scale", "data.known"), _tasks("forecasting")),
@@ -200,7 +201,7 @@ ACTS: Mapping[str, Rule] = {
 }
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
 ALWAYS: Mapping[str, tuple[str, ...]] = {
-    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "weight", "cache"),
+    "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "read", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "tie", "cutoffs"),
         "crf",

@@ -17,7 +17,7 @@ from carrywave.spec.describe import Key, keys
 from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
 from carrywave.spec.task_defaults import with_task_defaults
-from carrywave.spec.yaml_text import dump_yaml, parse_yaml
+from carrywave.spec.yaml_text import dump_yaml, parse_word, parse_yaml
 
 # Values that stand for a whole section; overriding a key inside the section replaces them.
 OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}
@@ -166,13 +166,13 @@ def read_values(path: Path) -> dict[str, Any]:
     """The values in a spec file, as they stand there."""
     kind = DATA_FILES.get(next((suffix for suffix in reversed(path.suffixes) if suffix.lower() not in COMPRESSED), "").lower())
     remedy = f"to train on it, pass {kind or ''}data.train={path} instead"
-    if kind and path.exists():
-        raise SpecError(f"{path} is a data file, not a spec; {remedy}")
-    if path.is_dir():
-        if (path / "spec.yaml").is_file():
-            raise SpecError(f"{path} is a run, not a spec; pass it as --run {path}")
-        raise SpecError(f"{path} is a folder, not a spec; pass the path of a spec file")
     try:
+        if kind and path.exists():
+            raise SpecError(f"{path} is a data file, not a spec; {remedy}")
+        if path.is_dir():
+            if (path / "spec.yaml").is_file():
+                raise SpecError(f"{path} is a run, not a spec; pass it as --run {path}")
+            raise SpecError(f"{path} is a folder, not a spec; pass the path of a spec file")
         if path.is_fifo() and not str(path).startswith("/dev/"):
             raise SpecError(f"{path} is a pipe, but every worker must read the spec; write it to a file first")
         with path.open("rb") as file:
@@ -185,7 +185,7 @@ def read_values(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text; pass a spec file in YAML") from None
     except OSError as error:
-        remedy = remedy_for(error, "pass the path of a spec file")
+        remedy = remedy_for(error, "make it readable" if isinstance(error, PermissionError) else "pass the path of a spec file")
         raise from_system(error, SpecError)(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     tree = parse_yaml(text, str(path))
     if tree is None:
@@ -204,7 +204,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     problem = _check_dotted(dotted)
     if problem:
         raise SpecError(problem)
-    value = parse_yaml(text, short(override))
+    value = parse_word(text, short(override), is_text=dotted in keys() and keys()[dotted].text)
     *parents, last = _split(dotted)
     section, name = tree, ""
     for parent in parents:

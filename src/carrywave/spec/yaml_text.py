@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from carrywave.errors import SpecError, short
 
 MOST_DIGITS = 100
+QUOTES = ", or put text in quotes"
 YAML_TAG = "tag:yaml.org,2002:"
 NUMBER = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
@@ -69,11 +72,9 @@ def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
 def _refuse_doubtful(node: yaml.ScalarNode) -> None:
     """Reject numbers that YAML 1.1 reads differently from a person."""
     if ":" in node.value:
-        raise _refusal(f"{short(node.value)} is a base-60 number in YAML; write the number out, or put text in quotes", node.start_mark)
+        raise _refusal(f"{short(node.value)} is a base-60 number in YAML; write the number out{QUOTES}", node.start_mark)
     if LEADING_ZERO.match(node.value):
-        raise _refusal(
-            f"{short(node.value)} has a leading zero, which may mean octal; remove the zero, or put text in quotes", node.start_mark
-        )
+        raise _refusal(f"{short(node.value)} has a leading zero, which may mean octal; remove the zero{QUOTES}", node.start_mark)
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
@@ -124,6 +125,22 @@ def parse_yaml(text: str, where: str) -> Any:
     except ValueError as error:
         fact = str(error).splitlines()[0].partition(";")[0]
         raise SpecError(f"{where}: {fact}; correct the YAML, perhaps by putting text in quotes") from None
+
+
+def parse_word(text: str, where: str, *, is_text: bool) -> Any:
+    """Parse a value of the command line: as YAML, or as the text that it is where YAML sees no value in it, or where only text is taken
+    (`is_text`), unless that is in quotes or brackets.
+    """
+    bare = text.strip()
+    is_yaml = (bare in ("", "null", "~") and text == bare) or bare.startswith(("'", '"', "[", "{"))
+    if not is_yaml and (is_text or not any(map(str.isalnum, bare))):
+        return bare or text
+    try:
+        return parse_yaml(text, where)
+    except SpecError as error:
+        if isinstance(error.__context__, ScannerError | ParserError):
+            return bare
+        raise SpecError(str(error).removesuffix(QUOTES)) from None  # a shell would take them off
 
 
 def dump_yaml(values: object) -> str:

@@ -27,6 +27,7 @@ from carrywave.model.vocabulary.split import check_modules
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
@@ -91,6 +92,7 @@ def train(
             return _train(start, prepared, None, files, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
 
 
+@leaving_no_trace
 def fit(
     model: Own | Mapping[str, Any] | None,
     data: Any,

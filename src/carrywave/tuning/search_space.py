@@ -94,7 +94,7 @@ def space_of(words: Sequence[str]) -> tuple[Space, list[str]]:
         if found is not None:
             space[key] = _range(key, *(parse_yaml(each, word) for each in found.groups()))
             continue
-        values = parse_yaml(f"[{text}]", word) if text.strip() else []
+        values = parse_yaml(f"[{text}]", word) if any(map(str.isalnum, text)) else []
         if isinstance(values, list) and len(values) > 1:
             space[key] = _choices(key, values)
         else:

@@ -99,6 +99,8 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
     frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
     if choice.time is None or choice.time not in frame.columns:
         frame = _turned(frame, name, notes, choice)
+    if choice.series is None and SERIES_NAME in frame.columns:
+        choice = replace(choice, series=(SERIES_NAME,))
     columns = _Columns()
     frame = _with_time(frame, name, notes, choice, columns)
     for wanted, key in ((choice.time, "data.time"), *((column, "data.series") for column in choice.series or ())):
@@ -174,8 +176,6 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         remedy = "name another column in data.time, or set data.frequency=none to count rows"
         raise DataError(f"{name}: column {choice.time} contains {shown!r:.40}, which is no time; {remedy}")
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
-    if choice.series is None and SERIES_NAME in frame.columns:
-        choice = replace(choice, series=(SERIES_NAME,))
     best: _Way | None = None
     for column, instants in found:
         series = (
@@ -263,9 +263,11 @@ def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnCh
         return frame, way
     if choice.repeats is None:
         row = frame.index[repeated][0]
-        shown = frame.loc[row, way.name]
-        remedy = "set data.series, or data.repeats=mean, first or last"
-        raise DataError(f"{name}: row {int(row) + 1}, column {way.name} repeats {shown}, and no column tells the series apart; {remedy}")
+        label = "/".join(str(frame.loc[row, column]) for column in way.series)
+        why = f" in series {label}; set" if way.series else ", and no column tells the series apart; set data.series, or"
+        raise DataError(
+            f"{name}: row {int(row) + 1}, column {way.name} repeats {frame.loc[row, way.name]}{why} data.repeats=mean, first or last"
+        )
     notes.append(f"{name}: {int(repeated.sum())} repeated times are read once (data.repeats={choice.repeats})")
     groups = frame.assign(**{"\0": way.instants.times}).groupby(["\0", *way.series], sort=False, dropna=False)
     if choice.repeats == "mean":

@@ -85,6 +85,9 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
     reading = read(frame, name, choice)
     columns, categorical = _columns(reading, name, choice)
     remarks: list[str] = [*notes, *reading.notes]
+    if floats := [column for column in reading.series if pd.api.types.is_float_dtype(reading.frame[column])]:
+        whole = {column: "Int64" for column in floats if (reading.frame[column].dropna() % 1 == 0).all()}
+        reading = replace(reading, frame=reading.frame.astype(whole))  # 7.0 is the series 7
     codes, labels = codes_of(reading.frame, reading.series) if reading.series else (np.zeros(len(reading.frame), np.int64), [()])
     names = tuple("/".join("NA" if pd.isna(value) else str(value) for value in label) for label in labels) if reading.series else (name,)
     coded = [_categories(reading.frame[column], name, column) for column in categorical]

@@ -55,7 +55,7 @@ def _score(
 ) -> dict[str, float]:
     when, which = slice(None) if step is None else slice(step, step + 1), slice(None) if column is None else slice(column, column + 1)
     truth_NHC = np.stack([each.truth_HC[when, which] for each in group])
-    real_NHC = np.broadcast_to(np.stack([_counted(each)[when] for each in group]), truth_NHC.shape)
+    real_NHC = np.broadcast_to(np.stack([_counted(each)[when, which] for each in group]), truth_NHC.shape)
     figures: dict[str, float] = {"forecasts": len(group)}
     if not real_NHC.any():
         return figures

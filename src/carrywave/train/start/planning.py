@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from carrywave.data.prepare import prepare
@@ -211,17 +210,11 @@ def _of_json(values: Mapping[str, Any]) -> Plan:
     )
 
 
-def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int | None:
-    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off. None: it is not ours to decide.
-
-    `before` is the folder of a run to be resumed, which keeps its number.
-    """
+def best_number(spec: Spec, device: str, say: Say) -> int | None:
+    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off. None: it is not ours to decide."""
     count = 0 if device == "cpu" else len(gpus())
     if count < 2 or not spec.plans_itself or spec.data.train is None or launched():
         return None
-    if before is not None:
-        kept = plan_before(Run.open(before, events=False))
-        return kept.workers if kept is not None and kept.workers <= count else None
     spec = with_precision(spec, suited(made_for_bf16=made_for_bf16(device)))
     units = Units.of(spec, prepare(spec, note=say).facts)
     try:

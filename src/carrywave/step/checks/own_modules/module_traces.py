@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import PlanError
+from carrywave.parallel.process_state import generators, set_generators
 from carrywave.step.checks.own_modules.module_reads import REGISTERED, modules_of, reached_by, variables_read_by
 from carrywave.step.checks.own_modules.object_walk import (
     PLAIN,
@@ -283,22 +284,6 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.bit_generator.state = state
-
-
-def generators(device: torch.device) -> tuple[Any, ...]:
-    """The state of every global random generator."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda, python_random.getstate(), np.random.get_state(legacy=True)
-
-
-def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Give every global random generator its state back."""
-    host, cuda, plain, numpy = states
-    torch.set_rng_state(host)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-    python_random.setstate(plain)
-    np.random.set_state(numpy)
 
 
 def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from carrywave.data.batch import IGNORED
+from carrywave.parallel.process_state import generators, set_generators
 from carrywave.step.checks.own_modules.cuts import Axis, Cut, joined
 from carrywave.step.checks.own_modules.module_reads import modules_of
 from carrywave.step.checks.own_modules.module_runs import Ran, Run
-from carrywave.step.checks.own_modules.module_traces import Kept, Left, generators, same, same_generators, set_generators, untouched
+from carrywave.step.checks.own_modules.module_traces import Kept, Left, same, same_generators, untouched
 from carrywave.step.checks.own_modules.probe_sample import ProbeSample, is_absent
 from carrywave.step.checks.own_modules.stepwise import stepwise
 from carrywave.step.precision import HALVES, autocast
