@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,9 +50,7 @@ class Panel:
 def panels(draw: st.DrawFn) -> Panel:
     frequency = draw(st.sampled_from(sorted(LAYOUTS)))
     names = NAMES[: draw(st.integers(0, 3))]
-    labels = [()]
-    for values in names:
-        labels = [(*label, value) for label in labels for value in values]
+    labels = list(itertools.product(*names))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     many, empty, gaps = draw(st.integers(LEAST, MOST)), draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0, 1, 3]))
     first = pd.Timestamp("2001-01-01") + pd.Timedelta(days=draw(st.integers(0, 2000)))
@@ -122,7 +121,7 @@ def series_of(table: Table, columns: tuple[str, ...]) -> Iterator[tuple[tuple[st
         yield tuple(str(fields[column]) for column in columns), frame
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(panel=panels(), writing=WRITINGS)
 def test_a_panel_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, panel: Panel, writing: Writing) -> None:
     path = tmp_path_factory.getbasetemp() / "panel.csv"
