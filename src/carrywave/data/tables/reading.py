@@ -130,7 +130,7 @@ def _names(frame: pd.DataFrame) -> list[str]:
     """The names of the columns; those of a frame that occur again are numbered as pandas numbers those of a file."""
     names = pd.Series(frame.columns, dtype=object).astype(str)
     again = names.groupby(names).cumcount()
-    return names.where(again == 0, names + "." + again.astype(str)).tolist()
+    return list(names.where(again == 0, names + "." + again.astype(str)))
 
 
 def _of_numbers(frame: pd.DataFrame) -> pd.DataFrame:
