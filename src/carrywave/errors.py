@@ -13,10 +13,18 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake in the user's input. The command line prints it on one line and exits with 2."""
 
     reported_by: int | None = None  # when every worker raises this error: the rank that reports it
+
+
+class WrongType(UserError, TypeError):
+    """An argument of layers has a type for which torch's own layers raise TypeError."""
+
+
+class WrongTensor(UserError, RuntimeError):
+    """A tensor does not fit layers in a way for which torch's own layers raise RuntimeError."""
 
 
 class SpecError(UserError):

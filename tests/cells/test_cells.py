@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.cells.cell import Cell, by_name, names
@@ -37,6 +37,10 @@ DOUBLE = torch.float64
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def dtypes(found: Any) -> list[torch.dtype]:
+    return [found.dtype] if isinstance(found, Tensor) else [each for part in found for each in dtypes(part)]
 
 
 def stack(kind: Any, *sizes: Any, **options: Any) -> Any:
@@ -132,14 +136,20 @@ def test_chunks_and_fresh_lanes(kind: Any) -> None:
 
 
 @every_cell
-def test_half_precision_computes_in_it_and_keeps_the_carry_as_it_was(kind: Any) -> None:
+def test_half_precision_computes_in_it_and_has_the_types_of_torch(kind: Any) -> None:
     layers = stack(kind, 3, 4, dtype=torch.float32)
     x, carry = numbers(5, 2, 3).float(), tuple(type(each)(*(part.float() for part in each)) for each in carry_of(layers, 2))
     expected, _ = layers(x, carry)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, end = layers(x, carry)
-    assert y.dtype == torch.bfloat16
-    assert all(part.dtype == torch.float32 for part in ((end,) if isinstance(end, Tensor) else end))
+    if kind.cell.torch_module is not None:
+        theirs = getattr(nn, kind.cell.torch_module)(3, 4, **kind.cell.torch_arguments)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            like = theirs(x)
+            plain = layers(x)
+        assert dtypes((y, end)) == dtypes(plain) == dtypes(like)
+    else:
+        assert dtypes((y, end)) == [torch.bfloat16, *[torch.float32] * len(kind.cell.parts)]
     torch.testing.assert_close(y.float(), expected, rtol=2**-6, atol=2**-6)  # bf16 has 8 bits, and steps follow each other
 
 
@@ -237,7 +247,7 @@ def test_mistakes_are_named_by_the_class(kind: Any) -> None:
         (lambda: layers(torch.zeros(2, 2, 3), [torch.zeros(2, 2, 4)] * len(parts)), "the first dimension must be 1"),
         (lambda: layers(torch.zeros(2, 2, 3), [[torch.zeros(1, 2, 4)] * 5]), "a layer's carry has 5 parts"),
         (lambda: kind(3, 4, kernel="fast"), "kernel=fast is not a backend"),
-        (lambda: kind(3, 4, 1, "relu"), f"{name} got bias='relu'"),
+        (lambda: kind(3, 4, bias="relu"), f"{name} got bias='relu'; pass True or False"),
         *([] if kind.cell.projects else [(lambda: kind(3, 4, proj_size=2), f"{name} has no projection")]),
     ):
         with pytest.raises(UserError, match=message):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import os
+import pickle
 import signal
 import sys
 from dataclasses import replace
@@ -104,12 +107,28 @@ def test_the_forget_bias_of_a_gru_is_that_of_the_gate_that_keeps_h() -> None:
     assert parse({"model": {"cell": "gru"}}).model.forget_bias is None
 
 
-def test_only_tanh() -> None:
-    assert isinstance(cw.RNN(3, 4, nonlinearity="tanh"), cw.Recurrent)
-    with pytest.raises(UserError, match="nonlinearity='relu', and has only 'tanh'"):
-        cw.RNN(3, 4, nonlinearity="relu")
-    with pytest.raises(UserError, match="bias='relu'; pass True or False, and nonlinearity by name"):
-        cw.RNN(3, 4, 1, "relu")
+def test_an_rnn_of_relu_is_the_cell_of_its_own() -> None:
+    assert by_name("rnn") is cw.RNN(3, 4, nonlinearity="tanh").cell is cw.RNN.cell
+    for made in (cw.RNN(3, 4, nonlinearity="relu"), cw.RNN(3, 4, 1, "relu"), cw.RNN_RELU(3, 4)):
+        assert made.cell is by_name("rnn_relu")
+    with pytest.raises(UserError, match="RNN got nonlinearity='gelu'; use 'tanh' or 'relu'"):
+        cw.RNN(3, 4, nonlinearity="gelu")
+
+
+@pytest.mark.parametrize("options", [{}, {"zoneout": 0.2}], ids=["by torch", "by the definition"])
+def test_a_copy_of_an_rnn_of_relu_is_one(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    whole, theirs = cw.RNN(3, 4, 2, "relu", dtype=DOUBLE, **options).eval(), nn.RNN(3, 4, 2, "relu", dtype=DOUBLE)
+    theirs.load_state_dict(whole.state_dict())
+    x, file = torch.randn(5, 2, 3, dtype=DOUBLE), io.BytesIO()
+    torch.save(whole, file)
+    file.seek(0)
+    for each in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)), torch.load(file, weights_only=False)):
+        assert isinstance(each, cw.RNN)
+        assert each.nonlinearity == "relu"
+        assert torch.equal(each(x)[0], whole(x)[0])
+    # float64; only the order of summation differs
+    assert options or torch.testing.assert_close(whole(x), theirs(x), rtol=1e-12, atol=1e-13) is None
 
 
 @st.composite

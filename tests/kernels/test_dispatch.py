@@ -60,7 +60,11 @@ def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x, layer = torch.zeros(32, 1, 3), LAYER
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
     assert BACKENDS.choose("auto", x, layer) == "aten"
-    assert BACKENDS.choose("auto", x[:31], layer) == "manual"  # too short for oneDNN's preparing of the weights
+    # What oneDNN prepares of the weights takes many steps to be worth it, few if the weights are small, and never two.
+    wide = tuple(LayerWeights(torch.zeros(1600, 400), torch.zeros(1600, 400)) for _ in layer)
+    medium = tuple(LayerWeights(torch.zeros(800, 200), torch.zeros(800, 200)) for _ in layer)
+    for steps, chosen in ((2, "mmm"), (3, "amm"), (9, "amm"), (10, "aam"), (31, "aam"), (32, "aaa")):
+        assert [BACKENDS.choose("auto", x[:steps], each)[0] for each in (layer, medium, wide)] == list(chosen)
     assert BACKENDS.choose("auto", x.double(), layer) == "manual"
     assert BACKENDS.choose("manual", x, layer) == "manual"
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)

@@ -34,7 +34,7 @@ def gradients(module: nn.Module, out: tuple[Tensor, Any], *leaves: Tensor) -> li
     return list(torch.autograd.grad(total, [*leaves, *module.parameters()]))
 
 
-@pytest.mark.parametrize("kernel", ["auto", "aten", "reference"])
+@pytest.mark.parametrize("kernel", ["auto", "manual", "aten", "reference"])
 @pytest.mark.parametrize("batched", [True, False])
 @given(
     layers=st.integers(1, 3),

@@ -232,7 +232,9 @@ def test_a_state_of_other_lanes_is_refused(cell: Any) -> None:
     model = cw.Model(nn.Linear(2, 4), cell(4, 4, 2, kernel="reference"), Softmax(4, 3))
     x = torch.zeros(3, 4, 2)
     for some, others in ((x[:, :1], x), (x, x[:, :1]), (x, x[:, :2])):  # the first of these would be spread over the lanes of the state
-        with pytest.raises(UserError, match=f"the state has {others.shape[1]} lanes, but x has {some.shape[1]}; pass the state of these"):
+        with pytest.raises(
+            UserError, match=rf"carry h of layer 0 has shape \[1, {others.shape[1]}, 4\], expected \[1, {some.shape[1]}, 4\]"
+        ):
             model(some, model(others)[1])
     with pytest.raises(UserError, match="a model reads padded inputs, not a PackedSequence"):
         model(nn.utils.rnn.pack_sequence([x[:, 0], x[:2, 1]]))

@@ -16,6 +16,7 @@ from carrywave.errors import UserError
 from carrywave.model.heads.classes import Sigmoid
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.ctc import Ctc
+from carrywave.model.state import State
 
 T, B, WIDTH, CLASSES = 4, 4, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
@@ -134,6 +135,21 @@ def test_an_evaluation_does_not_continue_lanes_that_were_not_there() -> None:
     with pytest.raises(UserError, match="as many lanes as the previous one: expected 4, got 3"):
         trainer.evaluate([four, three])
     trainer.evaluate([four, cw.Batch.of(*tensors(lanes=3))])
+
+
+@pytest.mark.parametrize(("lanes", "width"), [(3, WIDTH), (1, WIDTH), (B, WIDTH + 1)])
+def test_a_state_of_other_lanes_or_widths_is_refused(lanes: int, width: int) -> None:
+    """The state of other lanes had been dropped without a word, and that of another width been an error of a kernel."""
+    trainer, same, right = cw.Trainer(model(), SGD), cw.Trainer(model(), SGD), cw.LSTM(3, WIDTH, 2, dtype=torch.float64).initial(B)
+    trainer.state = State(cw.LSTM(3, width, 2, dtype=torch.float64).initial(lanes))
+    said = rf"carry h of layer 0 has shape \[1, {lanes}, {width}\], expected \[1, {B}, {WIDTH}\]; build a new one"
+    with pytest.raises(UserError, match=said):
+        trainer.step(cw.Batch.of(*tensors(), fresh=False))
+    for each in (trainer, same):
+        each.state = State(right)
+        each.step(cw.Batch.of(*tensors(), fresh=False))
+        each.step(cw.Batch.of(*tensors(lanes=3)))  # all of which are fresh: nothing goes on
+    assert_same_state(trainer, same)
 
 
 class Failing(Head):

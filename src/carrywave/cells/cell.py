@@ -65,7 +65,7 @@ class OnnxForm(NamedTuple):
 
     operator: str
     order: tuple[int, ...]  # of the gates: the first in ONNX is this one here, and so on
-    attributes: Mapping[str, Any] = {}  # besides hidden_size and direction
+    attributes: Mapping[str, Any] = {}  # besides hidden_size and direction; a tuple is of one direction
 
 
 HALF_PRECISIONS = ("bf16", "fp16")
@@ -98,7 +98,8 @@ class Cell:
         None  # a module with `kernels.backends.Backends`, BACKENDS; None: the definition runs, differentiated by autograd
     )
     torch_module: str | None = None  # the class in torch.nn that has the same weights and answers
-    torch_arguments: Mapping[str, Any] = field(default_factory=dict)  # what that class must be told besides; the cell takes no other value
+    torch_arguments: Mapping[str, Any] = field(default_factory=dict)  # what that class must be told besides
+    torch_function: str | None = None  # the function of torch that runs layers of it
     onnx: OnnxForm | None = None
     kept: int = 4  # elements per hidden unit, lane and step that forward keeps for backward, besides the input; about
     launches: int = 0  # operations per step, forward and backward, if each is launched by itself, as autograd does

@@ -38,6 +38,7 @@ CELL = Cell(
     forget_gate=1,  # the update gate: open, it keeps h
     backends="carrywave.kernels.gru.dispatch",
     torch_module="GRU",
+    torch_function="gru",
     onnx=OnnxForm("GRU", order=(1, 0, 2), attributes={"linear_before_reset": 1}),
     kept=5,  # three gates, what the reset gate multiplies, and h
     launches=35,

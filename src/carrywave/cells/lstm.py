@@ -46,6 +46,7 @@ CELL = Cell(
     memory=True,
     backends="carrywave.kernels.lstm.dispatch",
     torch_module="LSTM",
+    torch_function="lstm",
     onnx=OnnxForm("LSTM", order=(0, 3, 1, 2)),
     kept=6,  # four gates, the cell and its tanh
     launches=40,

@@ -32,6 +32,7 @@ CELL = Cell(
     step=step,
     torch_module="RNN",
     torch_arguments={"nonlinearity": "tanh"},
+    torch_function="rnn_tanh",
     onnx=OnnxForm("RNN", order=(0,)),
     kept=3,  # the sum, its tanh, and the copy that is the output
     launches=20,

@@ -21,7 +21,7 @@ from carrywave.data.files.label_sets import NONE
 from carrywave.data.files.rows import NO_WEIGHT, Rows, open_rows
 from carrywave.data.files.source import Source, find
 from carrywave.data.sequences import Ints, Sequences
-from carrywave.data.steps import step_series, table_blocks
+from carrywave.data.steps import series_source, step_series
 from carrywave.data.tables import series
 from carrywave.data.tables.choice import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
@@ -358,11 +358,11 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
     return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW)
 
 
-def _series_source(source: Source, spec: Spec) -> table_blocks.SeriesSource:
+def _series_source(source: Source, spec: Spec) -> series_source.SeriesSource:
     """The series of a file in which every step has targets."""
     if source.format == "jsonl" and holds_steps(source):
-        return table_blocks.of_rows(lambda labelled: _open_rows(source, spec, labelled=labelled), spec.data)
-    return table_blocks.of_frame(lambda: read_frame(source, spec.data), source.name, spec.data)
+        return series_source.of_rows(lambda labelled: _open_rows(source, spec, labelled=labelled), spec.data)
+    return series_source.of_frame(lambda: read_frame(source, spec.data), source.name, spec.data)
 
 
 def holds_steps(source: Source) -> bool:
@@ -370,7 +370,7 @@ def holds_steps(source: Source) -> bool:
     return '"steps"' in next(iter(source.texts()), "")
 
 
-def series_of_file(path: str, spec: Spec) -> table_blocks.SeriesSource:
+def series_of_file(path: str, spec: Spec) -> series_source.SeriesSource:
     """The series of a file whose steps are estimated."""
     source = _find(path, "data", spec, cache.folder(spec.data.cache))
     _check_format(source, spec, labelled=False)

@@ -39,8 +39,8 @@ from carrywave.data.prepare import (
     table_of_file,
 )
 from carrywave.data.sequences import Sequences
-from carrywave.data.steps import step_series, table_blocks
-from carrywave.data.steps.table_blocks import SeriesSource
+from carrywave.data.steps import series_source, step_series
+from carrywave.data.steps.series_source import SeriesSource
 from carrywave.data.tables import series
 from carrywave.data.tables.choice import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
@@ -160,8 +160,8 @@ def _series_source(data: Any, part: str, spec: Spec) -> SeriesSource:
     """The series of an object whose steps have targets: of a table, or of rows with steps."""
     frame = to_pandas(data, part) if is_frame(data) else None
     if frame is None or "steps" in frame.columns:
-        return table_blocks.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, labelled=labelled), spec.data)
-    return table_blocks.of_frame(lambda: (frame, ()), part, spec.data)
+        return series_source.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, labelled=labelled), spec.data)
+    return series_source.of_frame(lambda: (frame, ()), part, spec.data)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:

@@ -53,7 +53,8 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
         inputs = [x_TBI, nodes.weight(f"{name}.W", w_DGI), nodes.weight(f"{name}.R", r_DGH), nodes.weight(f"{name}.B", b_DG)]
         outputs = [nodes.name(f"{name}.{part}") for part in ("y", *layers.cell.parts)]
         way = "bidirectional" if layers.bidirectional else "forward"
-        attributes = {"hidden_size": layers.widths[index], "direction": way, **form.attributes}
+        of_ways = {name: each * layers.directions if isinstance(each, tuple) else each for name, each in form.attributes.items()}
+        attributes = {"hidden_size": layers.widths[index], "direction": way, **of_ways}
         nodes.add_many(form.operator, [*inputs, lanes.lengths32, *carry], outputs, **attributes, name=name)
         y_TBDP = nodes.add("Transpose", outputs[0], perm=[0, 2, 1, 3])
         y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), outputs[1:]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.cells.cell import Cell
+from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
 from carrywave.kernels.step_marks import StepMarks
-from carrywave.kernels.weights import Layer
+from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
 
 # One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step.
@@ -74,6 +74,8 @@ class Backends:
 
     def __init__(self, cell: Cell) -> None:
         self.backend, self.wide = partial(reference.layer, cell=cell), cell.wide
+        # Not of a cell that was made from one of ours with another step.
+        self.torch_function = cell.torch_function if cell.name in names() and by_name(cell.name) is cell else None
 
     def check(self, asked: str) -> str:
         """The requested backend, or the one that the environment names; raise if there is none of this name."""
@@ -121,6 +123,12 @@ class Backends:
     def begun(self, chunk: WindowChunk | None, layers: Sequence[Layer]) -> bool:
         """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
         return False
+
+    def library(self, x_TBI: Tensor, weights: LayerWeights) -> str | None:
+        """The library, native or oneDNN, with which torch's own function is the fastest on the CPU for a stack whose last layer has these
+        weights; None if kernels of ours are.
+        """
+        return "native"
 
     def in_use(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
         """The user-facing name of the backend that would run this layer."""

@@ -42,7 +42,7 @@ class TorchKernels(Protocol):
     layer: Backend
     KERNEL: torch_kernels.Kernel
 
-    def prefers_onednn(self, x_TBI: Tensor, weights: Layer, /) -> bool:
+    def prefers_onednn(self, x_TBI: Tensor, weights: LayerWeights, /, *, trains: bool = True) -> bool:
         """True if oneDNN is the fastest for this layer."""
 
 
@@ -194,7 +194,14 @@ class Dispatch(Backends):
         return "aten" if marks is None and self._prefers_onednn(x_TBI, layer) else "manual"
 
     def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
-        return self.aten is not None and self.aten.prefers_onednn(x_TBI, layer)
+        return self.aten is not None and self.aten.prefers_onednn(x_TBI, layer[0])
+
+    def library(self, x_TBI: Tensor, weights: LayerWeights) -> str | None:
+        trains = torch.is_grad_enabled()
+        if self.aten is not None and self.aten.prefers_onednn(x_TBI, weights, trains=trains):
+            return "oneDNN"
+        native = not trains or x_TBI.shape[0] <= torch_kernels.FEW_STEPS or weights.w_hr is not None
+        return "native" if native and self.aten is not None else None
 
 
 def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
-from carrywave.kernels.derivatives import traced
+from carrywave.kernels.derivatives import plain_only, traced
 from carrywave.kernels.lengths import both_ways
 from carrywave.kernels.step_marks import StepMarks, begins, where_any
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -29,6 +29,10 @@ ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Chosen by processor type, not by measuring at run time: the choice changes the last bits, and a run must be reproducible.
 # Training one layer in float32, oneDNN took 0.5 to 1.1 times as long as `manual` on x86, and 1.2 to 2.8 times as long on ARM.
 ONEDNN_IS_FAST = ON_X86
+# At most so many steps are fastest in torch's native loop: neither our Python nor what oneDNN prepares is worth it. On one x86 core
+# (2026-11-19), a call of 2 x 64 to 2 x 650 units in float32 took 0.4 to 0.9 times as long as on oneDNN without gradients, 0.2 to 1.1 in
+# training; `manual` took 1.3 to 2 times as long as it in training.
+FEW_STEPS = 2
 CUDNN_STEPS = 65_535  # the longest sequence that cuDNN takes in one call; beyond it, it reports CUDNN_STATUS_NOT_SUPPORTED
 Kernel = Callable[..., tuple[Tensor, ...]]  # torch.lstm and the like
 OneWay = Callable[[Tensor, AnyCarry], tuple[Tensor, AnyCarry]]  # inputs and carry to outputs and the carry at the end
@@ -37,13 +41,14 @@ OneWay = Callable[[Tensor, AnyCarry], tuple[Tensor, AnyCarry]]  # inputs and car
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """Inside this context, torch multiplies with plain BLAS and runs its native LSTM."""
-    backend: Any = torch.backends.mkldnn
-    before = backend.enabled
-    backend.enabled = False
+    # What torch.backends.mkldnn.flags calls too, which besides sets flags of GPUs, at ten times the cost and with a warning. The public
+    # attribute cannot be set after torch.backends.disable_global_flags().
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        backend.enabled = before
+        torch._C._set_mkldnn_enabled(before)
 
 
 def run(
@@ -69,6 +74,31 @@ def run(
         y_TBO, *ends = kernel(x_TBI, given, flat, biased, layers, 0.0, train, len(weights) == 2 * layers, False)
     of_parts: Any = type(carry)
     return y_TBO, of_parts(*ends)
+
+
+def runs_stacks(x_TBI: Tensor) -> bool:
+    """True if `stack` takes such inputs: on the CPU, in the precisions that torch is fast in there, and where it needs no other form."""
+    return (
+        x_TBI.device.type == "cpu"
+        and x_TBI.dtype in (torch.float32, torch.float64)
+        and x_TBI.shape[1] > 0
+        and not plain_only()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def stack(
+    name: str, x_TBI: Tensor, parts: Sequence[Tensor], weights: list[Tensor], layers: int, *, biased: bool, both: bool, onednn: bool
+) -> tuple[Tensor, ...]:
+    """Outputs and the parts of the carry, by one call of torch's function of this name for layers in one or both directions, on the CPU. It
+    takes the fewest steps of Python: with few steps and units, these are most of the time.
+    """
+    function: Kernel = getattr(torch, name)
+    given = x_TBI, parts if len(parts) > 1 else parts[0], weights, biased, layers, 0.0, torch.is_grad_enabled(), both, False
+    if onednn or name != "lstm":  # torch runs only LSTMs on oneDNN
+        return function(*given)
+    with without_onednn():
+        return function(*given)
 
 
 def together(kernel: Kernel, x_TBI: Tensor, carries: AnyCarries, layers: Sequence[Layer]) -> tuple[Tensor, AnyCarries]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.cells.cell import Cell
-from carrywave.errors import UserError
+from carrywave.errors import UserError, WrongTensor, WrongType
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.layers import is_cast
@@ -27,12 +27,12 @@ _SHORT = (torch.float32, *HALVES)  # dtypes that autocast converts between
 def checked_input(layers: Recurrent, x: Tensor | None) -> Tensor:
     """Return x after checking its type, shape and dtype."""
     if not isinstance(x, Tensor):
-        raise UserError(f"{type(layers).__name__} got x as a {type(x).__name__}; pass a tensor [time, lane, {layers.input_size}]")
+        raise WrongType(f"{type(layers).__name__} got x as a {type(x).__name__}; pass a tensor [time, lane, {layers.input_size}]")
     if x.is_nested:
-        raise UserError(f"{type(layers).__name__} got a nested tensor; pass the padded one, x.to_padded_tensor(0.0), and lengths")
+        raise WrongTensor(f"{type(layers).__name__} got a nested tensor; pass the padded one, x.to_padded_tensor(0.0), and lengths")
     if x.dim() not in (2, 3) or x.shape[-1] != layers.input_size:
         form = f"[lane, time, {layers.input_size}]" if layers.batch_first else f"[time, lane, {layers.input_size}]"
-        raise UserError(f"{type(layers).__name__} got x of shape {list(x.shape)}; pass {form} or [time, {layers.input_size}]")
+        raise WrongTensor(f"{type(layers).__name__} got x of shape {list(x.shape)}; pass {form} or [time, {layers.input_size}]")
     weight_dtype = layers.dtype
     if x.dtype != weight_dtype and not (x.dtype in _SHORT and weight_dtype in _SHORT and is_cast(x.device.type)):
         name, tokens = type(layers).__name__, not x.is_floating_point()
@@ -70,26 +70,33 @@ def split_carry(layers: Recurrent, carry: GivenCarry, lanes: int, *, batched: bo
     if len(carry) == len(names) and all(isinstance(part, Tensor) for part in carry):
         stacked = cast(Sequence[Tensor], carry)
         if len(set(layers.widths)) > 1:
-            raise UserError(f"layers of widths {list(layers.widths)} need one {each} each; pass a tuple of {layers.num_layers} of them")
+            raise WrongTensor(f"layers of widths {list(layers.widths)} need one {each} each; pass a tuple of {layers.num_layers} of them")
         rows = layers.num_layers * layers.directions
         if any(part.shape[:1] != (rows,) for part in stacked):
             shown = " and ".join(str(list(part.shape)) for part in stacked)
-            raise UserError(f"carry has shapes {shown}; the first dimension must be {rows}, one for each layer and direction")
+            raise WrongTensor(f"carry has shapes {shown}; the first dimension must be {rows}, one for each layer and direction")
         given = list(zip(*(torch.split(part, layers.directions) for part in stacked), strict=True))
     else:
         given = [tuple(parts) for parts in carry]
-    if len(given) != layers.num_layers:
-        raise UserError(f"expected {layers.num_layers} carries, got {len(given)}; pass one {each} for each layer")
-    if (wrong := next((parts for parts in given if len(parts) != len(names)), None)) is not None:
-        raise UserError(f"a layer's carry has {len(wrong)} parts; pass {each} for each layer")
-    for layer, parts in enumerate(given):
+    check_shapes(layers, given, lanes, range(layers.num_layers), batched=batched)
+    return tuple(layers.cell.carry(*(part if batched else part[:, None] for part in parts)) for parts in given)
+
+
+def check_shapes(layers: Recurrent, carries: Sequence[Sequence[Tensor]], lanes: int, numbers: range, *, batched: bool = True) -> None:
+    """Check that there is a carry for each of these layers, and that its parts have the shapes for so many lanes."""
+    names = layers.cell.parts
+    each = f"({', '.join(names)}{',' * (len(names) == 1)})"
+    if len(carries) != len(numbers):
+        raise WrongTensor(f"expected {len(numbers)} carries, got {len(carries)}; pass one {each} for each layer")
+    if (wrong := next((parts for parts in carries if len(parts) != len(names)), None)) is not None:
+        raise WrongTensor(f"a layer's carry has {len(wrong)} parts; pass {each} for each layer")
+    for layer, parts in zip(numbers, carries, strict=True):
         for (name, width), part in zip(layers.carry_widths(layer).items(), parts, strict=True):
             got, want = list(part.shape), [layers.directions, *([lanes] if batched else []), width]
             if got != want:
-                raise UserError(
+                raise WrongTensor(
                     f"carry {name} of layer {layer} has shape {got}, expected {want}; build a new one for these layers and lanes"
                 )
-    return tuple(layers.cell.carry(*(part if batched else part[:, None] for part in parts)) for parts in given)
 
 
 def check_dtypes(layers: Recurrent, carries: AnyCarries, x: Tensor) -> None:
@@ -98,27 +105,21 @@ def check_dtypes(layers: Recurrent, carries: AnyCarries, x: Tensor) -> None:
     for part in (part for carry in carries for part in carry):
         if part.dtype != x.dtype and not (part.dtype in mixed and x.dtype in _SHORT):
             parts = f"{'both ' * (len(carries[0]) == 2)}{' and '.join(layers.cell.parts)}"
-            raise UserError(
+            raise WrongTensor(
                 f"{type(layers).__name__} got a carry in {part.dtype}, but x in {x.dtype}; convert {parts}, as in h.to({x.dtype})"
             )
 
 
-def check_options(layers: Recurrent, *, bias: bool, proj_size: int, **fixed: Any) -> None:
-    """Refuse options of torch's module of this name that the cell does not support."""
+def check_options(layers: Recurrent, *, bias: bool, batch_first: bool, proj_size: int) -> None:
+    """Refuse flags that are none, and a projection that the cell does not have."""
     name = type(layers).__name__
     if not hasattr(type(layers), "cell"):
         raise UserError(f"{name} names no cell; use cw.LSTM, or a subclass with cell = …")
-    if isinstance(bias, str):  # the place of an option that only torch's module has
-        raise UserError(
-            f"{name} got bias={bias!r}; pass True or False, and {' and '.join(layers.cell.torch_arguments) or 'others'} by name"
-        )
+    for option, flag in (("bias", bias), ("batch_first", batch_first)):
+        if not isinstance(flag, bool):
+            raise WrongType(f"{name} got {option}={flag!r}; pass True or False")
     if proj_size and not layers.cell.projects:
         raise UserError(f"{name} has no projection; remove proj_size={proj_size}")
-    for option, value in fixed.items():
-        if option not in layers.cell.torch_arguments:
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {option!r}")
-        if value != (only := layers.cell.torch_arguments[option]):
-            raise UserError(f"{name} got {option}={value!r}, and has only {only!r}; use that")
 
 
 def checked_sizes(
@@ -207,5 +208,5 @@ def whole(**sizes: int) -> tuple[int, ...]:
         try:
             operator.index(size)
         except TypeError:
-            raise UserError(f"{name}={size!r} must be a whole number") from None
+            raise WrongType(f"{name}={size!r} must be a whole number") from None
     return tuple(operator.index(size) for size in sizes.values())

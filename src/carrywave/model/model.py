@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from carrywave.errors import UserError
 from carrywave.kernels.lengths import one_a_lane
-from carrywave.model.arguments import checked_lengths, checked_resets
+from carrywave.model.arguments import check_shapes, checked_lengths, checked_resets
 from carrywave.model.dropout import Dropout, check_unwrapped, keyed
 from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
@@ -152,8 +152,7 @@ class Model(nn.Module):
             raise UserError("a model reads padded inputs, not a PackedSequence; pad_packed_sequence gives these, and their lengths")
         steps, count = x.shape[:2]
         if state is not None and not torch.compiler.is_compiling():  # a program for any number of lanes knows none
-            for part in (part for carry in state.carries for part in carry if part.shape[1] != count):
-                raise UserError(f"the state has {part.shape[1]} lanes, but x has {count}; pass the state of these lanes, or none")
+            check_shapes(self.lstm, state.carries, count, range(self.lstm.num_layers))
         lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)

@@ -15,22 +15,23 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.nn.utils.weight_norm import WeightNorm
 
 from carrywave.cells.cell import Cell, Extra
-from carrywave.errors import UserError
+from carrywave.errors import UserError, WrongTensor
 from carrywave.kernels import random
 from carrywave.kernels.backends import Backends, backends_of
 from carrywave.kernels.carry import AnyCarries, changed
 from carrywave.kernels.dropout import Coordinates, dropped
-from carrywave.kernels.layers import run_layers
+from carrywave.kernels.layers import is_cast, run_layers
 from carrywave.kernels.lengths import one_a_lane, packed_like
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
-from carrywave.model import arguments
+from carrywave.model import arguments, as_torch
 from carrywave.model.arguments import GivenCarry
 
 # Options that nn.LSTM does not have.
@@ -89,10 +90,9 @@ class Recurrent(nn.Module):
         kernel: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **fixed: Any,
     ) -> None:
         super().__init__()
-        arguments.check_options(self, bias=bias, proj_size=proj_size, **fixed)
+        arguments.check_options(self, bias=bias, batch_first=batch_first, proj_size=proj_size)
         input_size, hidden_size, widths, proj_size, num_heads = arguments.checked_sizes(
             input_size, hidden_size, num_layers, proj_size, num_heads
         )
@@ -119,6 +119,7 @@ class Recurrent(nn.Module):
         self.num_heads = num_heads
         self.kernel = kernel
         self.path = "lstm"  # prefix of the names of its random sites, whatever the cell; two stacks in one model need different ones
+        self.weight_names: list[str] = []  # of the weights, in the order of torch's modules
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer, hidden in enumerate(widths):
             inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
@@ -131,6 +132,7 @@ class Recurrent(nn.Module):
                     shapes |= {"weight_hr": (proj_size, hidden)}
                 shapes |= {name: extra.shape for name, extra in self.further(layer).items()}
                 for name, shape in shapes.items():
+                    self.weight_names.append(name + suffix)
                     self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **make)))
             if layer_norm:
                 self.add_module(f"norm_l{layer}", nn.LayerNorm(self.outputs(layer), **make))
@@ -213,7 +215,15 @@ class Recurrent(nn.Module):
         the initial carry (and the reverse direction ends there). Without a key, dropout in training uses the scope's, or one drawn from
         torch's default generator. `input` and `hx` are torch's names for x and carry. Outputs of a PackedSequence are packed like it.
         """
+        named: dict[str, Any] = {"lengths": lengths, "key": key, "lanes": lanes, "start": start}
+        named |= {"full": full, "fresh": fresh, "resets": resets}
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            # The compiled program breaks here, as at torch's modules: inside it, torch's functions would become a loop over all steps.
+            eager = torch.compiler.disable(Recurrent.forward)  # type: ignore[no-untyped-call]
+            return cast(tuple[Tensor, Any], eager(self, x, carry, **named, input=input, hx=hx))
         given_x, carry = arguments.either(self, "x", x, "input", input), arguments.either(self, "carry", carry, "hx", hx)
+        if isinstance(given_x, Proxy):
+            return as_torch.recorded(self, given_x, carry, **named)
         packed = given_x if isinstance(given_x, PackedSequence) else None
         if packed is not None:
             if lengths is not None:
@@ -224,17 +234,21 @@ class Recurrent(nn.Module):
         x_TBI = x[:, None] if not batched else x.transpose(0, 1) if lanes_first else x
         steps, count = x_TBI.shape[:2]
         if steps == 0:
-            raise UserError(f"{type(self).__name__} got x of shape {list(x.shape)}; x must have at least one step")
+            raise WrongTensor(f"{type(self).__name__} got x of shape {list(x.shape)}; x must have at least one step")
+        alone = lengths is None and resets is None and fresh is None and lanes is None
+        if (found := as_torch.whole_stack(self, x_TBI, carry, batched=batched) if alone else None) is not None:
+            return found[0][:, 0] if not batched else found[0].transpose(0, 1) if lanes_first else found[0], found[1]
         lengths_B = None if lengths is None else arguments.checked_lengths(lengths, steps, count, x.device)
         resets_TB = None if resets is None else arguments.checked_resets(self, resets, x.shape[:-1], x.device, lanes_first=lanes_first)
         fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
         lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
-        given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
+        given = self.initial(count, x.dtype, x.device) if carry is None else arguments.split_carry(self, carry, count, batched=batched)
         if carry is not None:
             arguments.check_dtypes(self, given, x)
-        y_TBO, ends = self.run(
-            x_TBI, given, lengths=lengths_B, fresh=fresh_B, resets=resets_TB, lanes=lanes_B, start=start, key=key, full=full
-        )
+        of_lanes: dict[str, Any] = {"lengths": lengths_B, "fresh": fresh_B, "resets": resets_TB, "lanes": lanes_B}
+        y_TBO, ends = self.run(x_TBI, given, **of_lanes, start=start, key=key, full=full)
+        if is_cast(x.device.type):
+            y_TBO, ends = as_torch.as_cast(self, y_TBO, ends, given)
         if packed is not None:
             return cast(Tensor, packed_like(y_TBO, torch.as_tensor(lengths), packed)), self.join(ends)
         y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if lanes_first else y_TBO
@@ -357,10 +371,6 @@ class Recurrent(nn.Module):
 
         return tuple(changed(carry, begun, start) for carry, start in zip(carries, starts, strict=True))
 
-    def split(self, carry: GivenCarry, lanes: int, *, batched: bool = True) -> AnyCarries:
-        """One carry per layer, checked, from torch's stacked form or from a sequence of per-layer carries."""
-        return arguments.split_carry(self, carry, lanes, batched=batched)
-
     def join(self, carries: AnyCarries) -> Any:
         """Torch's stacked form if all widths are equal (the tensor itself if the carry has one part), otherwise the carries unchanged."""
         if len(set(self.widths)) > 1:
@@ -386,14 +396,8 @@ class Recurrent(nn.Module):
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
 
     def _parameters_of(self, layer: int) -> Layer:
-        further = tuple(self.further(layer))
-        return tuple(
-            LayerWeights._make(
-                (
-                    *[getattr(self, name + suffix, None) for name in _NAMES],
-                    {name: getattr(self, name + suffix) for name in further} or None,
-                    None,
-                )
-            )
-            for suffix in self._suffixes(layer)
-        )
+        found = []
+        for suffix in self._suffixes(layer):
+            extra = {name: getattr(self, name + suffix) for name in self.further(layer)}
+            found.append(LayerWeights._make([*(getattr(self, name + suffix, None) for name in _NAMES), extra or None, None]))
+        return tuple(found)

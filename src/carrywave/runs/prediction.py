@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row, Rows, open_rows
 from carrywave.data.python_inputs import read_python, rows_for, series_of, step_series_of
-from carrywave.data.steps.step_series import tables_of
+from carrywave.data.steps.step_series import table_of
 from carrywave.data.tables.series import unseen_series
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.process_state import leaving_no_trace
@@ -270,26 +270,19 @@ def _forecasts_of(saved: Saved, data: Any, request: _Request, *, tell: bool) -> 
 
 
 def _estimate(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sink) -> None:
-    """The numbers of every step, a block of series at a time."""
+    """The numbers of every step."""
     world, codec = members[0].mesh.world, members[0].task.codec
     places = ("step", *codec.series, *(() if codec.time is None else (codec.time,)))
     with ExitStack() as stack:
         data = kept_on_all(world, stack, lambda: spec) if is_standard(request.data) else request.data
-        outputs = [Outputs(member) for member in members]
-        source = step_series_of(data, spec)
-        walks = [tables_of(source, member.task.codec, spec, MemoryAppender) for member in members]
-        while True:
-            with raise_on_all(world, no_timeout=True):
-                blocks = [next(walk, None) for walk in walks]
-            if None in blocks:
-                break
-            tables = [block for block in blocks if block is not None]
-            if world.rank == 0:
-                for line in tables[0][0].notes[1:]:
-                    request.note(line)
-            made = [estimates(out, sequences, table) for out, (table, sequences) in zip(outputs, tables, strict=True)]
-            if not _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places)):
-                break
+        with raise_on_all(world, no_timeout=True):
+            source = step_series_of(data, spec)
+            read = [table_of(source, member.task.codec, spec, MemoryAppender) for member in members]
+        if world.rank == 0:
+            for line in read[0][1].notes:
+                request.note(line)
+        made = [estimates(Outputs(member), sequences, table) for member, (table, sequences) in zip(members, read, strict=True)]
+        _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places))
 
 
 def _in_format(spec: Spec, format: str) -> Spec:

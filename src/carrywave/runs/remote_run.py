@@ -21,7 +21,7 @@ from pathlib import Path
 
 from carrywave.data.files import cache, remote
 from carrywave.data.files.remote import Store
-from carrywave.errors import RunError, TakenOver, option
+from carrywave.errors import RunError, TakenOver, UserError, option
 from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
@@ -102,6 +102,8 @@ class RemoteRun:
         try:
             ours = json.loads(self._note.read_bytes())["token"]
             theirs = json.loads(self.store.read(TOKEN) or b"{}").get("token")
+        except UserError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         return bool(ours) and ours == theirs and (self.folder / SNAPSHOTS / POINTER).is_file()

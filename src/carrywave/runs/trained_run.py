@@ -174,8 +174,8 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
     The facts must agree with the codec.
     """
     path = run.path / "facts.json"
+    recorded = dict(run.read_object(path.name))
     try:
-        recorded = dict(run.read_object(path.name))
         scale = Changes.from_json(recorded.pop("scale"), len(codec.targets))
         own_model, given_codec = (bool(recorded.pop(name, False)) for name in ("own_model", "given_codec"))
         recorded.pop("files", None)  # see `files_of`

@@ -118,10 +118,7 @@ class ModelSpec(Section):
             raise ValueError(f"cell is {self.cell!r}; use one of {', '.join(names())}")
         if self.projection and not by_name(self.cell).projects:
             raise ValueError(f"projection is {self.projection}, but cell={self.cell} has none; remove it")
-        try:
-            by_name(self.cell).zoneout(self.zoneout)
-        except SpecError as error:
-            raise ValueError(str(error)) from None
+        by_name(self.cell).zoneout(self.zoneout)
         if self.heads > 1 and self.projection:
             raise ValueError(f"projection {self.projection} would mix what {self.heads} heads keep apart; remove one of them")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:

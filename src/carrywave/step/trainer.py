@@ -204,6 +204,7 @@ class Trainer:
     def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """This worker's part of each batch and the batch's key, with a carry for its lanes."""
         keys = [random.key(self.spec.seed, batch.epoch, self._step_number(batch)) for batch in batches]
+        given = self._state_set and (self.lanes is None or len(self.lanes) == len(batches[0].all_lanes))
         if self.keep_state:
             self.lanes = arguments.check_lanes(batches, self.lanes)
         self.compute.count_changes(batches)
@@ -211,6 +212,8 @@ class Trainer:
         self._splits.look(batches if self.within is self.mesh else local_batches, keys, training=True)
         self._padding.look(local_batches, keys)
         lanes = local_batches[0].lanes.shape[0]
+        if given and self.state is not None:
+            arguments.check_state(self.state, self.stage, lanes)
         if self.keep_state and (self.state is None or lanes_of(self.state, lanes) != lanes):
             self.state = self.stage.start(lanes, self.device).detach()
             # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.

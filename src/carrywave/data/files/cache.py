@@ -26,7 +26,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
 from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
+from carrywave.errors import DataError, ResourceError, UserError, from_system, remedy_for, unwinding
 
 FORMAT = 9  # part of every key, so that entries of another format, or read in another way, are never used
 CHECKS = 5  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
@@ -208,6 +208,8 @@ def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Seque
 def _matching(place: Path) -> Iterator[None]:
     try:
         yield
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

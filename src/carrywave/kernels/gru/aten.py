@@ -44,7 +44,7 @@ def layer(
     return both_ways(run, x_TBI if real_TB1 is None else torch.where(real_TB1, x_TBI, 0.0), carry, weights, lengths_B, marks)
 
 
-def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
+def prefers_onednn(x_TBI: Tensor, weights: LayerWeights, *, trains: bool = True) -> bool:
     """False: torch runs no GRU on oneDNN."""
     return False
 

@@ -36,9 +36,10 @@ def read_lstm(path: str | Path) -> dict[str, Tensor]:
     if str(path).lower().endswith(keras.SUFFIXES):
         return keras.read(path)
     try:
-        return one_stack(load_file(path), str(path))
+        tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise DataError(f"{path} is not a valid safetensors file ({' '.join(str(error).split())}); pass another file") from error
+    return one_stack(tensors, str(path))
 
 
 def one_stack(given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import get_args
 
 from carrywave.data.dealing import LATEST, Dealing
-from carrywave.errors import RunError, option
+from carrywave.errors import RunError, UserError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import of_earlier_version, with_new_names
@@ -98,6 +98,8 @@ def sound() -> Iterator[None]:
     """Report malformed content as another version's: every byte of a snapshot was verified, so this version never wrote it."""
     try:
         yield
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         what = " ".join(str(error).split())[:80]
         raise RunError(f"the snapshot was not written by this version ({what}); resume from another snapshot or start a new run") from error

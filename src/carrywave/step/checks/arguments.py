@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from carrywave.data.batch import Batch, check_ends
 from carrywave.errors import SpecError, UserError
+from carrywave.model.arguments import check_shapes
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
 from carrywave.model.sample_weights import check_weights
-from carrywave.model.stage import check_resets
+from carrywave.model.stage import Stage, State, check_resets
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.world import World, check_agreement
 from carrywave.spec.defaults import AUTO
@@ -221,6 +222,12 @@ def check_lanes(batches: Sequence[Batch], before: Lanes | None) -> Lanes | None:
     for batch in batches:
         before = check_continued(batch, before)
     return before
+
+
+def check_state(state: State, stage: Stage | OpaqueModel, lanes: int) -> None:
+    """Refuse a state that a user has set for other lanes or layers than those of this worker."""
+    if isinstance(stage, Stage):
+        check_shapes(stage.lstm, state.carries, lanes, stage.layers)
 
 
 def check_continued(batch: Batch, before: Lanes | None) -> Lanes:

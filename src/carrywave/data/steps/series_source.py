@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
-Open = Callable[[Codec | None, bool], Iterator[Table]]
+Open = Callable[[Codec | None, bool], Table]
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,20 @@ class SeriesSource:
 def of_frame(read: Callable[[], tuple[pd.DataFrame, tuple[str, ...]]], name: str, data: DataSpec) -> SeriesSource:
     """The series of a table; `read` gives it as a frame, with lines on how it was read."""
 
-    def tables(codec: Codec | None, labelled: bool) -> Iterator[Table]:
-        choice = choice_of(data, codec, name, labelled=labelled)
+    def table(codec: Codec | None, labelled: bool) -> Table:
         frame, notes = read()
-        yield arrange(frame, name, choice, notes=notes)
+        return arrange(frame, name, choice_of(data, codec, name, labelled=labelled), notes=notes)
 
-    return SeriesSource(tables)
+    return SeriesSource(table)
 
 
 def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
     """A series for each row with `steps` and, for each step, a number or several in `labels`; rows are opened with or without these."""
 
-    def blocks(codec: Codec | None, labelled: bool) -> Iterator[Table]:
+    def table(codec: Codec | None, labelled: bool) -> Table:
         rows = open_rows(labelled)
-        table, targets = _long_table(rows, data, codec, labelled=labelled)
-        weight = WEIGHT if WEIGHT in table.columns else None
+        frame, targets = _long_table(rows, data, codec, labelled=labelled)
+        weight = WEIGHT if WEIGHT in frame.columns else None
         choice = replace(ColumnChoice.of(data, codec, labelled=labelled), weight=weight)
         if codec is None:
             named = next((name for name in (*COVARIATES, "columns", "targets") if getattr(data, name)), None)
@@ -55,9 +54,9 @@ def of_rows(open_rows: Callable[[bool], Rows], data: DataSpec) -> SeriesSource:
                 raise DataError(f"{rows.name} has rows of steps, but data.{named} names columns; use a CSV or Parquet file, or remove it")
             choice.check_unnamed(rows.name, "time", "frequency")
             choice = replace(choice, series=(SERIES_NAME,), targets=targets, frequency="none")
-        yield arrange(table, rows.name, choice)
+        return arrange(frame, rows.name, choice)
 
-    return SeriesSource(blocks, separate=True)
+    return SeriesSource(table, separate=True)
 
 
 def choice_of(data: DataSpec, codec: Codec | None, name: str, *, labelled: bool) -> ColumnChoice:
