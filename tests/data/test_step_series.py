@@ -210,7 +210,7 @@ def test_weights_of_steps() -> None:
     assert found.train.step_weights is not None
     np.testing.assert_allclose(found.train.step_weights, frame.trust, rtol=1e-6)
     asked = spec(targets=["flow"], weight="trust")
-    with pytest.raises(DataError, match="has no column 'trust', which the training data has"):
+    with pytest.raises(DataError, match=r"has no column 'trust' \(data.weight\)"):
         read_python(table(), found.codec, asked)
     assert read_python(table(), found.codec, asked, labelled=False).step_weights is None
     with pytest.raises(DataError, match=r"train: column flow \(data.targets\) is empty or of weight 0 in all rows of train"):

@@ -159,7 +159,12 @@ def _columns(reading: Reading, name: str, choice: ColumnChoice) -> tuple[tuple[s
     all_names = list(reading.frame.columns)
     for field_name in ("columns", "targets", "known", "categorical", "static", "weight"):
         wanted = getattr(choice, field_name) or ()
-        require(all_names, (wanted,) if isinstance(wanted, str) else wanted, name, None if choice.trained and field_name != "weight" else f"data.{field_name}")
+        require(
+            all_names,
+            (wanted,) if isinstance(wanted, str) else wanted,
+            name,
+            None if choice.trained and field_name != "weight" else f"data.{field_name}",
+        )
     roles: dict[str | None, str] = {reading.time: "times", **dict.fromkeys(reading.series, "names of series")}
     if misused := next((column for column in choice.asked if column in roles), None):
         raise DataError(f"{name}: column {misused} holds the {roles[misused]}; remove it from what the other keys name")
