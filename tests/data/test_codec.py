@@ -29,7 +29,7 @@ FULL = Codec(
     target_mean=(1 / 3,),
     target_std=(2.0,),
     time="ds",
-    series="unique_id",
+    series=("unique_id",),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,8 @@ FORECAST: dict[str, tuple[Any, str | None]] = {
     "a time beside an index": (pd.DataFrame({"ds": TIMES, "a": VALUES}, index=pd.Index(range(12), name="row")), "ds"),
     "words": (pd.Series(VALUES, index=list("lkjihgfedcba")), None),
     "nullable": (pd.DataFrame({"a": VALUES}).astype("Float64"), None),
-    "text of numbers": (pd.DataFrame({"a": VALUES.astype(str)}), None),
+    "objects": (pd.DataFrame({"a": VALUES.astype(object)}), None),
+    "decimals of a database": (pd.DataFrame({"day": TIMES, "a": [Decimal(str(value)) for value in VALUES]}), "day"),
     "polars": (pl.DataFrame({"when": TIMES.to_pydatetime().tolist(), "a": VALUES}), "when"),
     "polars column": (pl.Series(VALUES), None),
     "arrow": (pa.table({"date": TIMES.strftime("%Y-%m-%d"), "a": VALUES}), "date"),
@@ -155,8 +157,13 @@ def test_series_to_forecast(kind: str) -> None:
     assert (found.train.inputs.tolist(), found.codec.time, len(found.codec.columns)) == ([[value] for value in VALUES], time, 1)
 
 
+def test_columns_of_one_name_are_numbered() -> None:
+    twice = pd.DataFrame(np.column_stack([VALUES, -VALUES]), TIMES, columns=["a", "a"])
+    assert from_python(twice, spec("forecasting")).codec.columns == ("a", "a.1")
+
+
 def test_levels_of_an_index_are_columns() -> None:
     frame = pd.DataFrame({"a": VALUES}, index=pd.MultiIndex.from_product([["p", "q"], TIMES[:6]]))
-    with pytest.raises(DataError, match=r"repeats .*; set data\.series=level_0"):
-        from_python(frame, spec("forecasting"))
-    assert from_python(frame, spec("forecasting", series="level_0")).train.names == ("p", "q")
+    for data in ({}, {"series": "level_0"}):
+        found = from_python(frame, spec("forecasting", **data))
+        assert (found.train.names, found.codec.series, found.codec.time) == (("p", "q"), ("level_0",), "level_1")

@@ -62,7 +62,7 @@ def test_rows_of_series() -> None:
     assert not lines({"train": train, "valid": series("2024-03-12", 20)}, **spec)
     other = lines({"train": train, "valid": series("2024-01-01", 20, "c")}, **spec)  # another series
     assert other == [
-        "valid: its series begins before train of other series ends (2024-03-11 00:00:00), so the model is trained on times that it is "
+        "valid: its series begins before train of other series ends (2024-03-11), so the model is trained on times that it is "
         "judged by; to cut all series at one time, use separate files for train, valid and test"
     ]
     alone = {"train": train[train.unique_id == "a"].drop(columns="unique_id"), "valid": series("2024-01-01", 20).drop(columns="unique_id")}
@@ -80,7 +80,7 @@ def test_parts_that_begin_while_other_series_are_trained_on() -> None:
     spec: dict[str, Any] = {"task": "forecasting", "data": {"horizon": 3}, "batch": {"lanes": 1, "steps": 8}}
     ends_apart = pd.concat([series("2024-01-01", 100, "long"), series("2024-01-01", 50, "short")])
     told = (
-        "1 of 2 series begins before train of other series ends (2024-02-29 00:00:00), so the model is trained on times that it is judged "
+        "1 of 2 series begins before train of other series ends (2024-02-29), so the model is trained on times that it is judged "
         "by; to cut all series at one time, use separate files for train, valid and test"
     )
     split = {**spec, "data": {"horizon": 3, "split": [0.6, 0.2, 0.2]}}

@@ -188,7 +188,7 @@ def frames() -> list[Any]:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_forecasting_from_frames(place: int) -> None:
     found = from_python(frames()[place], spec("forecasting", standardize=False))
-    assert (found.train.names, found.codec.time, found.codec.series) == (("p", "q"), "ds", "unique_id")
+    assert (found.train.names, found.codec.time, found.codec.series) == (("p", "q"), "ds", ("unique_id",))
     assert sequences(found) == [[[1], [2], [3], [4]], [[7], [8], [9]]]
 
 
@@ -276,7 +276,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("forecasting", np.zeros((2, 1)), "series train has 2 rows in train, but a horizon of 2 needs 3"),
     ("forecasting", [np.zeros((1, 1)), np.zeros((2, 1))], "series train item 1 has 2 rows in train, .* and no series has enough"),
     ("forecasting", [], "train is empty"),
-    ("forecasting", pa.table({"ds": [1, 2, 3], "y": [1.0, None, 2.0]}), "train: row 2, column y is empty"),
+    ("forecasting", pa.table({"ds": [1, 2, 3], "y": [1.0, np.inf, 2.0]}), "train: row 2, column y is inf"),
 ]
 
 
@@ -292,32 +292,17 @@ def test_chosen_column_must_be_there() -> None:
         from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
 
 
-@pytest.mark.parametrize("number", [2**53 + 1, 10**19, -(10**19)])
-def test_whole_numbers_beside_fractions_are_not_rounded(number: int, tmp_path: Path) -> None:
-    table = tmp_path / "table.csv"
-    table.write_text("ds,y\n" + "".join(f"{day},{0.5 if day == 3 else 7 if day == 5 else number}\n" for day in range(20)))
-    asked = spec("forecasting", cache=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=rf"table.csv: row 1, column y is {number}, a whole number beyond 2\*\*53.*or exclude the column"):
-        from_python(table, asked)
-    table.write_text("ds,y\n" + "".join(f"{day},{1.5e20 if day == 3 else 7}\n" for day in range(20)))
-    assert from_python(table, asked).train.inputs[3, 0] > 4  # written as a float
-    from_python([[0.5, 1.5e20, -1, 2.5]], spec("forecasting"))
-
-
-@pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 5 * 10**18])
-def test_whole_numbers_that_would_be_rounded_are_refused_wherever_they_come_from(number: int) -> None:
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 10**20])
+def test_whole_numbers_that_would_be_rounded_are_refused_in_lists(number: int) -> None:
     fact = f"{number}, a whole number beyond 2\\*\\*53 that would be rounded; "
     values = [1, 2, number, 3]
-    given: list[Any] = [values, [[value] for value in values]]
-    if number < 2**63:
-        given += [np.array(values), pd.DataFrame({"y": values}), pa.table({"y": values})]
-    if 0 < number < 2**63:
-        given += [np.array(values, np.uint64), pd.DataFrame({"y": np.array(values, np.uint64)})]
+    given: list[Any] = [values, [[value] for value in values], [[0.5, number, -1, 2.5]], *([np.array(values)] if number < 2**63 else [])]
     for data in given:
         with pytest.raises(DataError, match=fact):
-            from_python(data, Spec.model_validate({"task": "forecasting", "data": {"share": 0, "horizon": 1}}))
+            from_python(data, spec("forecasting", horizon=1))
     with pytest.raises(DataError, match=fact):
-        from_python([{"steps": [1.0], "label": number}], Spec.model_validate({"task": "regression", "data": {"share": 0}}))
+        from_python([{"steps": [1.0], "label": number}], spec("regression"))
+    from_python([[0.5, 1.5e20, -1, 2.5]], spec("forecasting"))  # written as a float
 
 
 @pytest.mark.parametrize("wrap", [lambda x, y: (x, y), lambda x, y: list(zip(x, y, strict=True)), lambda x, y: (pd.DataFrame(x), y)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
@@ -22,6 +24,7 @@ from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import Source, find
 from carrywave.data.formats.opening import labels_beside, open_rows
 from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
+from carrywave.data.formats.series_formats import tsf
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.steps import series_source, step_series
 from carrywave.data.tables import series
@@ -35,6 +38,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
 from carrywave.spec.spec import Spec
 
+IS_TSF = re.compile(r"(?im)^@attribute\s[^@]*(?s:.)*^@data\s*$")
 SMALL_BYTES = 16 << 20  # a file to predict from is read into memory up to this size, so that nothing is written to the cache
 HASHES = "hashes"  # the folder of hashes of data files, within the cache folder
 READING = (
@@ -273,10 +277,6 @@ def _check_format(source: Source, spec: Spec) -> None:
         raise DataError(
             f"{source.name} is read as plain text, which has no field {spec.data.weight} (data.weight); use .jsonl, or remove it"
         )
-    if spec.reads_series and source.format not in ("csv", "parquet", "jsonl"):
-        raise DataError(
-            f"{source.name} is read as plain text, but {spec.task} needs a table; use a .csv or .parquet file, or set data.format"
-        )
 
 
 def _key(spec: Spec, sources: dict[str, Source], files: Mapping[str, str], codec: Codec | None) -> str:
@@ -376,7 +376,7 @@ def _series_source(source: Source, spec: Spec) -> series_source.SeriesSource:
     """The series of a file in which every step has targets."""
     if source.format == "jsonl" and holds_steps(source):
         return series_source.of_rows(lambda labelled: open_rows(source, spec, labelled=labelled), spec.data)
-    return series_source.of_frame(lambda: read_frame(source, spec.data), source.name, spec.data)
+    return series_source.of_frame(lambda: _frame(source, spec), source.name, spec.data)
 
 
 def holds_steps(source: Source) -> bool:
@@ -398,7 +398,14 @@ def _table_opener(source: Source, spec: Spec, *, labelled: bool = True) -> Calla
         choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
         if source.format == "jsonl" and holds_steps(source):
             return series.choose_columns(series.from_rows(json_rows(source), choice.weight), choice)
-        frame, notes = read_frame(source, spec.data)
+        frame, notes = _frame(source, spec)
         return arrange(frame, source.name, choice, notes=notes)
 
     return open_table
+
+
+def _frame(source: Source, spec: Spec) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The table in a file; a text that is no table may be one of the Monash archive."""
+    if source.format == "text" and (text := "".join(source.texts())) and IS_TSF.search(text):
+        return tsf(text), source.notes()
+    return read_frame(source, spec.data)

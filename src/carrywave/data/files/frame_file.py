@@ -150,23 +150,33 @@ def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, sk
 def separator_of(lines: Sequence[str]) -> str:
     """The separator that splits most of the first lines into as many cells, and into the most of them."""
     kept = [line for line in lines if line.strip()]
-    best, most = ",", 1
+    best, most, alike = ",", 1, 0
     for separator in SEPARATORS:
         sizes = Counter(len(row) for row in _cells(kept, separator))
         usual, many = sizes.most_common(1)[0] if sizes else (1, 0)
-        if usual > most and many >= ALIKE * len(kept) - 8:  # lines before the table, and after it, may differ
-            best, most = separator, usual
-    if most == 1 and kept and len({len(line.split()) for line in kept}) == 1 and len(kept[0].split()) > 1:
-        return SPACES
+        # Lines before the table, and after it, may differ. Decimal commas split all lines alike, too, but for that of the names.
+        if usual > 1 and (many, usual) > (alike, most) and many >= ALIKE * len(kept) - 8:
+            best, most, alike = separator, usual, many
+    if most == 1 and kept:
+        first, *rest = [len(row) for row in _cells(kept, SPACES)]
+        if first > 1 and len(set(rest)) <= 1 and set(rest) <= {first, first + 1}:  # rows may have names, and their column none
+            return SPACES
     return best
 
 
 def _cells(lines: Sequence[str], separator: str) -> list[list[str]]:
-    if separator == SPACES or len(separator) > 1:
+    if separator == SPACES:
+        return list(csv.reader((" ".join(line.split()) + "\n" for line in lines), delimiter=" "))
+    if len(separator) > 1:
         return [re.split(separator, line.strip()) if line.strip() else [] for line in lines]
     if separator == "\t":
-        return [line.split(separator) if line.strip() else [] for line in lines]
+        return [[_bare(cell) for cell in line.split(separator)] if line.strip() else [] for line in lines]
     return list(csv.reader((f"{line}\n" for line in lines), delimiter=separator, skipinitialspace=True))
+
+
+def _bare(cell: str) -> str:
+    """A cell without quotes around it."""
+    return cell[1:-1] if len(cell) > 1 and cell[0] == cell[-1] == '"' else cell
 
 
 def _first_row(rows: Sequence[Sequence[str]]) -> int:
@@ -175,8 +185,14 @@ def _first_row(rows: Sequence[Sequence[str]]) -> int:
     usual = sizes.most_common(1)[0][0] if sizes else 0
     if usual < 2:
         return 0
-    alike = (usual, usual - 1)  # a line of names may lack the separator at its end that rows have, and the name of an index
-    first = next((place for place, row in enumerate(rows) if len(row) in alike), 0)
+
+    def begins(place: int) -> bool:
+        """True for the line of names, which may lack the separator at its end that rows have, or the name of an index."""
+        short = len(rows[place]) == usual - 1
+        title = short and usual == 2 and has_header([row for row in rows[place + 1 :] if row])
+        return len(rows[place]) == usual or (short and not title)
+
+    first = next((place for place in range(len(rows)) if begins(place)), 0)
     return first if first < len(rows) - 1 else 0
 
 

@@ -20,7 +20,7 @@ MISSING = frozenset(
         "..",
         "...",
         ":",
-        "\\N",
+        "\\n",  # as databases write it, in lower case as all are compared
         "*",
         "#",
         "n/a",
@@ -38,6 +38,7 @@ MOSTLY = 0.9  # a column of numbers may hold some words, which are then missing 
 SAMPLE = 200
 SIZES = {"K": 1e3, "M": 1e6, "B": 1e9}  # as in 25.3K
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+WHOLE = re.compile(r"\s*[-+]?\d{1,18}\s*")
 DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}([-/.]\d{1,4})?|\d{4}[-/ ]?[QMW]\d{1,2})([ T]\d.*)?\s*")
 AROUND = r"[$€£¥\s'’%]|^(?:USD|EUR|GBP|CHF|R\$|kr)"
 
@@ -60,6 +61,8 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
     wrong = int(counts[words.index].sum())
     if wrong > (1 - MOSTLY) * max(int(counts[values.notna()].sum()), 1):
         return None, []
+    if (codes >= 0).all() and written.str.fullmatch(WHOLE.pattern).all():
+        return pd.Series(written.astype("int64").to_numpy()[codes], column.index), []  # which may name series, as pandas' own do
     found = np.append(values.to_numpy(float), np.nan)[codes]  # a missing cell has the code -1
     return pd.Series(found, column.index), words.tolist()
 

@@ -48,6 +48,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip", ".zst")  # at the end of a name; a
 EXCEL = "is an Excel workbook; save the sheet as CSV, or pass pandas.read_excel({name!r}) to cw.fit or cw.predict"
 ARRAYS = "has arrays of NumPy, which are not read from files; pass those of numpy.load({name!r}) to cw.fit or cw.predict"
 FOREIGN = {".xlsx": EXCEL, ".xlsm": EXCEL, ".xls": EXCEL, ".npy": ARRAYS, ".npz": ARRAYS}  # by the end of the name
+BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x93NUMPY")  # how workbooks and arrays begin
 MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # of byte order, and encodings
 WESTERN = ("cp1252", "latin-1")  # what text that is not UTF-8 is in; the second has a character for every byte
 HEAD_BYTES = 16
@@ -84,6 +85,7 @@ class Source:
     block_bytes: int = BLOCK_BYTES
     encoding: str | None = None  # of text that is not plain UTF-8; None also for raw bytes
     encoding_is_set: bool = False  # rather than found
+    raw: bool = False  # any bytes, which are unpacked only if the name says so
 
     def head(self) -> bytes:
         """Return the first bytes of the content."""
@@ -103,7 +105,8 @@ class Source:
             return io.BytesIO(builtin_text().encode())
         with self.path.open("rb") as file:
             first = file.read(HEAD_BYTES)
-        unpack = next((unpack for magic, unpack in UNPACKED.items() if first.startswith(magic)), None)
+        packed = not self.raw or self.path.suffix.lower() in COMPRESSIONS
+        unpack = next((unpack for magic, unpack in UNPACKED.items() if packed and first.startswith(magic)), None)
         return self.path.open("rb") if unpack is None else unpack(self.path)
 
     def _raw(self) -> Iterator[bytes]:
@@ -201,16 +204,17 @@ def find(
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSIONS]
     kind = suffixes[-1] if suffixes else ""
     name = STANDARD_INPUT if path.parent.name.startswith(STANDARD_FOLDER) else name
-    if format == "auto" and kind in FOREIGN and not any_bytes:
-        raise DataError(f"{name} {FOREIGN[kind].format(name=name)}")
     try:
-        with path.open("rb"):
-            pass
+        with path.open("rb") as file:
+            first = file.read(HEAD_BYTES)
     except OSError as error:
         remedy = remedy_for(error, "check its permissions")
         raise from_system(error, DataError)(f"{field}={name} cannot be opened ({error.strerror}); {remedy}") from error
-    source = Source(name, path, named_format(kind, format), block_bytes)
-    if source.format == "parquet" or (any_bytes and source.format == "text"):
+    raw = any_bytes and named_format(kind, format) == "text"
+    source = Source(name, path, named_format(kind, format), block_bytes, raw=raw)
+    if kind in FOREIGN and not raw and first.startswith(BINARY):  # a text may have such a name, too
+        raise DataError(f"{name} {FOREIGN[kind].format(name=name)}")
+    if source.format == "parquet" or raw:
         return source
     return replace(source, encoding=_encoding_of(source) if encoding == "auto" else encoding, encoding_is_set=encoding != "auto")
 

@@ -96,7 +96,7 @@ class _Columns:
 def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
     """Find the roles of the columns of a frame; `name` is that of the file in messages."""
     notes: list[str] = []
-    frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
+    frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
     if choice.time is None or choice.time not in frame.columns:
         frame = _turned(frame, name, notes, choice)
     if choice.series is None and SERIES_NAME in frame.columns:
@@ -124,6 +124,21 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
         shown = frame[way.name].dropna().iloc[0]
         reading = replace(reading, notes=(*reading.notes, f"{name}: column {way.name} contains {shown!r:.40}, read with the {first} first"))
     return reading
+
+
+def _names(frame: pd.DataFrame) -> list[str]:
+    """The names of the columns; those of a frame that occur again are numbered as pandas numbers those of a file."""
+    names = pd.Series(frame.columns, dtype=object).astype(str)
+    again = names.groupby(names).cumcount()
+    return list(names.where(again == 0, names + "." + again.astype(str)))
+
+
+def _of_numbers(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with columns of Python's own numbers, such as the Decimals of databases and Parquet, as columns of numbers."""
+    kinds = ("decimal", "integer", "floating", "mixed-integer-float")
+    objects = [str(name) for name, dtype in frame.dtypes.items() if str(dtype) == "object"]
+    numbers = [name for name in objects if pd.api.types.infer_dtype(frame[name]) in kinds]
+    return frame.assign(**{name: pd.to_numeric(frame[name]) for name in numbers})
 
 
 def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice, columns: _Columns) -> pd.DataFrame:
@@ -237,9 +252,8 @@ def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnCh
         return frame, way
     same = frame.duplicated() & repeated
     if same.any():
-        notes.append(
-            f"{name}: {int(same.sum())} row{'s' * bool(same.sum() > 1)} that stand{'s' * bool(same.sum() == 1)} there twice are read once"
-        )
+        many = f"{int(same.sum()):,} rows that stand there twice are" if same.sum() > 1 else "1 row that stands there twice is"
+        notes.append(f"{name}: {many} read once")
         frame, keys = frame[~same], keys[~same]
         way = replace(way, instants=replace(way.instants, times=way.instants.times[~same]))
         repeated = keys.duplicated() & way.instants.times.notna()

@@ -250,8 +250,10 @@ def _regular(rows: _Rows, names: Sequence[str], choice: ColumnChoice, remarks: l
     new = source < 0
     first = int(np.argmax(new))
     of = f" in series {names[int(codes[first])]}" if len(names) > 1 else ""
-    many = f"{int(new.sum()):,} missing row{'s' * bool(new.sum() > 1)}"
-    how = "count as empty" if choice.missing in ("none", "mask") else f"are filled in (data.missing={choice.missing})"
+    one = int(new.sum()) == 1
+    many = "1 missing row" if one else f"{int(new.sum()):,} missing rows"
+    empty = "counts as empty" if one else "count as empty"
+    how = empty if choice.missing in ("none", "mask") else f"{'is' if one else 'are'} filled in (data.missing={choice.missing})"
     text = times.frequency.text if times.frequency is not None else ""
     remarks.append(f"{rows.name}: {many} (every {text}) {how}, the first at {times.written(slice(first, first + 1))[0]}{of}")
     cells = np.where(new[:, None], np.nan, rows.cells[source])
@@ -338,7 +340,8 @@ def _weights(rows: _Rows, ahead: NDArray[np.bool_], column: pd.Series, name: str
     weights = in_file[rows.source[at]]
     if (wrong := ~(weights >= 0) & ~ahead).any():
         row = int(rows.source[at][wrong].min())
-        raise DataError(f"{name}: row {row + 1}, column {label} (data.weight) is {in_file[row]}; write a number from 0 on, 0 for no target")
+        shown = "empty" if np.isnan(in_file[row]) else f"{in_file[row]:g}"
+        raise DataError(f"{name}: row {row + 1}, column {label} (data.weight) is {shown}; write a number from 0 on, 0 for no target")
     return np.where(ahead, 0.0, weights).astype(np.float32)
 
 
