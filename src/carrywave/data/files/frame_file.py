@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
+from carrywave.data.files.frames import with_index
 from carrywave.data.files.numbers import DATE, NUMBER, as_numbers
 from carrywave.data.files.source import Source
 from carrywave.errors import DataError, one_line
@@ -64,7 +65,7 @@ def _columnar(source: Source) -> pd.DataFrame:
     else:
         with pa.memory_map(str(source.path)) as file:
             table = source.guard(lambda: pa.ipc.open_file(file).read_all())
-    return table.to_pandas()
+    return with_index(table.to_pandas())
 
 
 def _records(source: Source) -> Any:

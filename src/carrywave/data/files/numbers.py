@@ -49,7 +49,7 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
     Each distinct text is read once.
     """
     known = column.dropna()
-    sample = pd.Series(known.iloc[:: max(1, len(known) // SAMPLE)].astype(str).unique())
+    sample = pd.Series(known.iloc[:: max(1, len(known) // SAMPLE)].astype(str).to_list(), dtype=object)
     if not _share(_numbers(sample, decimal), sample) > 0.5:
         nothing = bool(_is_missing(sample).all() and _is_missing(known).all())
         return (pd.Series(np.nan, column.index), []) if nothing else (None, [])

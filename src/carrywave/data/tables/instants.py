@@ -16,15 +16,28 @@ import pandas as pd
 FIRST_YEAR, LAST_YEAR = 1500, 2200  # of numbers that are taken for years
 LEAST_READ = 0.995  # of the cells of a column of times; the rest, such as the line of a total, are none
 SAMPLE = 200
+LEAST_YEARS = 5  # consecutive numbers that are years without being called so
 MOST_EPOCHS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # digits of the time since 1970, and its unit
 COMPACT = {4: "%Y", 6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 NAMES = re.compile(  # of columns that may hold times as plain numbers
     r"(ds|t|dt|day|hour|week|month|quarter|period|year|yr|years?|times?|dates?|datum|zeit.*|fecha|data|jahr|monat|ano|año|annee|année|anno"
-    r"|.*date(?!a|d|s?et).*|.*time.*|.*(year|yr|epoch)|valid_from|as_of|index)",
+    r"|.*date(?!a|d|s?et).*|.*time.*|.*(year|yr|epoch)|(year|.*_|iso)_?week|unix.*|valid_from|as_of|index)",
     re.IGNORECASE,
 )
 COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx", re.IGNORECASE)
 MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
+MONTHS_OF_YEARS = (
+    "%b-%y",
+    "%b %y",
+    "%b-%Y",
+    "%b %Y",
+    "%B %Y",
+    "%B-%Y",
+    "%y-%b",
+    "%Y-%b",
+    "%Y %b",
+    "%Y %B",
+)  # Jan-02 is no second of January
 OFFSET = r"(?:[+-]\d\d:?(?:\d\d)?|Z)$"
 
 
@@ -66,7 +79,7 @@ def readings(column: pd.Series, *, told: bool = False) -> list[Instants]:
 def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
     numbers = column.astype(float)
     known = numbers.dropna()
-    if not told and not NAMES.fullmatch(name):
+    if not told and not NAMES.fullmatch(name) and not _like_dates(known):
         return []
     if (known % 1 != 0).any():
         return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
@@ -82,9 +95,24 @@ def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
         times = pd.to_datetime(texts, format=COMPACT[width], errors="coerce")
         if times.notna().all():
             return [Instants(_spread(times, codes, column.index), layout=COMPACT[width])]
+        weeks = pd.to_datetime(texts + "-1", format="%G%V-%u", errors="coerce")
+        if width == 6 and weeks.notna().all():
+            return [Instants(_spread(weeks, codes, column.index))]
     if width in MOST_EPOCHS:
         return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit=MOST_EPOCHS[width]), codes, column.index))]
     return []
+
+
+def _like_dates(known: pd.Series) -> bool:
+    """True for whole numbers that are days, as 20240131, or consecutive years: what a column is called does not matter then."""
+    distinct = pd.unique(known)
+    if (distinct % 1 != 0).any() or len(distinct) < LEAST_YEARS:
+        return False
+    if pd.Series(distinct).between(FIRST_YEAR, LAST_YEAR).all():
+        return len(np.unique(np.diff(np.sort(distinct)))) == 1
+    if not pd.Series(distinct).between(FIRST_YEAR * 10_000, LAST_YEAR * 10_000).all():
+        return False
+    return bool(pd.to_datetime(pd.Series(distinct).astype("int64").astype(str), format="%Y%m%d", errors="coerce").notna().all())
 
 
 def _decimal_years(numbers: pd.Series) -> list[Instants]:
@@ -108,6 +136,10 @@ def _of_texts(column: pd.Series) -> list[Instants]:
         codes, values = pd.factorize(column)
         texts = pd.Series(values, dtype="str")
     texts = texts.str.strip() if (sample != sample.str.strip()).any() else texts
+    halves = sample.str.extract(r"^(.*\d) ?[-–/] ?(.*\d)$")
+    sizes = halves[0].str.len()
+    if sizes.ge(len("1.1.20")).all() and sizes.eq(halves[1].str.len()).all():  # from a time to the next
+        texts, sample = texts.str.extract(r"^(.*\d) ?[-–/] ?.*\d$")[0], halves[0]
     parts = _of_parts(texts) if sample.str.contains(r"[QqMmWw]\s*\d").any() else None
     ways = [parts] if parts is not None else _of_dates(texts, sample.str.strip())
     found = [replace(way, times=_spread(way.times, codes, column.index)) for way in ways]
@@ -145,6 +177,10 @@ def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
     few = texts.dropna().iloc[:: max(1, len(texts) // 20)].reset_index(drop=True)
     if _parsed(few, day_first=False, utc=zone is not None) is None and _parsed(few, day_first=True, utc=zone is not None) is None:
         return []
+    for form in MONTHS_OF_YEARS:
+        months = pd.to_datetime(few, format=form, errors="coerce")
+        if months.notna().all():
+            return [Instants(pd.to_datetime(texts, format=form, errors="coerce"))]
     layout = "%Y-%m" if sample.str.fullmatch(r"\d{4}-\d\d").all() else None
     ways: list[Instants] = []
     for day_first in (False,) if sample.str.match(r"\d{4}[^\d]").all() else (False, True):
@@ -180,24 +216,39 @@ def calendar_parts(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
     """Put times together from columns of their parts, and name these: year, month, day, hour; a date and an hour; Date and Time."""
     lower: dict[str, str] = {}
     for name in frame.columns:
-        lower.setdefault(SHORT.get(str(name).lower(), str(name).lower()), name)
+        key = SHORT.get(str(name).strip().lower(), str(name).strip().lower())
+        if key == "date" and pd.api.types.is_integer_dtype(frame[name]) and frame[name].between(1, 31).all():
+            key = "day"
+        lower.setdefault(key, name)
     if (made := _of_year_and(frame, lower)) is not None:
         return made
-    dates = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name])]
+    texts = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name])]
     hours = next(
         (name for name in frame if str(name).lower() in ("hr", "hour", "hours", "hour_of_day", "stunde") and _hours(frame[name])), None
     )
-    for name in dates if hours is not None else ():
-        for way in readings(frame[name])[:1]:
-            days = way.times.dropna()
-            if days.duplicated().any() and (days == days.dt.normalize()).all():
-                return way.times + pd.to_timedelta(pd.to_numeric(frame[hours]), unit="h"), [name, str(hours)]
-    clock = next((name for name in dates if re.fullmatch(r"time|clock|uhrzeit|hora|heure|zeit", str(name).strip(), re.IGNORECASE)), None)
-    date = next((name for name in dates if re.fullmatch(r"(date|datum|fecha|data|day)", str(name).strip(), re.IGNORECASE)), None)
-    if clock is None or date is None or not frame[clock].dropna().astype(str).str.match(r"\s*\d{1,2}[:.]\d\d").all():
+    clock = hours or next((name for name in texts if _clock(frame[name]) is not None), None)
+    for name in texts if clock is not None else ():
+        ways = [way for way in readings(frame[name]) if (way.times.dropna() == way.times.dropna().dt.normalize()).all()]
+        if ways and ways[0].times.dropna().duplicated().any():
+            since = pd.to_timedelta(pd.to_numeric(frame[hours]), unit="h") if hours is not None else _clock(frame[clock])
+            return most_regular([Instants(way.times + since) for way in ways]).times, [name, str(clock)]
+    return None
+
+
+def _clock(column: pd.Series) -> pd.Series | None:
+    """The time of day in each cell (14:30, 14.30, 2:30 PM, or from one hour to the next: 14 - 15); None if that is not what they hold."""
+    cells = column.astype("str").str.strip()
+    parts = cells.str.extract(
+        r"^(?P<hour>\d{1,2})(?:[:.h](?P<minute>\d\d)(?:[:.](?P<second>\d\d))?)?\s*(?P<half>[AaPp][Mm])?(?:\s*[-–]\s*\d{1,2}(?:[:.h]\d\d)?)?$"
+    )
+    written = cells.str.contains(r"[:.h-]|[AaPp][Mm]", regex=True)
+    if parts["hour"].isna().mean() > 1 - LEAST_READ or not written[parts["hour"].notna()].all():
         return None
-    ways = readings(pd.Series(frame[date].astype(str) + " " + frame[clock].astype(str), frame.index).where(frame[date].notna(), None))
-    return (most_regular(ways).times, [date, clock]) if ways else None
+    hour = pd.to_numeric(parts["hour"])
+    half = parts["half"].str.lower()
+    hour = hour.where(half.isna(), hour % 12 + 12 * (half == "pm"))
+    seconds = hour * 3600 + pd.to_numeric(parts["minute"]).fillna(0) * 60 + pd.to_numeric(parts["second"]).fillna(0)
+    return pd.to_timedelta(seconds, unit="s") if hour.dropna().le(24).all() else None
 
 
 SHORT = {
@@ -210,6 +261,14 @@ SHORT = {
     "jahr": "year",
     "monat": "month",
     "tag": "day",
+    "date_of_month": "day",
+    "day_of_month": "day",
+    "dayofmonth": "day",
+    "mday": "day",
+    "dom": "day",
+    "dd": "day",
+    "mm": "month",
+    "yyyy": "year",
 }
 PARTS = ("year", "month", "day", "hour", "minute", "second")
 

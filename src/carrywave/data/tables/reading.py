@@ -26,6 +26,7 @@ TIME = "time"  # the name of times that are put together from several columns, o
 COUNTERS = re.compile(r"unnamed: 0|rownames?|row|id|index|instant|no\.?|nr\.?|obs|observation|#|", re.IGNORECASE)
 CALENDAR = re.compile(r"(year|yr|month|mnth|quarter|week|day|hour|hr|minute|season|holiday|weekday|dayofweek).*", re.IGNORECASE)
 MOST_SERIES_COLUMNS = 3
+MOST_REPEATS = 0.01  # of the rows of series may have the time of another: a mistake in the file
 MOST_TRIED = 8  # columns that may name series
 MOST_NUMBERED = 2000  # series named by numbers
 LEAST_WIDE = 8  # headers that are times
@@ -117,7 +118,7 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
             frame, way = frame[~lost], replace(way, instants=replace(way.instants, times=way.instants.times[~lost]))
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
-    numbers, left = _values(frame, used, choice, timed=way is not None)
+    numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
     reading = Reading(frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes))
     if way is not None and way.instants.day_first is not None and not choice.trained:
         first = "day" if way.instants.day_first else "month"
@@ -177,21 +178,22 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         raise DataError(f"{name}: column {choice.time} contains {shown!r:.40}, which is no time; {remedy}")
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
     best: _Way | None = None
+    again: _Way | None = None
     for column, instants in found:
-        series = (
-            choice.series
-            if choice.series is not None
-            else ()
-            if choice.trained
-            else _series(frame, column, instants.times, labels, columns)
-        )
-        if series is None:
-            continue
-        regular, full = _regularity(frame, instants, series, columns)
-        if series and choice.series is None and not regular:
-            continue  # what tells rows apart without making times regular is no series
-        way = _Way(column, instants, tuple(series), regular, full, told_apart=choice.series is None and not choice.trained)
-        best = way if best is None or way.score > best.score else best
+        if choice.series is not None or choice.trained:
+            tries = [(choice.series or (), -1)]
+        else:
+            tries = _series(frame, column, instants.times, labels, columns)
+        for series, repeats in tries:
+            regular, full = _regularity(frame, instants, series, columns)
+            if series and choice.series is None and not regular:
+                continue  # what tells rows apart without making times regular is no series
+            way = _Way(column, instants, tuple(series), regular, full, told_apart=repeats == 0)
+            if repeats > 0:
+                again = way if again is None or way.score > again.score else again
+            else:
+                best = way if best is None or way.score > best.score else best
+    best = best or again
     if best is None and found:  # repeated times, which `_without_repeats` deals with
         column = found[0][0]
         instants = most_regular([way for other, way in found if other == column])
@@ -217,13 +219,18 @@ def codes_of(frame: pd.DataFrame, names: Sequence[str]) -> tuple[Ints, list[tupl
     return codes.astype(np.int64), list(frame[list(names)].iloc[first].itertuples(index=False, name=None))
 
 
-def _series(frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[str], columns: _Columns) -> tuple[str, ...] | None:
-    """The fewest columns that, with the time, name each row; None if there are none. A column of names recurs."""
+def _series(
+    frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[str], columns: _Columns
+) -> list[tuple[tuple[str, ...], int]]:
+    """The fewest columns that, with the time, name each row, and those that name all but a few, each with how many they do not.
+
+    A column of names recurs.
+    """
     present = times.notna().to_numpy()
     moments = pd.factorize(times[present])[0].astype(np.int64)
     rows = len(moments)
     if not rows or int(moments.max()) + 1 == rows:
-        return ()
+        return [((), 0)]
     able: dict[str, Ints] = {}
     for column in labels:
         if column == time or CALENDAR.fullmatch(column.strip()):
@@ -233,14 +240,18 @@ def _series(frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[s
             able[column] = codes if present.all() else codes[present]
     place = {column: number for number, column in enumerate(frame.columns)}
     order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), place[column]))[:MOST_TRIED]
+    nearly: list[tuple[tuple[str, ...], int]] = []
     for size in range(1, MOST_SERIES_COLUMNS + 1):
         for chosen in itertools.combinations(order, size):
             joined = moments
             for column in chosen:
                 joined = joined * len(columns.codes(frame, column)[1]) + able[column]
-            if pd.Index(joined).is_unique:
-                return chosen
-    return None
+            repeats = int(pd.Index(joined).duplicated().sum())
+            if not repeats:
+                return [(chosen, 0), *nearly]
+            if repeats <= MOST_REPEATS * rows and not nearly:
+                nearly.append((chosen, repeats))
+    return nearly
 
 
 def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnChoice, notes: list[str]) -> tuple[pd.DataFrame, _Way]:
@@ -283,7 +294,7 @@ def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnCh
     return merged[list(frame.columns)], replace(way, instants=replace(way.instants, times=times))
 
 
-def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, *, timed: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, times: pd.Series | None) -> tuple[tuple[str, ...], dict[str, str]]:
     """The columns of numbers, and why others are not read: a counter of rows is none of the data, unless it was asked for."""
     asked = choice.asked
     numbers: list[str] = []
@@ -292,19 +303,40 @@ def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, *, timed:
         values = frame[column]
         if column in used:
             continue
-        if not pd.api.types.is_numeric_dtype(values) or (pd.api.types.is_bool_dtype(values) and column not in asked):
+        if column not in asked and values.isna().all():
+            left[column] = "empty"
+        elif not pd.api.types.is_numeric_dtype(values) or (pd.api.types.is_bool_dtype(values) and column not in asked):
             left[column] = "truth values" if pd.api.types.is_bool_dtype(values) else "text" if values.dtype.kind not in "mM" else "times"
-        elif column not in asked and COUNTERS.fullmatch(column.strip()) and _counts(values):
+        elif column not in asked and COUNTERS.fullmatch(column.strip()) and _counts(values, unnamed=column == "Unnamed: 0"):
             left[column] = "counts the rows"
-        elif column not in asked and not timed and NAMES.fullmatch(column.strip()) and values.is_monotonic_increasing and values.is_unique:
+        elif column not in asked and times is not None and _same_times(values, times):
+            left[column] = "the same times"
+        elif (
+            column not in asked
+            and times is None
+            and NAMES.fullmatch(column.strip())
+            and values.is_monotonic_increasing
+            and values.is_unique
+        ):
             left[column] = "only orders the rows"
         else:
             numbers.append(column)
     return tuple(numbers), left
 
 
-def _counts(values: pd.Series) -> bool:
-    return pd.api.types.is_integer_dtype(values) and values.iloc[0] in (0, 1) and bool((values.diff().dropna() == 1).all())
+def _counts(values: pd.Series, *, unnamed: bool) -> bool:
+    """True if a column numbers the rows; what has no name does so in any order."""
+    if not pd.api.types.is_integer_dtype(values):
+        return False
+    return unnamed or (values.iloc[0] in (0, 1) and bool((values.diff().dropna() == 1).all()))
+
+
+def _same_times(values: pd.Series, times: pd.Series) -> bool:
+    """True if a column has the times once more, as numbers: seconds since 1970, say."""
+    ways = [way for way in readings(values) if not way.counted]
+    if not ways or ways[0].times.isna().any() or times.dtype.kind != "M":
+        return False
+    return bool(pd.DataFrame({"a": times, "b": values}).drop_duplicates().apply(lambda column: column.is_unique).all())
 
 
 def _turned(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice) -> pd.DataFrame:
