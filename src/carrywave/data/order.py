@@ -1,8 +1,8 @@
 """The order of training data: a pure function of (lengths, seed, epoch), free of torch and independent of the number of workers.
 
 `StreamOrder` walks through contiguous streams in parallel lanes, window by window. `SequenceOrder` batches separate sequences
-of similar length under a budget of steps. Both compute window k of epoch e directly, so resuming replays nothing. Other orders are in
-`windows` (random windows of series) and `packing` (several sequences in a lane).
+of similar length under a budget of steps. Both compute window k of epoch e directly, so resuming replays nothing. `windows` has another
+order: random windows of series.
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ class Cursor(NamedTuple):
     step: int
 
 
-class Segments(NamedTuple):
-    """Whole sequences, several in a lane."""
-
-    lane: Ints  # [S]
-    sequence: Ints  # [S]
-    first: Ints  # [S] the step of the lane with which each begins
-    length: Ints  # [S]
-    most: int  # sequences of a lane, at most, in any window of the order
-
-
 @dataclass(frozen=True, eq=False)
 class Window:
     """Which steps of which sequences each lane of one batch holds."""
@@ -48,7 +38,6 @@ class Window:
     length: Ints  # [B] real steps, 0 … steps
     fresh: NDArray[np.bool_]  # [B] True if a sequence, or a piece of one, starts here
     skip: Ints | None = None  # [B] leading steps that warm up the carry and are not scored
-    segments: Segments | None = None  # if lanes hold several sequences; `sequence` is then the first of each
 
 
 class Order(Protocol):

@@ -12,7 +12,6 @@ from carrywave.data.batch import Batch
 from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
-from carrywave.data.packing import PackedOrder
 from carrywave.data.sequences import View
 from carrywave.data.windows import WindowOrder
 from carrywave.errors import DataError
@@ -40,13 +39,10 @@ _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
-    """The order in which a part is read: streams, random windows or length buckets; shuffled, packed and with varying windows in training
-    only.
+    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only.
 
     `dealing`: how the lanes of a training stream get their sequences.
     """
-    if spec.batch.pack and training:
-        return PackedOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed)
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
     if training and spec.batch.windows == "random":
