@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.buckets import length_grid
-from carrywave.data.dealing import LATEST, Dealing, deal
+from carrywave.data.dealing import deal
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import BATCHES, MEMBERS, permutation, varied_steps
 from carrywave.errors import DataError
@@ -56,20 +56,18 @@ class StreamOrder:
     """Contiguous streams: each lane works through its pieces in turn, and all lanes share one grid of windows.
 
     With `cut`, sequences are cut into pieces so that all lanes are about as long: a single corpus gives each lane one piece. Without it,
-    sequences stay whole, and there are at most as many lanes as sequences. `dealing` is the way in which lanes get their pieces.
+    sequences stay whole, and there are at most as many lanes as sequences.
     """
 
-    def __init__(
-        self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True, dealing: Dealing = LATEST
-    ) -> None:
+    def __init__(self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True) -> None:
         lengths = checked_lengths(lengths)
         total = int(lengths.sum())
         if cut and total < lanes:
             raise DataError(f"batch.lanes={lanes} is more than the {total} steps in train; use batch.lanes<={total}")
         self.lanes = lanes if cut else min(lanes, len(lengths))
-        self.steps, self.cut, self.dealing = steps, cut, dealing
+        self.steps, self.cut = steps, cut
         self._seed, self._vary = seed, vary
-        sequence, offset, length, lane = deal(lengths, self.lanes, steps, cut=cut, dealing=dealing)
+        sequence, offset, length, lane = deal(lengths, self.lanes, steps, cut=cut)
         by_lane = np.argsort(lane, kind="stable")
         self._sequence, self._offset, self._length = sequence[by_lane], offset[by_lane], length[by_lane]
         self._lane = lane[by_lane]

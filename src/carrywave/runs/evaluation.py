@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
 from carrywave.data.sequences import View
@@ -38,11 +37,8 @@ from carrywave.tasks.task import Part, Task
 _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 
 
-def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
-    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only.
-
-    `dealing`: how the lanes of a training stream get their sequences.
-    """
+def order_for(spec: Spec, view: View, *, training: bool) -> Order:
+    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only."""
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
     if training and spec.batch.windows == "random":
@@ -53,10 +49,8 @@ def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATE
         lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
     # A series is evaluated with its whole past, so it is not cut into lanes.
     cut = training or not spec.reads_series
-    if cut and not training:
-        dealing = 1  # a cut costs context, so metrics depend on where it is: they stay comparable with those of earlier versions
     vary = spec.batch.vary and training
-    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut, dealing=dealing)
+    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut)
 
 
 @dataclass
