@@ -47,8 +47,8 @@ def stream_orders(draw: st.DrawFn) -> tuple[np.ndarray, StreamOrder]:
     lengths = draw(many_lengths)
     cut = draw(st.booleans())
     lanes = draw(st.integers(1, min(8, int(lengths.sum()))))
-    steps, seed, vary, dealing = (draw(drawn) for drawn in (st.integers(1, 9), st.integers(0, 3), st.booleans(), st.sampled_from((1, 2))))
-    return lengths, StreamOrder(lengths, lanes=lanes, steps=steps, seed=seed, vary=vary, cut=cut, dealing=dealing)
+    steps, seed, vary = draw(st.integers(1, 9)), draw(st.integers(0, 3)), draw(st.booleans())
+    return lengths, StreamOrder(lengths, lanes=lanes, steps=steps, seed=seed, vary=vary, cut=cut)
 
 
 def test_orders_do_not_load_torch() -> None:
@@ -103,9 +103,7 @@ def test_a_lane_is_shorter_than_its_window_only_where_its_piece_ends(given_order
 @given(stream_orders(), st.randoms(use_true_random=False))
 def test_streams_can_be_entered_anywhere(given_order: tuple[np.ndarray, StreamOrder], random: object) -> None:
     lengths, order = given_order
-    again = StreamOrder(
-        lengths, lanes=order.lanes, steps=order.steps, seed=order._seed, vary=order._vary, cut=order.cut, dealing=order.dealing
-    )
+    again = StreamOrder(lengths, lanes=order.lanes, steps=order.steps, seed=order._seed, vary=order._vary, cut=order.cut)
     in_turn = {Cursor(epoch, step): window for epoch in range(3) for step, window in enumerate(epoch_of(order, epoch))}
     cursors = list(in_turn)
     random.shuffle(cursors)  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ import torch
 
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor
-from carrywave.data.packing import PackedOrder
 from carrywave.data.prepare import prepare, read
 from carrywave.data.python_inputs import from_python, read_python
 from carrywave.data.sequences import Sequences
@@ -126,27 +125,6 @@ def test_steps_of_tagging_have_weights() -> None:
     whole = from_python([{**row, "weight": 2.0} for row in TAGS], spec)  # one for each row: of the sequence
     assert whole.train.weights is not None
     assert whole.train.step_weights is None
-
-
-@pytest.mark.parametrize("task", ["tagging", "classification"])
-def test_packed_sequences_have_their_weights(task: str) -> None:
-    rows = [{"steps": [[1.0]] * (1 + number % 4), "weight": float(number)} for number in range(12)]
-    rows = [
-        {**row, "label": n % 2} if task == "classification" else {**row, "labels": [n % 2] * len(row["steps"])}
-        for n, row in enumerate(rows)
-    ]  # type: ignore[arg-type]
-    spec = spec_of(task)
-    found = from_python(rows, spec)
-    view = Task(spec, found.codec, found.facts).part("train", found.train).view
-    window = PackedOrder(view.lengths, tokens=16, seed=1).window(Cursor(0, 0))
-    assert window.segments is not None
-    for share in (None, Share(1, 2)):
-        batch = build(view, window, Cursor(0, 0), share=share)
-        low = 0 if share is None else share.bounds(len(window.sequence))[0]
-        assert batch.weights is not None
-        for lane, sequence, first, length in zip(*window.segments[:4], strict=True):
-            if low <= lane < low + batch.weights.shape[1]:
-                assert batch.weights[first : first + length, lane - low].tolist() == [float(sequence)] * length
 
 
 def test_tokens_have_the_weight_of_their_document() -> None:

@@ -290,7 +290,7 @@ def test_tables_that_are_refused(data: dict[str, Any], message: str) -> None:
         ("tagging", {"data": {"each_step": True}}, "data.each_step is for regression, not for tagging; remove it"),
         ("regression", {"data": {"each_step": True, "horizon": 3}}, "data.horizon is for forecasting, not for regression; remove it"),
         ("regression", {"data": {"each_step": True}, "model": {"pool": "mean"}}, "model.pool is for one target per sequence"),
-        ("regression", {"data": {"each_step": True}, "batch": {"pack": True, "tokens": 64}}, "batch.pack is not for targets at each step"),
+        ("regression", {"data": {"each_step": True, "augment": {"noise": 0.1}}}, "data.augment is not for targets at each step"),
         ("regression", {"data": {"each_step": True, "tokens": "word"}}, "data.tokens is for text and tokens, not for data.each_step"),
         ("regression", {"data": {"each_step": True}, "model": {"bidirectional": True}}, "cannot read a stream backwards"),
     ],

@@ -68,11 +68,6 @@ def documents(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any
     return {**spec, "data": {**spec["data"], "reset": "."}, "model": {**spec["model"], "learned_carry": True}}
 
 
-def packed(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any]:
-    spec = classification(folder, plan)
-    return {**spec, "batch": {**spec["batch"], "pack": True}}
-
-
 def forecasting(folder: Path) -> dict[str, Any]:
     return {
         "task": "forecasting",
@@ -84,7 +79,6 @@ def forecasting(folder: Path) -> dict[str, Any]:
 
 
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {"language": language, "classification": classification}
-RESET: dict[str, Callable[..., dict[str, Any]]] = {"documents": documents, "packed": packed}  # the state starts anew inside a window
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps = [draw.normal(size=(int(draw.integers(1, 10)), 2)).round(3) for _ in range(rows)]
         lines = [json.dumps({"steps": each.tolist(), "label": "up" if each.sum() > 0 else "down"}) for each in steps]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    for name, make in {**KINDS, **RESET}.items():
+    for name, make in {**KINDS, "documents": documents}.items():
         train(parse(make(folder)), run=folder / name, device="cpu")
     train(parse(classification(folder, bidirectional=True)), run=folder / "both", device="cpu")
     (folder / "prompts.txt").write_text("the\nwave\nmoves\nand\ncarry is\n")
@@ -146,11 +140,7 @@ def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) 
     jobs.append(
         {"run": f"both-{workers}", "spec": classification(folder, {"stages": 2, "micro_batches": 2, "chunk_steps": 2}, bidirectional=True)}
     )
-    jobs += [
-        {"run": f"{kind}-{workers}-{number}", "spec": make(folder, plan)}
-        for kind, make in RESET.items()
-        for number, plan in enumerate(PLANS[workers][:2])
-    ]
+    jobs += [{"run": f"documents-{workers}-{number}", "spec": documents(folder, plan)} for number, plan in enumerate(PLANS[workers][:2])]
     told = carry_out(folder, workers, jobs, f"plans-{workers}")
     assert all(each == told[0] for each in told[1:])  # every worker knows how it ended
     assert [each["ending"] for each in told[0]] == ["done"] * len(jobs)

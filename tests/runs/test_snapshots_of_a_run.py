@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 
 from _whole_snapshots import load
 from carrywave.errors import RunError
-from carrywave.runs.checkpoint.atomic_files import read_tensors
-from carrywave.runs.checkpoint.manifest import digest, encode
 from carrywave.runs.checkpoint.snapshot import open_stored
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
@@ -176,38 +173,3 @@ def test_the_last_one_that_cannot_be_written_is_an_error(text: Path, tmp_path: P
         train(language(text), run=tmp_path / "run", device="cpu")
     assert last(tmp_path / "run").name == "step-00000032"
     assert not list((tmp_path / "run" / "snapshots").glob(".tmp*"))
-
-
-def test_a_run_goes_on_in_the_order_that_its_snapshot_counts_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [f"{name},{day},{day % 5}" for name, days in (("a", 140), ("b", 118)) for day in range(days)]
-    (tmp_path / "series.csv").write_text("\n".join(["series,time,value", *rows]))
-
-    def forecaster(**keys: Any) -> Any:
-        data = {"train": str(tmp_path / "series.csv"), "series": "series", "horizon": 2}
-        how = {"epochs": 2, "snapshot_every": 3, "schedule": "constant", "weights": "last", **keys}
-        return parse({"task": "forecasting", "data": data, "model": {"hidden": 3}, "batch": {"lanes": 2, "steps": 16}, "train": how})
-
-    def weights(name: str) -> list[list[float]]:
-        tensors = read_tensors(tmp_path / name / "weights.safetensors")
-        return [tensors[key].flatten().tolist() for key in sorted(tensors)]
-
-    with monkeypatch.context() as earlier:  # a version that had one way of dealing, and did not name it
-        earlier.setattr("carrywave.train.fit.dealing_of", lambda snapshot: 1)
-        train(forecaster(), run=tmp_path / "old", device="cpu")
-        train(forecaster(max_steps=4), run=tmp_path / "resumed", device="cpu")
-    path = last(tmp_path / "resumed") / "manifest.json"
-    said = json.loads(path.read_bytes())
-    assert said["meta"].pop("dealing") == 1
-    path.write_bytes(encode({**said, "sha256": digest(said)}))
-    train(forecaster(), run=tmp_path / "resumed", resume=True, device="cpu")
-    assert weights("resumed") == weights("old")
-    assert open_stored(tmp_path / "resumed" / "snapshots").meta["dealing"] == 1
-    train(forecaster(), run=tmp_path / "new", device="cpu")
-    assert open_stored(tmp_path / "new" / "snapshots").meta["dealing"] == 2
-    assert steps_of(tmp_path / "new")[-1] < steps_of(tmp_path / "old")[-1]
-    path = last(tmp_path / "resumed") / "manifest.json"
-    said = json.loads(path.read_bytes())
-    said["meta"]["dealing"] = 3
-    path.write_bytes(encode({**said, "sha256": digest(said)}))
-    with pytest.raises(RunError, match=r"not written by this version \(dealing 3\)"):
-        train(forecaster(epochs=3), run=tmp_path / "resumed", resume=True, device="cpu")

@@ -150,7 +150,6 @@ def test_labels_without_spans_need_no_scheme_and_have_no_spans() -> None:
         ({"train": {"label_smoothing": 0.1}}, r"train.label_smoothing is for losses of single labels, but that of model.crf"),
         ({"train": {"best": "top_5_accuracy"}}, r"top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences"),
         ({"batch": {"lanes": 4}}, r"model.crf reads whole sequences, but a stream is read in windows; set batch.tokens"),
-        ({"batch": {"tokens": 64, "pack": True}}, r"model.crf reads over the edges of packed sequences; remove it, or batch.pack"),
         ({"plan": {"chunk_steps": 4}}, r"plan.chunk_steps=4 cuts time, but model.crf reads whole sequences; use plan.micro_batches"),
         ({"plan": {"stages": 2, "share_head": True}}, r"plan.share_head shares the work of single steps, but model.crf reads whole"),
     ],

@@ -160,7 +160,6 @@ def test_labels_that_do_not_fit_stop_a_run_before_it_begins(tmp_path: Path) -> N
     ("spec", "message"),
     [
         ({"batch": {"lanes": 2, "steps": 8}}, "transcription reads separate sequences; set batch.tokens"),
-        ({"batch": {"pack": True}}, "transcription reads the whole of a lane as one sequence; remove batch.pack"),
         ({"plan": {"chunk_steps": 8}}, "plan.chunk_steps=8 cuts time, but a transcription is scored over all ways to lay it along"),
         ({"data": {"augment": {"crop": 0.5}}}, "data.augment with crop or shift leaves out steps or moves them"),
         ({"train": {"best": "accuracy"}}, "train.best=accuracy is not a metric of transcription; use loss, label_error, sequence_error"),

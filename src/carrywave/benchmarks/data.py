@@ -1,5 +1,4 @@
-"""Claim: one background thread makes variable-length batches at 5 times the real tokens/s of a `DataLoader`, with under 5% padding; packed
-(`batch.pack`), with under 1%.
+"""Claim: one background thread makes variable-length batches at 5 times the real tokens/s of a `DataLoader`, with under 5% padding.
 
 Peer: `torch.utils.data.DataLoader` as a good engineer sets it up: two persistent workers, a random sampler, `pad_sequence` in the
 collate function, default prefetching. Both read the same in-memory tokens (log-normal lengths, clipped to 5 … 2,000) and return int64
@@ -25,14 +24,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from carrywave.data.loader import Loader
-from carrywave.data.order import Cursor, Order, SequenceOrder
-from carrywave.data.packing import PackedOrder
+from carrywave.data.order import Cursor, SequenceOrder
 from carrywave.data.sequences import Ints, View
 from carrywave.measure.timing import take_turns
 
 BUDGET = 16_384
 
-Size = tuple[int, int, int]  # of a batch: real tokens, tokens with padding, steps
+Size = tuple[int, int]  # of a batch: real tokens, tokens with padding
 
 
 class _Corpus(Dataset[tuple[Tensor, Tensor]]):
@@ -59,12 +57,12 @@ def _collate(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor
 
 def _ours(loader: Loader, epoch: int) -> Iterator[Size]:
     for batch in loader.batches(Cursor(epoch, 0)):
-        yield batch.real, batch.inputs.numel(), batch.steps
+        yield batch.real, batch.inputs.numel()
 
 
 def _theirs(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[Size]:
     for inputs, _, lengths in loader:
-        yield int(lengths.sum()), inputs.numel(), len(inputs)
+        yield int(lengths.sum()), inputs.numel()
 
 
 def _timed(batches: Iterator[Size]) -> tuple[float, list[Size]]:
@@ -85,18 +83,13 @@ def run(*, quick: bool) -> list[dict[str, object]]:
     torch.set_num_threads(1)
     try:
         view = View(tokens, starts, lengths, targets_at=lambda rows: tokens[rows + 1])
-
-        def ours(order: Order) -> Loader:
-            return Loader(view, order, device=torch.device("cpu"))
-
-        bucketed, packed = ours(SequenceOrder(lengths, tokens=BUDGET)), ours(PackedOrder(lengths, tokens=BUDGET))
+        ours = Loader(view, SequenceOrder(lengths, tokens=BUDGET), device=torch.device("cpu"))
         corpus = _Corpus(tokens, starts, lengths)
         size = round(BUDGET / float(lengths.mean()))
         theirs = DataLoader(corpus, size, sampler=RandomSampler(corpus), num_workers=2, collate_fn=_collate, persistent_workers=True)
         epochs = itertools.count()
         loaders = {
-            "carrywave, 1 thread": lambda: _timed(_ours(bucketed, next(epochs))),
-            "carrywave, packed": lambda: _timed(_ours(packed, next(epochs))),
+            "carrywave, 1 thread": lambda: _timed(_ours(ours, next(epochs))),
             "DataLoader, 2 workers": lambda: _timed(_theirs(theirs)),
         }
         passes = take_turns(loaders, rounds + 1)
@@ -107,7 +100,7 @@ def run(*, quick: bool) -> list[dict[str, object]]:
     seconds = {name: median(taken for taken, _ in several[1:]) for name, several in passes.items()}  # without the warm-up
     for name, several in passes.items():
         sizes = several[-1][1]
-        real, padded, _ = (sum(values) for values in zip(*sizes, strict=True))
+        real, padded = (sum(values) for values in zip(*sizes, strict=True))
         rows.append(
             {
                 "loader": name,
@@ -115,8 +108,6 @@ def run(*, quick: bool) -> list[dict[str, object]]:
                 "batches_per_second": len(sizes) / seconds[name],
                 "real_tokens_per_second": real / seconds[name],
                 "waste": 1.0 - real / padded,
-                "shapes": len({(steps, tokens) for _, tokens, steps in sizes}),
-                "steps": sum(steps for _, _, steps in sizes),  # that follow each other, which a small batch is bound by
                 "ratio": seconds["DataLoader, 2 workers"] / seconds[name],  # both produce the same real tokens per epoch
             }
         )

@@ -5,7 +5,7 @@ each, for several rounds; the median over blocks counts):
 
 - streams: truncated back-propagation over the same corpus in the same lanes and windows (`PlainStreams`), of LSTMs and, once, of GRUs;
 - lengths: a DataLoader in random order with `pad_sequence`, padded or packed, whichever is faster, with as many sequences per batch as
-  give the same number of real steps on average (`PlainSequences`). Ours buckets by length; in a second row, it packs (`batch.pack`).
+  give the same number of real steps on average (`PlainSequences`). Ours buckets by length.
 
 Speed is in real tokens per second: padding does not count. The plain loops use torch's default settings.
 """
@@ -29,8 +29,6 @@ from carrywave.data.sequences import Sequences
 from carrywave.measure.timing import settle, take_turns
 from carrywave.parallel.mesh import Mesh
 from carrywave.spec.load import parse
-
-PACKED = "carrywave, batch.pack"
 
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
@@ -57,7 +55,7 @@ def compare(
         _block(step, seconds / 4, device)  # warm up
     rates = take_turns({name: partial(_block, step, seconds, device) for name, step in loops.items()}, blocks)
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    best = max(value for name, value in medians.items() if name not in ("carrywave", PACKED))
+    best = max(value for name, value in medians.items() if name != "carrywave")
     return [
         {
             "case": case,
@@ -124,5 +122,5 @@ def _lengths(case: LabelledLengths, device: torch.device) -> dict[str, Step]:
         loop = peers.PlainSequences(sequences, labels, model, batch=batch, lr=LR, clip=CLIP, device=device)
         return lambda: loop.step()[1]
 
-    ours, packed = (case.loop(data, Mesh.alone(device), pack=pack) for pack in (False, True))
-    return {"carrywave": ours, PACKED: packed, "plain PyTorch, padded": plain(False), "plain PyTorch, packed": plain(True)}
+    ours = case.loop(data, Mesh.alone(device))
+    return {"carrywave": ours, "plain PyTorch, padded": plain(False), "plain PyTorch, packed": plain(True)}

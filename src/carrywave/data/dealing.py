@@ -7,15 +7,12 @@ at best all windows of all sequences, divided by the number of lanes.
 from __future__ import annotations
 
 import heapq
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from carrywave.data.sequences import Ints
 
-Dealing = Literal[1, 2]
-"""1: pieces are even shares of their sequence, and each goes to the least loaded lane. 2: as 1, unless another way is clearly better."""
-LATEST: Dealing = 2
 LESS_WORK = 0.95  # of the steps of an epoch, padding included: worth other pieces where there are as many windows
 
 
@@ -28,22 +25,31 @@ class Dealt(NamedTuple):
     lane: Ints
 
 
-def deal(lengths: Ints, lanes: int, steps: int, *, cut: bool, dealing: Dealing = LATEST) -> Dealt:
-    """Deal sequences out to lanes that are read in windows of `steps`. Without `cut`, every sequence is one piece."""
-    even = _even_pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
-    windows = -(-even[2] // steps)
-    dealt = Dealt(*even, _least_loaded(windows, lanes))
-    if dealing == 1 or len(lengths) == 1:
+def deal(lengths: Ints, lanes: int, steps: int, *, cut: bool) -> Dealt:
+    """Deal sequences out to lanes that are read in windows of `steps`. Without `cut`, every sequence is one piece.
+
+    Each piece goes to the least loaded lane, unless it is clearly better to fill one lane after the other or, without `cut`, to begin with
+    the longest sequence.
+    """
+    dealt = _evenly(lengths, lanes, steps, cut=cut)
+    if len(lengths) == 1:
         return dealt
     if cut:
         other = _laid_end_to_end(lengths, lanes, steps)
     else:
+        windows = -(-lengths // steps)
         longest_first = np.argsort(-windows, kind="stable")
         lane = np.empty_like(dealt.lane)
         lane[longest_first] = _least_loaded(windows[longest_first], lanes)
         other = dealt._replace(lane=lane)
     (many, work), (other_many, other_work) = (_size(each, lanes, steps) for each in (dealt, other))
     return other if other_many < many or (other_many == many and other_work < LESS_WORK * work) else dealt
+
+
+def _evenly(lengths: Ints, lanes: int, steps: int, *, cut: bool) -> Dealt:
+    """Whole sequences, or even shares of the long ones, each in the lane that is least loaded when its turn comes."""
+    sequence, offset, length = _even_pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+    return Dealt(sequence, offset, length, _least_loaded(-(-length // steps), lanes))
 
 
 def _size(dealt: Dealt, lanes: int, steps: int) -> tuple[int, int]:

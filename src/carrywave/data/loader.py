@@ -24,7 +24,7 @@ from torch import Tensor
 
 from carrywave.data.augmentation import Augmentation
 from carrywave.data.batch import IGNORED, Batch
-from carrywave.data.order import Cursor, Order, Segments, Window
+from carrywave.data.order import Cursor, Order, Window
 from carrywave.data.sequences import History, Ints, View
 
 
@@ -55,22 +55,15 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     sequence_read = np.maximum(sequence, 0)  # an idle lane reads the first sequence, fully masked
     time_T1 = np.arange(window.steps)[:, None]
     # Padding repeats the last real row, so that every requested row exists, and its target too.
-    reach = length if window.segments is None else np.minimum(length, 1)
-    steps_TB = np.minimum(time_T1, np.maximum(reach - 1, 0))
+    steps_TB = np.minimum(time_T1, np.maximum(length - 1, 0))
     steps_TB = steps_TB if augmentation is None else augmentation.steps(steps_TB, length, sequence, cursor.epoch)
     rows_TB = view.starts[sequence_read] + offset + steps_TB
     padded_TB = time_T1 >= length
-    resets: NDArray[np.bool_] | None = None
-    ends = None  # [S] step and lane of the last step of each sequence, if lanes hold several, and the sequence
-    if window.segments is not None:
-        resets, ends = _laid_out(view, window.segments, low, high, rows_TB)
     inputs = np.empty((*rows_TB.shape, 0), dtype=np.float32)
     if share.inputs:
         change = None if augmentation is None else partial(augmentation.inputs, sequence=sequence, epoch=cursor.epoch)
         inputs = _inputs(view, rows_TB, padded_TB, change)
-    if view.resets_at is not None:
-        inside = view.resets_at(rows_TB) & ~padded_TB
-        resets = inside if resets is None else resets | inside
+    resets = None if view.resets_at is None else view.resets_at(rows_TB) & ~padded_TB
     targets = None
     history = None if view.history is None or not share.targets else past_values(view, view.history, rows_TB, sequence_read)
     if not share.targets:
@@ -81,14 +74,9 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
     elif view.labels_at is not None:
         targets = _ignoring(view.labels_at(sequence_read, window.steps), sequence < 0)
-    elif view.labels is not None and ends is not None:
-        targets = np.zeros((*rows_TB.shape, *view.labels.shape[1:]), view.labels.dtype)
-        scored_TB = np.zeros(rows_TB.shape, np.bool_)
-        targets[ends[0], ends[1]], scored_TB[ends[0], ends[1]] = view.labels[ends[2]], True
-        targets = _ignoring(targets, ~scored_TB)
     elif view.labels is not None:
         targets = _ignoring(view.labels[sequence_read], sequence < 0)
-    weights = _weights(view, rows_TB, sequence, padded_TB, ends) if share.targets else None
+    weights = _weights(view, rows_TB, sequence, padded_TB) if share.targets else None
     return Batch(
         inputs=torch.from_numpy(inputs),
         targets=None if targets is None else torch.from_numpy(targets),
@@ -106,25 +94,10 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         history=None if history is None else torch.from_numpy(history),
         resets=None if resets is None else torch.from_numpy(resets),
         weights=None if weights is None else torch.from_numpy(weights),
-        sequences=None if window.segments is None or view.resets_at is not None else window.segments.most,
     )
 
 
-def _laid_out(view: View, segments: Segments, low: int, high: int, rows_TB: Ints) -> tuple[NDArray[np.bool_], tuple[Ints, Ints, Ints]]:
-    """Write the rows of sequences that lie one after the other in lanes `low` to `high`; return where they begin, and where each ends."""
-    local = (low <= segments.lane) & (segments.lane < high)
-    lane, sequence, first, length = (each[local] for each in segments[:4])
-    lane = lane - low
-    within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
-    rows_TB[np.repeat(first, length) + within, np.repeat(lane, length)] = np.repeat(view.starts[sequence], length) + within
-    resets_TB = np.zeros(rows_TB.shape, np.bool_)
-    resets_TB[first, lane] = first > 0  # with the first step of a window, every lane is fresh
-    return resets_TB, (first + length - 1, lane, sequence)
-
-
-def _weights(
-    view: View, rows_TB: Ints, sequence_B: Ints, padded_TB: NDArray[np.bool_], ends: tuple[Ints, Ints, Ints] | None
-) -> NDArray[np.float32] | None:
+def _weights(view: View, rows_TB: Ints, sequence_B: Ints, padded_TB: NDArray[np.bool_]) -> NDArray[np.float32] | None:
     """The weights of the targets, [T, B, …] or [B]; 0 where there is only padding."""
     if view.weights_at is not None:
         weights = np.require(view.weights_at(rows_TB), dtype=np.float32, requirements=["C", "W", "O"])
@@ -132,28 +105,17 @@ def _weights(
         return weights
     if view.weights is None:
         return None
-    if ends is None:
-        return np.where(sequence_B < 0, np.float32(0.0), view.weights[np.maximum(sequence_B, 0)])
-    last, lane, sequence = ends  # several sequences in a lane: the weight of each is at all of its steps
-    length = view.lengths[sequence]
-    weights = np.zeros(rows_TB.shape, np.float32)
-    within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length), length)
-    weights[np.repeat(last + 1, length) + within, np.repeat(lane, length)] = np.repeat(view.weights[sequence], length)
-    return weights
+    return np.where(sequence_B < 0, np.float32(0.0), view.weights[np.maximum(sequence_B, 0)])
 
 
 def _begun(view: View, window: Window) -> int:
     """The real steps of a window, over all lanes, that come first in their lane or start anew."""
-    begun = int((window.length > 0).sum()) if window.segments is None else len(window.segments.lane)
+    begun = int((window.length > 0).sum())
     if view.resets_at is None:
         return begun
     time_T1 = np.arange(window.steps)[:, None]
-    reach = window.length if window.segments is None else np.minimum(window.length, 1)
-    rows_TB = view.starts[np.maximum(window.sequence, 0)] + window.offset + np.minimum(time_T1, np.maximum(reach - 1, 0))
-    starts_TB = (time_T1 == 0) & (window.length > 0)
-    if window.segments is not None:
-        starts_TB = starts_TB | _laid_out(view, window.segments, 0, len(window.length), rows_TB)[0]
-    return begun + int((view.resets_at(rows_TB) & (time_T1 < window.length) & ~starts_TB).sum())
+    rows_TB = view.starts[np.maximum(window.sequence, 0)] + window.offset + np.minimum(time_T1, np.maximum(window.length - 1, 0))
+    return begun + int((view.resets_at(rows_TB) & (time_T1 < window.length) & (time_T1 > 0)).sum())
 
 
 def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Callable[[NDArray[Any]], NDArray[Any]] | None) -> NDArray[Any]:

@@ -1,8 +1,8 @@
 """The order of training data: a pure function of (lengths, seed, epoch), free of torch and independent of the number of workers.
 
 `StreamOrder` walks through contiguous streams in parallel lanes, window by window. `SequenceOrder` batches separate sequences
-of similar length under a budget of steps. Both compute window k of epoch e directly, so resuming replays nothing. Other orders are in
-`windows` (random windows of series) and `packing` (several sequences in a lane).
+of similar length under a budget of steps. Both compute window k of epoch e directly, so resuming replays nothing. `windows` has another
+order: random windows of series.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.buckets import length_grid
-from carrywave.data.dealing import LATEST, Dealing, deal
+from carrywave.data.dealing import deal
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import BATCHES, MEMBERS, permutation, varied_steps
 from carrywave.errors import DataError
@@ -28,16 +28,6 @@ class Cursor(NamedTuple):
     step: int
 
 
-class Segments(NamedTuple):
-    """Whole sequences, several in a lane."""
-
-    lane: Ints  # [S]
-    sequence: Ints  # [S]
-    first: Ints  # [S] the step of the lane with which each begins
-    length: Ints  # [S]
-    most: int  # sequences of a lane, at most, in any window of the order
-
-
 @dataclass(frozen=True, eq=False)
 class Window:
     """Which steps of which sequences each lane of one batch holds."""
@@ -48,7 +38,6 @@ class Window:
     length: Ints  # [B] real steps, 0 … steps
     fresh: NDArray[np.bool_]  # [B] True if a sequence, or a piece of one, starts here
     skip: Ints | None = None  # [B] leading steps that warm up the carry and are not scored
-    segments: Segments | None = None  # if lanes hold several sequences; `sequence` is then the first of each
 
 
 class Order(Protocol):
@@ -67,20 +56,18 @@ class StreamOrder:
     """Contiguous streams: each lane works through its pieces in turn, and all lanes share one grid of windows.
 
     With `cut`, sequences are cut into pieces so that all lanes are about as long: a single corpus gives each lane one piece. Without it,
-    sequences stay whole, and there are at most as many lanes as sequences. `dealing` is the way in which lanes get their pieces.
+    sequences stay whole, and there are at most as many lanes as sequences.
     """
 
-    def __init__(
-        self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True, dealing: Dealing = LATEST
-    ) -> None:
+    def __init__(self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True) -> None:
         lengths = checked_lengths(lengths)
         total = int(lengths.sum())
         if cut and total < lanes:
             raise DataError(f"batch.lanes={lanes} is more than the {total} steps in train; use batch.lanes<={total}")
         self.lanes = lanes if cut else min(lanes, len(lengths))
-        self.steps, self.cut, self.dealing = steps, cut, dealing
+        self.steps, self.cut = steps, cut
         self._seed, self._vary = seed, vary
-        sequence, offset, length, lane = deal(lengths, self.lanes, steps, cut=cut, dealing=dealing)
+        sequence, offset, length, lane = deal(lengths, self.lanes, steps, cut=cut)
         by_lane = np.argsort(lane, kind="stable")
         self._sequence, self._offset, self._length = sequence[by_lane], offset[by_lane], length[by_lane]
         self._lane = lane[by_lane]

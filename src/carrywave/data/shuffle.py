@@ -15,7 +15,7 @@ Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
 # Sites: draws for different purposes must be independent.
-MEMBERS, BATCHES, WINDOW_BASE, WINDOW_RADIUS, WINDOW_ANGLE, HELD_OUT, PHASES, LANES = range(1, 9)
+MEMBERS, BATCHES, WINDOW_BASE, WINDOW_RADIUS, WINDOW_ANGLE, HELD_OUT, PHASES = range(1, 8)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = 2**64 - 1

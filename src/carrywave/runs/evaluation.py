@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
-from carrywave.data.packing import PackedOrder
 from carrywave.data.sequences import View
 from carrywave.data.windows import WindowOrder
 from carrywave.errors import DataError
@@ -39,14 +37,8 @@ from carrywave.tasks.task import Part, Task
 _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 
 
-def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATEST) -> Order:
-    """The order in which a part is read: streams, random windows or length buckets; shuffled, packed and with varying windows in training
-    only.
-
-    `dealing`: how the lanes of a training stream get their sequences.
-    """
-    if spec.batch.pack and training:
-        return PackedOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed)
+def order_for(spec: Spec, view: View, *, training: bool) -> Order:
+    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only."""
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
     if training and spec.batch.windows == "random":
@@ -57,10 +49,8 @@ def order_for(spec: Spec, view: View, *, training: bool, dealing: Dealing = LATE
         lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
     # A series is evaluated with its whole past, so it is not cut into lanes.
     cut = training or not spec.reads_series
-    if cut and not training:
-        dealing = 1  # a cut costs context, so metrics depend on where it is: they stay comparable with those of earlier versions
     vary = spec.batch.vary and training
-    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut, dealing=dealing)
+    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut)
 
 
 @dataclass

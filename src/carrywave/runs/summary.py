@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 import torch
 
 from carrywave.data.order import Cursor, Order, SequenceOrder
-from carrywave.data.packing import PackedOrder
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
@@ -122,7 +121,7 @@ def _by_layer(names: tuple[str, ...]) -> str:
 
 def _longest(order: Order) -> int:
     """The steps of the longest batch."""
-    if isinstance(order, SequenceOrder | PackedOrder):
+    if isinstance(order, SequenceOrder):
         return max(steps for steps, _ in order.shapes(0))
     return order.window(Cursor(0, 0)).steps
 
@@ -175,9 +174,8 @@ def _batch(spec: Spec, order: Order) -> str:
     if spec.streams:
         varied = " (varied)" if spec.batch.vary else ""
         return f"{_count(spec.lanes, 'lane')} x {_count(spec.steps, 'step')}{varied}, carry kept between windows"
-    if isinstance(order, SequenceOrder | PackedOrder):
-        packed = ", packed" if spec.batch.pack else ""
-        return f"{_count(spec.tokens, 'step')}{packed}, {_count(len(order.shapes(0)), 'shape')}, {order.waste(0):.1%} padding"
+    if isinstance(order, SequenceOrder):
+        return f"{_count(spec.tokens, 'step')}, {_count(len(order.shapes(0)), 'shape')}, {order.waste(0):.1%} padding"
     return _count(spec.tokens, "step")
 
 

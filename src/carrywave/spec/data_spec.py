@@ -280,14 +280,6 @@ class DataSpec(Section):
             raise ValueError(f"distribution={kind} scales counts by their mean, not by their changes; remove scale=change")
 
 
-PACKED_WINDOWS = 4
-
-
-def packed_windows(longest: int) -> tuple[int, ...]:
-    """The lengths of lanes with `batch.pack`, in increasing order: the longest sequence, a half, a quarter and an eighth of it."""
-    return tuple(sorted({-(-longest // 2**halvings) for halvings in range(PACKED_WINDOWS)}))
-
-
 class BatchSpec(Section):
     """How much goes into one batch: streams × window, or a budget of steps for separate sequences."""
 
@@ -308,11 +300,6 @@ class BatchSpec(Section):
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(
         None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"
-    )
-    pack: bool = Field(
-        False,
-        description="separate sequences: lanes hold several in training, one after the other, each with a new state, instead of one and "
-        "padding; see docs/data.md",
     )
     eval_lanes: Positive | None = Field(None, description="streams in evaluation; by default batch.lanes")
 

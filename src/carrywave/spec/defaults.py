@@ -55,8 +55,7 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
     """With a front in place of `auto`: convolutions if sequences of numbers are long, as raw signals are."""
     if spec.model.front != AUTO:
         return spec
-    # A front reads over the edges of packed sequences.
-    long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1) and not spec.batch.pack
+    long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1)
     # A dropout that is not the default was asked for: it is kept, and refused where there is no front (`idle_keys`).
     no_front = {"front": "none", **({"front_dropout": 0.0} if spec.model.front_dropout == FRONT_DROPOUT else {})}
     front = {"front": "deep"} if long else no_front

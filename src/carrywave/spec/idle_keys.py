@@ -185,7 +185,6 @@ ACTS: Mapping[str, Rule] = {
     "model.upsample": _tasks("transcription"),
     "model.linear": _tasks("forecasting"),
     "batch.windows": _series,
-    "batch.pack": lambda spec: "is for separate sequences, not for streams; remove it, or set batch.tokens" if spec.streams else None,
     "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),
     "train.betas": _optimizers("adam", "adamw"),

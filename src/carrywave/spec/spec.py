@@ -76,10 +76,6 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
-        if self.batch.pack and self.model.front_layers:
-            raise ValueError("model.front reads over the edges of packed sequences; remove it, or batch.pack")
-        if self.batch.pack and self.data.augment is not None:
-            raise ValueError("data.augment changes the lengths that batch.pack has laid out; remove one of them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
         if self.model.linear and self.task == "forecasting" and not self.data.counts and self.data.residual not in ("auto", "last"):
@@ -103,8 +99,6 @@ class Spec(Section):
                 "data.augment with crop or shift leaves out steps or moves them, but transcription has labels for all of them, in their "
                 "order; use noise and scale"
             )
-        if self.batch.pack:
-            raise ValueError("transcription reads the whole of a lane as one sequence; remove batch.pack")
         if self.plan_spec.chunk_steps is not None:
             raise ValueError(
                 f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but a transcription is scored over all ways to lay it along the "
@@ -124,9 +118,8 @@ class Spec(Section):
             )
         if not self.streams and self.batch.windows == "random":
             raise ValueError("batch.windows=random is for streams; remove it, or batch.tokens")
-        if self.batch.pack or self.data.augment is not None:
-            key = "batch.pack" if self.batch.pack else "data.augment"
-            raise ValueError(f"{key} is not for targets at each step (data.each_step); remove it")
+        if self.data.augment is not None:
+            raise ValueError("data.augment is not for targets at each step (data.each_step); remove it")
 
     def _check_crf(self) -> None:
         if self.task != "tagging":
@@ -142,8 +135,6 @@ class Spec(Section):
             raise ValueError("train.best=top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences; use accuracy")
         if self.streams:
             raise ValueError("model.crf reads whole sequences, but a stream is read in windows; set batch.tokens, or remove it")
-        if self.batch.pack:
-            raise ValueError("model.crf reads over the edges of packed sequences; remove it, or batch.pack")
         if self.plan_spec.share_head:
             raise ValueError("plan.share_head shares the work of single steps, but model.crf reads whole sequences; remove one of them")
         if self.plan_spec.chunk_steps is not None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.dealing import LATEST, Dealing
 from carrywave.data.files import cache
 from carrywave.errors import Diverged, RunError, TakenOver, UserError, option
 from carrywave.parallel.startup.rendezvous import on_every_rank
@@ -37,7 +36,6 @@ class Data:
 
     fingerprint: str  # hash of everything that was read, and of how it was read
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by part, for parts that are files
-    dealing: Dealing = LATEST  # how lanes get their sequences
 
     def changed(self, meta: Mapping[str, Any], spec: Spec) -> list[str]:
         """The names of the files that changed since a snapshot; of all files, if that is not known."""
@@ -72,7 +70,6 @@ class Checkpointer:
                 "spec": self.spec.model_dump(mode="json"),
                 "fingerprint": self.data.fingerprint,
                 "files": dict(self.data.files),
-                "dealing": self.data.dealing,
                 "metrics_bytes": metrics_bytes,
                 "timing_bytes": timing_bytes,
                 "metrics_sha256": metrics_sha256,

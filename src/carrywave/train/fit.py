@@ -35,7 +35,6 @@ from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
 from carrywave.runs import history
-from carrywave.runs.checkpoint.same_spec import dealing_of
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
@@ -255,8 +254,7 @@ def _train(
         if spec.train.reproducible:
             canonical_shards.check(plan)
         check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
-        dealing = dealing_of(start.snapshot)
-        order = order_for(spec, parts.train.view, training=True, dealing=dealing)
+        order = order_for(spec, parts.train.view, training=True)
     alike = {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint, "callbacks": in_words(callbacks)}
     check_agreement(world, alike | _flat(spec))
     with raise_on_all(world):
@@ -278,7 +276,7 @@ def _train(
     with unwinding(launch_record.trains), folder:
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, OpaqueModel))
-            data = Data(prepared.fingerprint, files, dealing)
+            data = Data(prepared.fingerprint, files)
             checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.visibility)
         state = LoopState.start(trainer.device)
         left = history.last_trace(folder.path / TIMING) if world.rank == 0 else None

@@ -50,12 +50,10 @@ class LabelledLengths:
         inputs = draw.standard_normal((int(lengths.sum()), FEATURES)).astype(np.float32)
         return Sequences(inputs, np.cumsum(lengths) - lengths, lengths, labels=draw.integers(CLASSES, size=len(lengths)))
 
-    def loop(self, data: Sequences, mesh: Mesh, *, pack: bool = False) -> Step:
-        """Our loop over these sequences, in lanes of their own or packed: the model of the peers, not the task's defaults."""
+    def loop(self, data: Sequences, mesh: Mesh) -> Step:
+        """Our loop over these sequences: the model of the peers, not the task's defaults."""
         model: dict[str, Any] = {"hidden": self.hidden, "layers": 1}
-        spec = parse(
-            {"task": "classification", "model": model, "batch": {"tokens": self.tokens, "pack": pack}, "train": TRAIN}, defaults=False
-        )
+        spec = parse({"task": "classification", "model": model, "batch": {"tokens": self.tokens}, "train": TRAIN}, defaults=False)
         labels, columns = (tuple(str(label) for label in range(CLASSES)), tuple(f"x{i}" for i in range(FEATURES)))
         return loaded_loop(spec, Codec(task="classification", field="steps", labels=labels, columns=columns), data, mesh)
 

@@ -28,6 +28,7 @@ from carrywave.spec.data_spec import DataSpec
 
 SEPARATORS = ("\t", ";", ",", "|")
 SPACES = r"\s+"
+MOST_LABELS = 20  # a column with no more different numbers holds labels
 LOOKED_AT = 200  # first lines
 HEAD_BYTES = 1 << 20
 ALIKE = 0.9  # of the lines have the usual number of cells
@@ -211,7 +212,10 @@ def has_header(rows: Sequence[Sequence[str]]) -> bool:
         return True  # the column without a name has those of the rows
     if 2 * valued > len(filled) or any(len(cell.split()) > MOST_WORDS for cell in head):
         return False
-    return not any(cell and cell in column for cell, column in zip(head, later, strict=True) if not NUMBER.fullmatch(cell))
+    return not any(
+        cell and cell in column and (not NUMBER.fullmatch(cell) or len(set(column)) <= MOST_LABELS)
+        for cell, column in zip(head, later, strict=True)
+    )
 
 
 def decimal_of(rows: Sequence[Sequence[str]], separator: str) -> str:

@@ -96,18 +96,38 @@ class Moments:
         return constant
 
 
-def own_scale(rows: NDArray[np.float64], season: int = 0, counted: Sequence[int] = ()) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def own_scale(
+    rows: NDArray[np.float64], season: int = 0, counted: Sequence[int] = (), missing: NDArray[np.bool_] | None = None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return (mean, std) of the columns of one sequence; with a season, the mean absolute change over it in place of std. Columns that
-    are `counted` are not shifted: their scale is (0, mean absolute value).
+    are `counted` are not shifted: their scale is (0, mean absolute value). Values that are `missing`, of the first columns, do not count.
     """
     mean, std = moments_of(rows).scale(wanted=True, columns=rows.shape[1])
+    if missing is not None and missing.any():
+        mean, std = of_present(rows, missing, (mean, std))
     if counted:
         return with_counts((mean, std), counted, np.abs(rows).mean(axis=0))
     if not season or len(rows) <= season:
         return mean, std
-    change = np.abs(rows[season:] - rows[:-season]).mean(axis=0)
+    changes = np.abs(rows[season:] - rows[:-season])
+    change = changes.mean(axis=0)
+    for column in () if missing is None else np.flatnonzero(missing.any(axis=0)):
+        both = ~(missing[season:, column] | missing[:-season, column])
+        change[column] = changes[both, column].mean() if both.any() else 0.0
     # A column that repeats every season up to rounding error has no change to speak of.
     return mean, tuple(float(each) if each > LEAST_CHANGE * one else one for each, one in zip(change, std, strict=True))
+
+
+def of_present(
+    rows: NDArray[np.float64], missing: NDArray[np.bool_], scale: tuple[tuple[float, ...], tuple[float, ...]]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return a scale of columns with that of the values which are there, in columns that lack some of them."""
+    mean, std = (list(values) for values in scale)
+    for column in np.flatnonzero(missing.any(axis=0)):
+        present = rows[~missing[:, column], column]
+        if len(present):
+            (mean[column],), (std[column],) = moments_of(present[:, None]).scale(wanted=True, columns=1)
+    return tuple(mean), tuple(std)
 
 
 def with_counts(

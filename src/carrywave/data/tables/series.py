@@ -19,7 +19,7 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.choice import COVARIATES, ColumnChoice
-from carrywave.data.tables.moments import Moments, moments_of, own_scale, standardise, with_counts
+from carrywave.data.tables.moments import Moments, moments_of, of_present, own_scale, standardise, with_counts
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.transform import LEAST
@@ -66,6 +66,10 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
             moments_of(rows).check_unscaled(table.columns, table.name if len(names) == 1 else f"{table.name}: series {name}")
     scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
     mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
+    gaps = _gaps(table)
+    if gaps is not None and scaled:
+        rows = np.concatenate([np.arange(start, start + length) for start, length in zip(train.starts, train.lengths, strict=True)])
+        mean, std = of_present(table.values[rows], gaps[rows], (mean, std))
     places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
     counted = places if spec.data.counts else ()
     if counted and scaled:
@@ -135,11 +139,22 @@ def _own_scales(
     counted: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Return the mean and standard deviation of every series: one may count in thousands, another in units."""
+    gaps = _gaps(table)
     scales = [
-        with_shared(own_scale(table.values[start : start + length], season, counted), shared, all_series)
+        with_shared(_own_scale(table, gaps, int(start), int(length), season, counted), shared, all_series)
         for start, length in zip(train.starts, train.lengths, strict=True)
     ]
     return {"names": names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
+
+
+def _gaps(table: Table) -> NDArray[np.bool_] | None:
+    """Where the numbers of a table were missing, [rows, measured columns]; None if nothing was."""
+    return table.missing(range(len(table.columns) - len(calendar_columns(table.choice.calendar))))
+
+
+def _own_scale(table: Table, gaps: NDArray[np.bool_] | None, start: int, length: int, season: int, counted: tuple[int, ...]) -> Scale:
+    rows = slice(start, start + length)
+    return own_scale(table.values[rows], season, counted, None if gaps is None else gaps[rows])
 
 
 def with_shared(scale: Scale, shared: tuple[int, ...], all_series: Scale) -> Scale:
@@ -165,11 +180,11 @@ def _scales(table: Table, codec: Codec) -> list[Scale]:
     if not learned:
         return [(codec.mean, codec.std)] * len(table.names)
     shared = tuple(place for place, column in enumerate(codec.columns) if column in codec.fixed)
-    scales = []
+    scales, gaps = [], _gaps(table)
     for number, (name, start, length) in enumerate(zip(table.names, table.starts, table.lengths, strict=True)):
         scale = learned.get(name) or learned.get(codec.channels[number % len(codec.channels)] if codec.channels else name)
         if scale is None:
-            scale = own_scale(table.values[start : start + length], codec.scale_season, codec.counted)
+            scale = _own_scale(table, gaps, int(start), int(length), codec.scale_season, codec.counted)
             scale = with_shared(scale, shared, (codec.mean, codec.std))
         scales.append(scale)
     return scales

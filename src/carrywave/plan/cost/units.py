@@ -15,7 +15,7 @@ from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import CallKind
 from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
-from carrywave.spec.data_spec import PARAMETERS, packed_windows
+from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.signal_spec import total_stride
@@ -343,7 +343,6 @@ def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:
         while passed < total * (2 * part + 1) / (2 * _SHAPES):
             length, count = next(bins)
             passed += length * count
-        windows = packed_windows(facts.longest) if spec.batch.pack else (length,)
-        lengths.append(max(1, next(window for window in windows if window >= min(length, windows[-1]))))
+        lengths.append(max(1, length))
     # A sequence longer than the token budget forms a batch by itself.
     return tuple(BatchShape(max(1, spec.tokens // steps), steps, lengths.count(steps) / _SHAPES) for steps in sorted(set(lengths)))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import get_args
 
-from carrywave.data.dealing import LATEST, Dealing
 from carrywave.errors import RunError, UserError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO
@@ -80,17 +78,6 @@ def with_choices_of(new_spec: Spec, snapshot: Stored) -> Spec:
     if new_spec.model.front == AUTO:
         sections["model"] = sections["model"].model_copy(update={"front_dropout": spec.model.front_dropout})
     return new_spec.model_copy(update=sections)
-
-
-def dealing_of(snapshot: Stored | None) -> Dealing:
-    """How lanes get their sequences: as in the snapshot, whose cursor counts windows of that order. Older ones lack it, and mean 1."""
-    if snapshot is None:
-        return LATEST
-    with sound():
-        dealing: Dealing = snapshot.meta.get("dealing", 1)
-        if dealing not in get_args(Dealing):
-            raise ValueError(f"dealing {dealing}")
-        return dealing
 
 
 @contextmanager

@@ -190,7 +190,7 @@ class SplitCheck:
         """How to leave time, lanes or both in one piece, of what this plan cuts, as an alternative to what precedes it in a message."""
         plan, ways = self.mesh.plan, []
         if axis in ("time", "both") and self._resets:
-            ways.append("give each sequence a lane of its own, without resets and batch.pack")
+            ways.append("give each sequence a lane of its own, without resets")
         elif axis in ("time", "both") and self._cuts_time:
             lanes_instead = plan.stages > 1 and plan.micro_batches == 1 and axis == "time"
             ways.append("use plan.micro_batches=2 or more without plan.chunk_steps" if lanes_instead else "remove plan.chunk_steps")
