@@ -111,9 +111,10 @@ def own_scale(
         return mean, std
     changes = np.abs(rows[season:] - rows[:-season])
     change = changes.mean(axis=0)
-    for column in () if missing is None else np.flatnonzero(missing.any(axis=0)):
-        both = ~(missing[season:, column] | missing[:-season, column])
-        change[column] = changes[both, column].mean() if both.any() else 0.0
+    if missing is not None:
+        for column in np.flatnonzero(missing.any(axis=0)):
+            both = ~(missing[season:, column] | missing[:-season, column])
+            change[column] = changes[both, column].mean() if both.any() else 0.0
     # A column that repeats every season up to rounding error has no change to speak of.
     return mean, tuple(float(each) if each > LEAST_CHANGE * one else one for each, one in zip(change, std, strict=True))
 
