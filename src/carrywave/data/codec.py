@@ -4,85 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from carrywave.data.files.label_sets import NAMES, NONE, VECTORS
+from carrywave.data.files.label_sets import NONE, VECTORS
 from carrywave.data.sequences import Sequences
-from carrywave.data.tables.calendar import FEATURES, calendar_columns
+from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.text.spelling import FIRST, Spelling
-from carrywave.data.text.tokenizers import UNKNOWN, Ids, TokenizerKind, Tokens
+from carrywave.data.text.tokenizers import Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
-from carrywave.spec.data_spec import COUNTS, Distribution, Transform
+from carrywave.spec.data_spec import COUNTS
 from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
-TRANSFORMS, DISTRIBUTIONS = get_args(Transform), get_args(Distribution)
-# Left out if they have their default: hashes stay.
-LATER = (
-    "day_first",
-    "channels",
-    "transform",
-    "scale_season",
-    "label_sets",
-    "lowercase",
-    "characters",
-    "word_length",
-    "text_labels",
-    "distribution",
-    "step_targets",
-    "masked",
-    "spreads",
-    "text_column",
-    "label_column",
-)
-SINGLE: dict[str, Any] = {
-    "task": str,
-    "field": str,
-    "kind": str | None,
-    "bpe": str | None,
-    "size": int,
-    "scale_season": int,
-    "word_length": int,
-    "time": str | None,
-    "frequency": str | None,
-    "transform": str,
-    "distribution": str,
-    "label_sets": str,
-    "text_column": str | None,
-    "label_column": str | None,
-}
-MANY: dict[str, Any] = {
-    "vocabulary": str,
-    "characters": str,
-    "labels": str,
-    "columns": str,
-    "targets": int,
-    "series": str,
-    "names": str,
-    "means": tuple,
-    "stds": tuple,
-    "known": str,
-    "calendar": str,
-    "static": str,
-    "categorical": str,
-    "categories": tuple,
-    "channels": str,
-    "step_targets": str,
-    "masked": str,
-    "spreads": tuple,
-    **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
-}
 
 
 @dataclass(frozen=True)
 class Codec:
     """How the data of one task is read: vocabulary, labels, columns and their scale."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     task: str
     field: str  # what a row holds: steps, text or tokens; columns for a table
@@ -128,77 +75,32 @@ class Codec:
 
     def to_json(self) -> str:
         """Serialise to JSON."""
-        values = asdict(self)
-        for field in fields(self):
-            if field.name in LATER and values[field.name] == field.default:
-                del values[field.name]
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Codec:
         """Parse the output of `to_json`."""
         try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"the codec is not JSON ({error}); prepare the data again") from error
-        names = {field.name for field in fields(Codec)}
-        if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= names:
-            raise DataError("the codec was not written by this version; prepare the data again")
-        frozen: dict[str, Any] = {name: _frozen(value) for name, value in values.items()}
-        codec = Codec(**frozen)
+            codec = _PARSER.validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DataError(f"the codec is damaged ({where}: {first['msg']}), or of another version; prepare the data again") from error
         if (problem := codec.problem()) is not None:
             raise DataError(f"the codec is damaged: {problem}; prepare the data again")
         return codec
 
     def problem(self) -> str | None:
-        """Return what is inconsistent in a codec read from a file, or None."""
-        for name in ("own_scale", "lowercase", "text_labels"):
-            if not isinstance(getattr(self, name), bool):
-                return f"{name} is {getattr(self, name)!r:.40}"
-        for name, kind in SINGLE.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                return f"{name} is {value!r:.40}"
-        for name, item in MANY.items():
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or any(not isinstance(value, item) or isinstance(value, bool) for value in values):
-                return f"{name} is {values!r:.40}"
-        if self.kind not in (None, *get_args(TokenizerKind)):
-            return f"kind is {self.kind!r}"
-        if self.kind in ("char", "word") and (self.size != len(self.vocabulary) or UNKNOWN not in self.vocabulary):
-            return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens, in which {UNKNOWN} must be"
-        if self.kind == "char" and any(len(token) != 1 and token != UNKNOWN for token in self.vocabulary):
-            return "a token of its character vocabulary is longer than one character"
-        if any(len(character) != 1 for character in self.characters) or (self.word_length > 0) != bool(self.characters):
-            return f"{self.word_length} of {len(self.characters)} characters of a word are read, some of which may be several"
-        if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
+        """Return what does not fit together in a codec read from a file, or None."""
+        if self.kind in ("char", "word") and self.size != len(self.vocabulary):
+            return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"
+        by_series = (*self.means, *self.stds)
+        if not len(self.mean) == len(self.std) == len(self.columns) or any(len(scale) != len(self.columns) for scale in by_series):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
-        if self.spreads and (len(self.spreads) != len(self.names) or any(len(each) != len(self.step_targets) for each in self.spreads)):
-            return f"{len(self.names)} series have the deviations of {len(self.spreads)}"
-        if self.step_targets and len(self.step_targets) != len(self.target_mean):
-            return f"step_targets is {list(self.step_targets)} for {len(self.target_mean)} means"
-        if self.spreads:
-            pass  # all series have one scale
-        elif not len(self.names) == len(self.means) == len(self.stds) or any(
-            len(scale) != len(self.columns) or any(not isinstance(value, float | int) for value in scale)
-            for scale in self.means + self.stds
-        ):
+        if len(self.target_mean) != len(self.target_std) or (not self.spreads and not len(self.names) == len(self.means) == len(self.stds)):
             return f"{len(self.names)} series have {len(self.means)} means and {len(self.stds)} deviations"
-        if len(self.categorical) != len(self.categories) or any(
-            not isinstance(value, str) for values in self.categories for value in values
-        ):
+        if len(self.categorical) != len(self.categories) or (self.spreads and len(self.spreads) != len(self.names)):
             return f"{len(self.categorical)} categorical columns have the values of {len(self.categories)}"
-        if self.channels and (len(self.targets) != 1 or len(self.names) % len(self.channels)):
-            return f"channels is {list(self.channels)} for {len(self.targets)} targets"
-        if self.label_sets not in (NONE, NAMES, VECTORS):
-            return f"label_sets is {self.label_sets!r:.40}"
-        if self.transform not in TRANSFORMS:
-            return f"transform is {self.transform!r:.40}"
-        if self.distribution not in DISTRIBUTIONS:
-            return f"distribution is {self.distribution!r:.40}"
-        unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
-        if unknown or any(name not in FEATURES for name in self.calendar):
-            return f"known is {list(self.known)} and calendar is {list(self.calendar)}"
         if any(not 0 <= target < len(self.columns) for target in self.targets) or (self.task == "forecasting" and not self.targets):
             return f"targets is {list(self.targets)} for {len(self.columns)} columns"
         return None
@@ -329,8 +231,7 @@ class Codec:
         )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+_PARSER = TypeAdapter(Codec)
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
