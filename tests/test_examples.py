@@ -189,7 +189,7 @@ def test_every_start_that_a_program_names_is_tested() -> None:
     defaults = {"python examples/replicas.py 2", "python examples/stages.py 2", "python examples/python_data.py"}
     defaults |= {"python examples/music_data.py JSB_Chorales.mat data/jsb-chorales"}
     defaults |= {"python examples/slot_filling.py SlotGated-SLU/data/atis data/atis"}
-    defaults |= {"python examples/streamflow.py CAMELS data/streamflow.parquet", "python examples/many_basins.py data/basins 16000 10000"}
+    defaults |= {"python examples/streamflow.py CAMELS data/streamflow.parquet"}
     assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
 
 
@@ -197,7 +197,7 @@ def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    data = ("cmudict_data", "many_basins", "music_data", "python_data", "slot_filling", "spoken_digits", "streamflow")
+    data = ("cmudict_data", "music_data", "python_data", "slot_filling", "spoken_digits", "streamflow")
     assert {f"{name}.py" for name in (*ALONE, *MANY, *data)} == {name for name in there if name.endswith(".py")}
 
 
