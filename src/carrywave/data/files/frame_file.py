@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files.frames import with_index
-from carrywave.data.files.numbers import DATE, NUMBER, as_numbers
+from carrywave.data.files.numbers import DATE, MISSING, NUMBER, as_numbers
 from carrywave.data.files.source import Source
 from carrywave.errors import DataError, one_line
 from carrywave.spec.data_spec import DataSpec
@@ -33,6 +33,7 @@ LOOKED_AT = 200  # first lines
 HEAD_BYTES = 1 << 20
 ALIKE = 0.9  # of the lines have the usual number of cells
 COMMENTS = re.compile(rb"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
+WRAPPED = re.compile(rb'(?:"(?:[^"\n]|"")*[,;\t](?:[^"\n]|"")*"\r?(?:\n|$))+')
 MOST_COLUMNS = 20_000
 MOST_WORDS = 8  # of a name; with more it is a text, as in AG News
 CODE = re.compile(r"0\d+")  # 007 is no number
@@ -82,6 +83,8 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     if not content[:HEAD_BYTES].strip():
         raise DataError(f"{source.name} is empty; use a table with a line of column names and at least one row")
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
+    if WRAPPED.fullmatch(content[:HEAD_BYTES].rpartition(b"\n")[0] or content):  # a spreadsheet took each line for one cell
+        content = re.sub(rb'(?m)^"(?:\xef\xbb\xbf)?|"(?=\r?$)', b"", content).replace(b'""', b'"')
     comments = COMMENTS.match(content)
     assert comments is not None  # it matches nothing, too
     begin = 0 if "skiprows" in told else comments.end()
@@ -109,6 +112,13 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     rest = [row for row in filled[1:] if len(row) == len(filled[0]) + 1]
     if header and len(rest) > ALIKE * len(filled[1:]) and [row[0].strip() for row in rest[:2]] == ["1", "2"]:
         options["names"] = ["Unnamed: 0", *filled[0]]  # as R writes tables: the names of rows have no name of their own
+    if (
+        separator == SPACES
+        and "names" not in options
+        and (widest := max(len(line.split()) for line in content[begin:].split(b"\n"))) > len(filled[0])
+    ):
+        further = [f"Unnamed: {place}" for place in range(len(filled[0]), widest)]  # remarks at the ends of some rows
+        options["names"] = [*(filled[0] if header else map(str, range(len(filled[0])))), *further]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pd.errors.ParserWarning)  # of further cells at the ends of rows, which have no name
         frame = pd.read_csv(
@@ -163,6 +173,10 @@ def separator_of(lines: Sequence[str]) -> str:
         first, *rest = [len(row) for row in _cells(kept, SPACES)]
         if first > 1 and len(set(rest)) <= 1 and set(rest) <= {first, first + 1}:  # rows may have names, and their column none
             return SPACES
+        words = [word for line in kept for word in line.split()]
+        usual, many = Counter([first, *rest]).most_common(1)[0]
+        if usual > 2 and many >= ALIKE * len(kept) - 8 and sum(bool(NUMBER.fullmatch(word)) for word in words) > len(words) / 2:
+            return SPACES
     return best
 
 
@@ -192,7 +206,7 @@ def _first_row(rows: Sequence[Sequence[str]]) -> int:
         """True for the line of names, which may lack the separator at its end that rows have, or the name of an index."""
         short = len(rows[place]) == usual - 1
         title = short and usual == 2 and has_header([row for row in rows[place + 1 :] if row])
-        return len(rows[place]) == usual or (short and not title)
+        return len(rows[place]) >= usual or (short and not title)
 
     first = next((place for place in range(len(rows)) if begins(place)), 0)
     return first if first < len(rows) - 1 else 0
@@ -210,12 +224,28 @@ def has_header(rows: Sequence[Sequence[str]]) -> bool:
         return True  # times, a column each
     if any(not cell and all(column) for cell, column in zip(head, later, strict=True)):
         return True  # the column without a name has those of the rows
+    if _above_values(head, later):
+        return True
     if 2 * valued > len(filled) or any(len(cell.split()) > MOST_WORDS for cell in head):
         return False
     return not any(
         cell and cell in column and (not NUMBER.fullmatch(cell) or len(set(column)) <= MOST_LABELS)
         for cell, column in zip(head, later, strict=True)
     )
+
+
+def _above_values(head: Sequence[str], later: Sequence[Sequence[str]]) -> bool:
+    """True if words stand above numbers or dates in most of the columns that hold some."""
+    above = [
+        not (NUMBER.fullmatch(cell) or DATE.fullmatch(cell))
+        for cell, column in zip(head, later, strict=True)
+        if any(column) and all(_is_value(each) for each in column if each)
+    ]
+    return sum(above) > len(above) / 2
+
+
+def _is_value(cell: str) -> bool:
+    return bool(re.fullmatch(r"[-+$€£]?[\d.,]*\d[\d.,]*\s?%?", cell) or DATE.fullmatch(cell)) or cell.lower() in MISSING
 
 
 def decimal_of(rows: Sequence[Sequence[str]], separator: str) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 FIRST_YEAR, LAST_YEAR = 1500, 2200  # of numbers that are taken for years
-LEAST_READ = 0.995  # of the cells of a column of times; the rest, such as the line of a total, are none
+LEAST_READ = 0.995  # of the cells of a column of times
+LEAST_BEFORE = 0.85  # of the rows come before the last time
 SAMPLE = 200
 LEAST_YEARS = 5  # consecutive numbers that are years without being called so
 MOST_EPOCHS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # digits of the time since 1970, and its unit
@@ -143,7 +144,13 @@ def _of_texts(column: pd.Series) -> list[Instants]:
     parts = _of_parts(texts) if sample.str.contains(r"[QqMmWw]\s*\d").any() else None
     ways = [parts] if parts is not None else _of_dates(texts, sample.str.strip())
     found = [replace(way, times=_spread(way.times, codes, column.index)) for way in ways]
-    return [way for way in found if way.times.count() >= LEAST_READ * column.count() and way.times.min().year >= FIRST_YEAR]
+    return [way for way in found if _mostly_times(way.times, column) and way.times.min().year >= FIRST_YEAR]
+
+
+def _mostly_times(times: pd.Series, column: pd.Series) -> bool:
+    """True if nearly all cells are times, apart from some after the last: a total, remarks, the title once more."""
+    last = int(np.flatnonzero(times.notna().to_numpy())[-1]) + 1 if times.notna().any() else 0
+    return last >= LEAST_BEFORE * len(column) and times.count() >= LEAST_READ * column.iloc[:last].count()
 
 
 def _of_parts(texts: pd.Series) -> Instants | None:
@@ -167,6 +174,8 @@ def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
     texts = (
         texts.str.replace(r"(\d)\.(\d\d)\.(\d\d)$", r"\1:\2:\3", regex=True) if sample.str.contains(r" \d?\d\.\d\d\.\d\d$").all() else texts
     )
+    if sample.str.fullmatch(r"\d{8}:\d{4}").all():  # as photovoltaic and load archives write 20110101:0010
+        texts = texts.str.replace(r"^(\d{8}):(\d\d)(\d\d)$", r"\1 \2:\3", regex=True)
     late = texts.str.contains(" 24:00", regex=False).fillna(False) if sample.str.contains(":").any() else pd.Series(False, texts.index)
     texts = texts.mask(late, texts.str.replace(" 24:00", " 00:00", regex=False)) if late.any() else texts  # the end of a day
     zoned = bool(sample.str.contains(rf"\d:\d\d.*{OFFSET}").all())
@@ -201,7 +210,7 @@ def _parsed(texts: pd.Series, *, day_first: bool, utc: bool) -> pd.Series | None
                 times = pd.to_datetime(texts, dayfirst=day_first, errors="coerce", format=layout, utc=utc)
             except (ValueError, OverflowError):
                 continue
-        if times.dtype.kind == "M" and times.notna().mean() >= min(LEAST_READ, 1 - 1.5 / max(len(texts), 2)):
+        if times.dtype.kind == "M" and times.notna().mean() >= min(LEAST_BEFORE, 1 - 1.5 / max(len(texts), 2)):
             return times.dt.tz_localize(None) if utc or times.dt.tz is not None else times
     return None
 
@@ -237,7 +246,7 @@ def calendar_parts(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
 
 def _clock(column: pd.Series) -> pd.Series | None:
     """The time of day in each cell (14:30, 14.30, 2:30 PM, or from one hour to the next: 14 - 15); None if that is not what they hold."""
-    cells = column.astype("str").str.strip()
+    cells = column.astype("str").str.strip().str.replace(r"^(\d\d)(\d\d)(?: ?(?:UTC|GMT))?$", r"\1:\2", regex=True)
     parts = cells.str.extract(
         r"^(?P<hour>\d{1,2})(?:[:.h](?P<minute>\d\d)(?:[:.](?P<second>\d\d))?)?\s*(?P<half>[AaPp][Mm])?(?:\s*[-–]\s*\d{1,2}(?:[:.h]\d\d)?)?$"
     )

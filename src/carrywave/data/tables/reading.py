@@ -352,6 +352,16 @@ def _turned(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoi
         dated[np.flatnonzero(maybe.notna())] = bool(ways)
         if not ways:
             dated = pd.to_datetime(maybe, errors="coerce", format="mixed").notna().to_numpy(bool)
+    clocks = heads.str.fullmatch(r"\d{1,2}:\d\d(:\d\d)?").to_numpy(bool) & numeric
+    days = [column for column, chosen in zip(frame.columns, clocks, strict=True) if not chosen and readings(frame[column])]
+    if clocks.sum() >= LEAST_WIDE and len(days) == 1:  # a day a row, with times of day as headers
+        rest = [column for column, chosen in zip(frame.columns, clocks, strict=True) if not chosen]
+        long = frame.melt(rest, list(heads[clocks]), "\0", "value")
+        long[days[0]] = most_regular(readings(long[days[0]])).times + pd.to_timedelta(
+            long["\0"].where(long["\0"].str.count(":") == 2, long["\0"] + ":00")
+        )
+        notes.append(f"{name}: a day a row, with {int(clocks.sum())} times of day as headers")
+        return long.drop(columns="\0").dropna(subset="value").reset_index(drop=True)
     for mask, what in ((dated, "times"), (years, "years"), (counted & (counted.sum() > LEAST_COUNTED), "steps")):
         rest = [column for column, chosen in zip(frame.columns, mask, strict=True) if not chosen]
         if mask.sum() < LEAST_WIDE or len(rest) > MOST_NAMES or not numeric[mask].all() or choice.asked & set(heads[mask]):
