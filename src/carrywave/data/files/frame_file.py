@@ -118,7 +118,8 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         and (widest := max(len(line.split()) for line in content[begin:].split(b"\n"))) > len(filled[0])
     ):
         further = [f"Unnamed: {place}" for place in range(len(filled[0]), widest)]  # remarks at the ends of some rows
-        options["names"] = [*(filled[0] if header else map(str, range(len(filled[0])))), *further]
+        names = filled[0] if header else list(map(str, range(len(filled[0]))))
+        options |= {"names": [*names, *further], "header": None, "skiprows": first + header}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pd.errors.ParserWarning)  # of further cells at the ends of rows, which have no name
         frame = pd.read_csv(
@@ -206,7 +207,7 @@ def _first_row(rows: Sequence[Sequence[str]]) -> int:
         """True for the line of names, which may lack the separator at its end that rows have, or the name of an index."""
         short = len(rows[place]) == usual - 1
         title = short and usual == 2 and has_header([row for row in rows[place + 1 :] if row])
-        return len(rows[place]) >= usual or (short and not title)
+        return len(rows[place]) in (usual, usual + 1) or (short and not title)
 
     first = next((place for place in range(len(rows)) if begins(place)), 0)
     return first if first < len(rows) - 1 else 0

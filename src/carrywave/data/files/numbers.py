@@ -40,7 +40,7 @@ SIZES = {"K": 1e3, "M": 1e6, "B": 1e9}  # as in 25.3K
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 WHOLE = re.compile(r"\s*[-+]?\d{1,18}\s*")
 DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}([-/.]\d{1,4})?|\d{4}[-/ ]?[QMW]\d{1,2})([ T]\d.*)?\s*")
-AROUND = r"[$€£¥\s'’%]|^(?:USD|EUR|GBP|CHF|R\$|kr)"
+AROUND = r"[$€£¥\s'’%]|[*#]+$|^(?:USD|EUR|GBP|CHF|R\$|kr)"
 
 
 def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | None, list[str]]:

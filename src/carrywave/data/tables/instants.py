@@ -79,8 +79,8 @@ def readings(column: pd.Series, *, told: bool = False) -> list[Instants]:
 
 def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
     numbers = column.astype(float)
-    known = numbers.dropna()
-    if not told and not NAMES.fullmatch(name) and not _like_dates(known):
+    known = numbers[np.isfinite(numbers)]
+    if not len(known) or (not told and not NAMES.fullmatch(name) and not _like_dates(known)):
         return []
     if (known % 1 != 0).any():
         return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
