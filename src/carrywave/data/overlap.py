@@ -72,10 +72,9 @@ def _meanwhile(train: Times, ends: NDArray[np.int64], begins: NDArray[np.generic
         yield f"{part}: {fact}; to cut all series at one time, use separate files for train, valid and test"
 
 
-def notes_on_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.int64], other: Table, part: str) -> Iterator[str]:
-    """Lines about the rows of a part that train has too, and about series that begin before train ends. `starts` and `lengths` are the
-    rows of each series in train.
-    """
+def notes_on_series(train: Table, trained: SeriesPart, other: Table, part: str) -> Iterator[str]:
+    """Lines about the rows of a part that are also `trained` on, and about series that begin before train ends."""
+    starts, lengths = trained.starts, trained.lengths
     if not _comparable(train.times, other.times):
         rows = np.concatenate([train.values[low : low + count] for low, count in zip(starts, lengths, strict=True)])
         repeated, looked = _passages(rows, other.values, ROWS) if train.columns == other.columns else (0, 0)

@@ -64,11 +64,6 @@ class ColumnChoice:
         )
 
     @property
-    def named(self) -> bool:
-        """True if it asks for covariates, which only a table with named columns has."""
-        return any(getattr(self, name) for name in COVARIATES)
-
-    @property
     def asked(self) -> frozenset[str]:
         """The columns that are named."""
         weight = () if self.weight is None else (self.weight,)
@@ -77,8 +72,8 @@ class ColumnChoice:
     def check_unnamed(self, name: str, *keys: str) -> None:
         """Refuse keys about columns where a list of numbers has none."""
         for key in keys:
-            value = None if self.trained else getattr(self, key)
-            if value is not None and (key, value) != ("frequency", "none"):
+            value = None if self.trained and key in ("time", "series", "frequency") else getattr(self, key)
+            if value and value != "none":
                 fact = f"{name} is a list of numbers without times and names, but data.{key} is {value}"
                 raise DataError(f"{fact}; use a CSV or Parquet file, or a frame, or remove it")
 

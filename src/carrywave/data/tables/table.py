@@ -72,11 +72,16 @@ class Table:
         """The spacing of its times, as written in `data.frequency`."""
         return None if self.times is None or self.times.frequency is None else self.times.frequency.text
 
-    def missing(self, columns: Sequence[int]) -> NDArray[np.bool_] | None:
+    @property
+    def own_codes(self) -> Ints:
+        """The codes of categories, of which there may be none."""
+        return np.empty((len(self.values), 0), np.int64) if self.codes is None else self.codes
+
+    def missing(self, columns: Sequence[int], rows: slice = slice(None)) -> NDArray[np.bool_] | None:
         """Where some columns have no value of their own, [rows, columns]; None if nothing is missing."""
         if self.unfilled is None or self.choice.missing != "none":
             return None
-        lacking = np.isnan(self.unfilled[:, list(columns)])
+        lacking = np.isnan(self.unfilled[rows][:, list(columns)])
         return lacking if lacking.any() else None
 
 
