@@ -176,8 +176,8 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
     for place, column in enumerate(table.categorical):
         unknown = rows[(codes[rows, place] == 0) & (table.own_codes[rows, place] >= 0)]
         if len(unknown):
-            new = [table.categories[place][code] for code in np.unique(table.own_codes[unknown, place])]
-            values = f"value {new[0]!r}" if len(new) == 1 else f"{len(new):,} values ({', '.join(new[:5])}{', …' if len(new) > 5 else ''})"
+            new = [repr(table.categories[place][code]) for code in np.unique(table.own_codes[unknown, place])]
+            values = f"value{'s' * (len(new) > 1)} {listed(new)}"
             many = f"{len(unknown):,} row{'s' * (len(unknown) != 1)}"
             lines.append(f"{where}: column {column} has {values} in {many} that train does not contain; counted as unknown")
     return tuple(lines)
