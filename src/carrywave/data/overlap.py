@@ -66,10 +66,10 @@ def notes_on_series(train: Table, trained: SeriesPart, other: Table, part: str) 
         for name, keys in zip([part] if alone else other.names, whole(other).of(other.times.keys), strict=True):
             if name in seen:
                 repeated, looked = repeated + int(np.isin(keys, seen[name]).sum()), looked + len(keys)
-        if not repeated:
-            yield from _early(times, trained, other.times.keys[other.starts], part)
     if repeated >= max(1, ENOUGH * looked):
         yield f"{part}: {_many(repeated, looked)} {what} are also in train, {BETTER}"
+    elif times is not None and other.times is not None and what == "rows":
+        yield from _early(times, trained, other.times.keys[other.starts], part)
 
 
 def _early(train: Times, trained: SeriesPart, begins: NDArray[np.generic], part: str) -> Iterator[str]:

@@ -26,8 +26,6 @@ from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
-BLOCK_ROWS = 1 << 16
-
 
 def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, part: str) -> tuple[str, ...]:
     """Return a line about series that are too short and left out of a part, with their names; reject it if all of them are."""
@@ -153,9 +151,8 @@ def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
     codes = known_codes(table, codec)
     for start, total, (mean, std) in zip(table.starts, table.totals, _scales(table, codec), strict=True):
-        for first in range(int(start), int(start + total), BLOCK_ROWS):
-            rows = slice(first, min(first + BLOCK_ROWS, int(start + total)))
-            inputs.append(np.concatenate([standardise(table.values[rows], mean, std), codes[rows].astype(np.float32)], axis=1))
+        rows = slice(start, start + total)
+        inputs.append(np.concatenate([standardise(table.values[rows], mean, std), codes[rows].astype(np.float32)], axis=1))
     return inputs.close()
 
 

@@ -85,9 +85,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
     reading = read(frame, name, choice)
     columns, categorical = _columns(reading, name, choice)
     remarks: list[str] = [*notes, *reading.notes]
-    if floats := [column for column in reading.series if pd.api.types.is_float_dtype(reading.frame[column])]:
-        whole = {column: "Int64" for column in floats if (reading.frame[column].dropna() % 1 == 0).all()}
-        reading = replace(reading, frame=reading.frame.astype(whole))  # 7.0 is the series 7
+    reading = replace(reading, frame=reading.frame.assign(**{column: _whole(reading.frame[column]) for column in reading.series}))
     codes, labels = codes_of(reading.frame, reading.series) if reading.series else (np.zeros(len(reading.frame), np.int64), [()])
     names = tuple("/".join("NA" if pd.isna(value) else str(value) for value in label) for label in labels) if reading.series else (name,)
     coded = [_categories(reading.frame[column], name, column) for column in categorical]
@@ -187,12 +185,16 @@ def _numbers(column: pd.Series, name: str, label: str) -> Values:
     return values
 
 
+def _whole(column: pd.Series) -> pd.Series:
+    """A column of whole numbers as such: pandas turns those beside an empty cell into floats."""
+    return column.astype("Int64") if pd.api.types.is_float_dtype(column) and (column.dropna() % 1 == 0).all() else column
+
+
 def _categories(column: pd.Series, name: str, label: str) -> tuple[Values, tuple[str, ...]]:
     """The place of each row's value among the sorted values of a column, NaN where it is empty, and these values."""
+    column = _whole(column)
     if pd.api.types.is_float_dtype(column):
-        if not (column.dropna() % 1 == 0).all():
-            raise DataError(f"{name}: column {label} (data.categorical) contains fractions; remove it from data.categorical")
-        column = column.astype("Int64")  # pandas turns whole numbers beside an empty cell into floats
+        raise DataError(f"{name}: column {label} (data.categorical) contains fractions; remove it from data.categorical")
     if pd.api.types.is_bool_dtype(column):
         column = column.map({True: "true", False: "false"})
     texts = column.astype("str").str.strip().replace("", np.nan).where(column.notna())
