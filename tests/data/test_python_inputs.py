@@ -274,7 +274,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("language", [([1, 2], [2, 3])], "train item 0 is a pair, but language takes its targets from the data itself"),
     ("forecasting", np.array([[1.0], [np.inf], [2.0]]), "train: step 1, column 0 of steps is inf"),
     ("forecasting", np.zeros((2, 1)), "series train has 2 rows in train, but a horizon of 2 needs 3"),
-    ("forecasting", [np.zeros((1, 1)), np.zeros((2, 1))], "series train item 1 has 2 rows in train, .* and no series has enough"),
+    ("forecasting", [np.zeros((1, 1)), np.zeros((2, 1))], "series train item 1 has 2 rows in train, but a horizon of 2 needs 3"),
     ("forecasting", [], "train is empty"),
     ("forecasting", pa.table({"ds": [1, 2, 3], "y": [1.0, np.inf, 2.0]}), "train: row 2, column y is inf"),
 ]
@@ -288,21 +288,8 @@ def test_bad_data_is_refused_by_item(task: str, data: Any, message: str) -> None
 
 
 def test_chosen_column_must_be_there() -> None:
-    with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); its columns are 0, 1"):
+    with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); use one of 0, 1"):
         from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
-
-
-@pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 10**20])
-def test_whole_numbers_that_would_be_rounded_are_refused_in_lists(number: int) -> None:
-    fact = f"{number}, a whole number beyond 2\\*\\*53 that would be rounded; "
-    values = [1, 2, number, 3]
-    given: list[Any] = [values, [[value] for value in values], [[0.5, number, -1, 2.5]], *([np.array(values)] if number < 2**63 else [])]
-    for data in given:
-        with pytest.raises(DataError, match=fact):
-            from_python(data, spec("forecasting", horizon=1))
-    with pytest.raises(DataError, match=fact):
-        from_python([{"steps": [1.0], "label": number}], spec("regression"))
-    from_python([[0.5, 1.5e20, -1, 2.5]], spec("forecasting"))  # written as a float
 
 
 @pytest.mark.parametrize("wrap", [lambda x, y: (x, y), lambda x, y: list(zip(x, y, strict=True)), lambda x, y: (pd.DataFrame(x), y)])
@@ -355,21 +342,6 @@ def test_beside_objects_the_files_of_the_spec_are_refused() -> None:
     with pytest.raises(SpecError, match=r"data\.test is set.*pass \{'train': …, 'valid': …, 'test': …\}"):
         from_python({"train": ROWS, "valid": ROWS}, spec("classification", valid="valid.jsonl", test="test.jsonl"))
     assert from_python({"train": ROWS, "test": ROWS}, spec("classification", test="test.jsonl")).test is not None
-
-
-def test_large_values_that_are_not_standardised_are_refused() -> None:
-    values = 1e9 + np.arange(60.0)
-    with pytest.raises(DataError, match=r"train: 0 has values up to 1e\+09"):
-        from_python(values, spec("forecasting", standardize=False))
-    two = pd.DataFrame({"unique_id": ["a"] * 60 + ["b"] * 60, "ds": [*range(60)] * 2, "y": np.concatenate([np.arange(60.0), values])})
-    with pytest.raises(DataError, match=r"train: series b: y has values up to 1e\+09"):
-        from_python(two, spec("forecasting", standardize=False))
-    with pytest.raises(DataError, match="train: feature 1 has values"):
-        from_python(([[[0.0, value]] for value in values], [0, 1] * 30), spec("classification", standardize=False))
-    with pytest.raises(DataError, match="train: target 0 has values"):
-        from_python(([[[float(step)]] for step in range(60)], values.tolist()), spec("regression", standardize=False))
-    for how in (True, "sequence"):
-        from_python(two, spec("forecasting", standardize=how))
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])

@@ -233,7 +233,7 @@ def test_parts_of_a_table_and_other_tables_have_weights() -> None:
         (frame_of(w=0.0), {}, "train: every weight in it is 0, so nothing could be learned or measured"),
         (frame_of(w=1e12), {}, r"train: the largest weight in it is 1e\+12, and float32 cannot hold sums of such weights"),
         (frame_of(), {"weight": "ds"}, "train: column ds holds the times; remove it from what the other keys name"),
-        (np.zeros((9, 1)), {}, "train is a list of numbers, but data.weight names a column"),
+        (np.zeros((9, 1)), {}, "train is a list of numbers without times and names, but data.weight is w"),
     ],
 )
 def test_what_is_no_weight_of_a_table_is_refused(data: Any, more: dict[str, Any], message: str) -> None:

@@ -63,6 +63,11 @@ def test_columns_targets_time_and_series_can_be_chosen(tmp_path: Path) -> None:
     assert found.train.inputs.tolist() == [[6, 4], [3, 1], [9, 7]]
 
 
+def test_targets_are_read_whatever_columns_are_named(tmp_path: Path) -> None:
+    found = run(tmp_path, wide(9), columns=["a"], targets=["b"])
+    assert (found.codec.columns, found.codec.targets) == (("a", "b"), (1,))
+
+
 def test_json_lines_of_steps_are_series(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"steps": [1, 2, 3]}\n{"steps": [4, 5, 6, 7]}\n')
     found = prepare(spec(tmp_path, "t.jsonl", standardize=False))

@@ -122,7 +122,7 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     asked = {"horizon": 3, "quantiles": [0.1, 0.9], "split": [0.7, 0.3]}
     result = cw.fit({"hidden": 4, "layers": 1}, frame, task="forecasting", data=asked, run=tmp_path / "run", watch=said, **QUICK)
     assert "train: reading a, ordered by day (every B); ignored: note (text)" in said.lines
-    assert any("1 missing row (every B) count as empty" in line for line in said.lines)
+    assert any("1 missing row (every B) counts as empty" in line for line in said.lines)
     assert result.metrics["valid"].keys() == {
         *("loss", "pinball", "coverage_0.1", "coverage_0.9"),
         *("naive_pinball", "last_pinball", "ridge_pinball", "ridge_lags"),

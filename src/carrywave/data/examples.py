@@ -145,13 +145,9 @@ def learn(rows: NamedRows, spec: Spec, held: Held) -> Codec:
         seen.steps()
         width = seen.columns or 0
         by_sequence = spec.data.standardize == "sequence"
-        if not spec.data.standardize:
-            seen.features.check_unscaled([f"feature {number}" for number in range(width)], rows.name)
         mean, std = seen.features.scale(wanted=spec.data.standardize is True, columns=width)
         learned = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std, "own_scale": by_sequence}
     if spec.task == "regression":
-        if not spec.data.standardize:
-            seen.targets.check_unscaled([f"target {number}" for number in range(seen.outputs or 0)], rows.name)
         learned["target_mean"], learned["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
     if spec.task == "transcription":
@@ -298,7 +294,7 @@ class _Writer:
             # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
             whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
             matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
-            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)), where)
+            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)))
         if isinstance(codec.tokens, Words):
             written = codec.field == "text"
             words = split_words(ended(fields.text_of(row, where), codec.task, codec.kind)) if written else words_of(row, where)
@@ -330,7 +326,7 @@ class _Writer:
             self.spans.append(np.array([[self.count, self.count + len(numbers)]], np.int64))
             self.count += len(numbers)
         elif self.labels is not None:
-            scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
+            scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std)
             self.labels.append(scaled[None])
         self._add_resets(len(steps), row, where)
         if self.weigher is not None:

@@ -7,17 +7,14 @@ Nothing is refused: equal rows may be right, as with short texts. Only part of v
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Sequences
+from carrywave.data.tables.parts import SeriesPart, whole
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.times import Times
-
-if TYPE_CHECKING:
-    from carrywave.data.tables.parts import SeriesPart
 
 MOST_JUDGED, MOST_TRAINED = 4096, 1 << 18  # sequences that are looked at
 MOST_BYTES = 1 << 28  # of a stream
@@ -49,67 +46,41 @@ def notes_on_cut(table: Table, cut: Mapping[str, SeriesPart], kept: Mapping[str,
     `kept` are the series that are in each part.
     """
     last, in_train = list(cut.values())[-1], kept["train"]
-    unused = (table.starts + table.lengths - last.starts - last.lengths)[in_train]
-    if unused.any():
-        rows, total = int(unused.sum()), int(table.lengths[in_train].sum())
-        whose = f"the last {rows:,} of {total:,} rows" if len(unused) == 1 else f"{rows:,} of {total:,} rows, at the ends of series,"
-        yield f"{table.name}: data.split leaves {whose} unused; use larger parts if they should be used"
-    train = cut["train"].only(in_train)
+    unused, total = (int(rows[in_train].sum()) for rows in (table.starts + table.lengths - last.starts - last.lengths, table.lengths))
+    if unused:
+        yield f"{table.name}: data.split leaves {unused:,} of {total:,} rows, at the ends of series, unused; use larger parts to use them"
     for part, span in cut.items():
-        begins = (span.starts + span.warm)[kept[part]]
-        if part != "train" and table.times is not None and _comparable(table.times, table.times):
-            yield from _meanwhile(table.times, train.starts + train.lengths - 1, table.times.keys[begins], part)
+        if part != "train" and table.times is not None:
+            yield from _early(table.times, cut["train"].only(in_train), table.times.keys[span.only(kept[part]).scored.starts], part)
 
 
-def _meanwhile(train: Times, ends: NDArray[np.int64], begins: NDArray[np.generic], part: str) -> Iterator[str]:
-    """A line about series of a part that begin while others are trained on; `ends` are the last rows of series in train."""
-    last = int(ends[np.argmax(train.keys[ends])])
-    count = int((begins <= train.keys[last]).sum())
-    if count:
-        of = f"{_many(count, len(begins))} series begin{'s' * (count == 1)}" if len(begins) > 1 else "its series begins"
-        until = train.written(slice(last, last + 1))[0]
-        fact = f"{of} before train of other series ends ({until}), so the model is trained on times that it is judged by"
-        yield f"{part}: {fact}; to cut all series at one time, use separate files for train, valid and test"
+def notes_on_series(train: Table, trained: SeriesPart, other: Table, part: str) -> Iterator[str]:
+    """Lines about the rows of a part that are also `trained` on, or else about series that begin before train ends."""
+    times = train.times
+    if times is None or other.times is None or times.counted != other.times.counted:
+        alike, what = train.columns == other.columns, "passages looked at"
+        repeated, looked = _passages(np.concatenate(trained.of(train.values)), other.values, ROWS) if alike else (0, 0)
+    else:
+        alone, repeated, looked, what = not train.series and not other.series, 0, 0, "rows"  # names are then those of the files
+        seen = dict(zip([part] if alone else train.names, trained.of(times.keys), strict=True))
+        for name, keys in zip([part] if alone else other.names, whole(other).of(other.times.keys), strict=True):
+            if name in seen:
+                repeated, looked = repeated + int(np.isin(keys, seen[name]).sum()), looked + len(keys)
+    if repeated >= max(1, ENOUGH * looked):
+        yield f"{part}: {_many(repeated, looked)} {what} are also in train, {BETTER}"
+    elif times is not None and other.times is not None and what == "rows":
+        yield from _early(times, trained, other.times.keys[other.starts], part)
 
 
-def notes_on_series(train: Table, starts: NDArray[np.int64], lengths: NDArray[np.int64], other: Table, part: str) -> Iterator[str]:
-    """Lines about the rows of a part that train has too, and about series that begin before train ends. `starts` and `lengths` are the
-    rows of each series in train.
-    """
-    if not _comparable(train.times, other.times):
-        rows = np.concatenate([train.values[low : low + count] for low, count in zip(starts, lengths, strict=True)])
-        repeated, looked = _passages(rows, other.values, ROWS) if train.columns == other.columns else (0, 0)
-        if repeated >= max(1, ENOUGH * looked):
-            yield f"{part}: {_many(repeated, looked)} passages looked at are also in train, {BETTER}"
+def _early(train: Times, trained: SeriesPart, begins: NDArray[np.generic], part: str) -> Iterator[str]:
+    """A line about series of a part that begin before what is `trained` on ends."""
+    ends = (trained.starts + trained.lengths - 1)[trained.lengths > 0]
+    if not len(ends):
         return
-    assert train.times is not None
-    assert other.times is not None
-    alone = not train.series and not other.series  # names are then those of the files
-    places = {name: place for place, name in enumerate(train.names)}
-    twice = shared = 0
-    early: list[str] = []
-    for place, name in enumerate(other.names):
-        number = 0 if alone else places.get(name)
-        if number is None or not lengths[number]:
-            continue
-        before = train.times.keys[starts[number] : starts[number] + lengths[number]]
-        keys = other.times.keys[other.starts[place] : other.starts[place] + other.lengths[place]]
-        twice, shared = twice + int(np.isin(keys, before).sum()), shared + len(keys)
-        if keys[0] < before[-1]:
-            early.append(name)
-    if twice:
-        yield f"{part}: {_many(twice, shared)} rows are also in train, {BETTER}"
-    elif early:
-        of = f"series {early[0]} begins" if len(early) == 1 else f"{len(early):,} of {len(other.names):,} series begin"
-        what = "it begins" if alone else of
-        yield f"{part}: {what} before train ends, so the model is trained on later rows than it is judged by; use rows that follow train"
-    elif lengths.any():
-        yield from _meanwhile(train.times, (starts + lengths - 1)[lengths > 0], other.times.keys[other.starts], part)
-
-
-def _comparable(times: Times | None, other: Times | None) -> bool:
-    """True if times of one can be compared with times of the other."""
-    return times is not None and other is not None and times.counted == other.counted
+    last = int(ends[np.argmax(train.keys[ends])])
+    if count := int((begins <= train.keys[last]).sum()):
+        fact = f"{_many(count, len(begins))} series begin before train ends ({train.written(slice(last, last + 1))[0]})"
+        yield f"{part}: {fact}, so the model is trained on times that it is judged by; files for each part can be cut at one time"
 
 
 def _many(repeated: int, looked: int) -> str:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.files.frames import is_column, is_frame, plain_column, plain_frame
 from carrywave.data.files.rows import WEIGHT, Row
-from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
+from carrywave.data.tables.moments import unusable
 from carrywave.errors import DataError
 
 FIELDS = ("steps", "tokens", "text")
@@ -96,8 +96,6 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
         raise DataError(
             f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a number, or a list of steps, each with as many numbers"
         ) from error
-    if (beyond := too_whole(array)) is not None:
-        raise DataError(f"{where}: {field} contains {beyond}, {TOO_WHOLE}")
     return array.astype(np.float64)
 
 

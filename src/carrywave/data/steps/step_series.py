@@ -6,6 +6,7 @@ warm up the carry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,9 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.steps.gaps import mask_columns, masked
 from carrywave.data.steps.series_source import SeriesSource
 from carrywave.data.tables.calendar import calendar_columns
-from carrywave.data.tables.moments import Moments, standardise
+from carrywave.data.tables.moments import scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
-from carrywave.data.tables.series import check_weights, known_codes, unseen_values
+from carrywave.data.tables.series import check_weights, described, known_codes, names_of, unseen_values
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -93,12 +94,6 @@ def _warmed(span: SeriesPart, spec: Spec) -> SeriesPart:
     return replace(span, warm=np.minimum(np.maximum(span.warm, spec.data.warmup), span.lengths))
 
 
-def _scored(table: Table, span: SeriesPart, places: list[int]) -> list[NDArray[np.float64]]:
-    """The targets of each series that are scored in a part, NaN where there are none."""
-    bounds = zip(span.starts + span.warm, span.starts + span.lengths, strict=True)
-    return [table.values[low:high][:, places] for low, high in bounds]
-
-
 def _learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
     """Learn the codec: columns, their scale over the rows that are trained on, and how much the targets of each series vary there."""
     choice, calendar, targets = table.choice, calendar_columns(table.choice.calendar), table.choice.targets
@@ -108,50 +103,35 @@ def _learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
     masked_columns = tuple(column for column in measured if column not in choice.static) if choice.missing == "mask" else ()
     if clashing := [column for column in mask_columns(masked_columns) if column in table.columns]:
         raise DataError(f"{table.name} has a column {clashing[0]}, which data.missing=mask adds; rename it")
-    by_series = [np.arange(low, low + length) for low, length in zip(train.starts, train.lengths, strict=True)]
-    rows = np.concatenate(by_series) if by_series else np.empty(0, np.int64)
-    scale: dict[str, tuple[float, float]] = {}
+    rows, scale = train.rows, {}
     for column in (*measured, *targets):
-        values, moments = table.values[rows, table.columns.index(column)], Moments()
-        moments.add(values[~np.isnan(values)][:, None])
-        if not spec.data.standardize:
-            moments.check_unscaled([f"column {column}"], table.name)
-        if not moments.count:
+        values = table.values[rows, table.columns.index(column)]
+        if np.isnan(values).all():
             of = "data.targets" if column in targets else "input"
             empty = "empty or of weight 0" if column in targets and choice.weight is not None else "empty"
             raise DataError(f"{table.name}: column {column} ({of}) is {empty} in all rows of train; fill it in, or leave it out")
-        (mean,), (std,) = moments.scale(wanted=bool(spec.data.standardize), columns=1)
+        (mean,), (std,) = scale_of([values[~np.isnan(values)][:, None]]) if spec.data.standardize else ((0.0,), (1.0,))
         scale[column] = mean, std
-    places = [table.columns.index(target) for target in targets]
-    scored = [(name, each) for name, each in zip(table.names, _scored(table, train, places), strict=True) if len(each)]
-    further = len(mask_columns(masked_columns)) + len(calendar)  # which need no scale
-    spreads = np.array([_deviations(each) for _, each in scored]).reshape(len(scored), len(targets))
-    spreads = spreads / np.array([scale[target][1] for target in targets])
-    codes = np.empty((0, 0), np.int64) if table.codes is None else table.codes[rows]
+    further = (*mask_columns(masked_columns), *calendar)  # which need no scale
+    units = np.array([scale[target][1] for target in targets])
+    scored = [(name, each) for name, each in zip(table.names, _scored(table, train, targets), strict=True) if len(each)]
     return Codec(
-        spec.task,
-        "columns",
-        columns=(*measured, *mask_columns(masked_columns), *calendar),
-        mean=(*(scale[column][0] for column in measured), *(0.0,) * further),
-        std=(*(scale[column][1] for column in measured), *(1.0,) * further),
-        target_mean=tuple(scale[column][0] for column in targets),
-        target_std=tuple(scale[column][1] for column in targets),
+        columns=(*measured, *further),
+        mean=(*(scale[column][0] for column in measured), *(0.0 for _ in further)),
+        std=(*(scale[column][1] for column in measured), *(1.0 for _ in further)),
+        target_mean=tuple(scale[target][0] for target in targets),
+        target_std=tuple(units.tolist()),
         names=tuple(name for name, _ in scored),
-        time=table.time,
-        series=table.series,
-        frequency=spec.data.frequency_text or table.frequency,
-        day_first=None if table.times is None else table.times.day_first,
-        calendar=choice.calendar,
-        static=choice.static,
-        categorical=table.categorical,
-        categories=tuple(
-            tuple(sorted(values[code] for code in np.unique(seen) if code >= 0))
-            for values, seen in zip(table.categories, codes.T, strict=True)
-        ),
         step_targets=targets,
         masked=masked_columns,
-        spreads=tuple(tuple(float(each) for each in row) for row in spreads),
+        spreads=tuple(tuple((_deviations(each) / units).tolist()) for _, each in scored),
+        **described(table, train, spec),
     )
+
+
+def _scored(table: Table, span: SeriesPart, targets: Sequence[str]) -> list[NDArray[np.float64]]:
+    """The targets of each series that are scored in a part, NaN where there are none."""
+    return span.scored.of(table.values[:, [table.columns.index(target) for target in targets]])
 
 
 def _deviations(scored: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -166,10 +146,12 @@ def _encoded(
     """The parts of a table as a model reads it, which share their arrays, and a line for each part with series that have no target."""
     if labelled and table.weights is None and table.choice.weight is not None:
         raise DataError(f"{table.name} has no column {table.choice.weight} (data.weight), which the training data has; add it")
-    places = [table.columns.index(target) for target in codec.step_targets] if labelled else []
-    inputs = _stored(new, _inputs(table, codec))
-    tags = _stored(new, _standardised(table.values[:, places], codec.target_mean, codec.target_std, table.name)) if labelled else None
-    weights = None if table.weights is None or not labelled else _stored(new, table.weights)
+    targets = codec.step_targets if labelled else ()
+    inputs, tags, weights = _stored(new, _inputs(table, codec)), None, None
+    if labelled:
+        values = table.values[:, [table.columns.index(target) for target in targets]]
+        tags = _stored(new, standardise(values, codec.target_mean, codec.target_std))
+        weights = None if table.weights is None else _stored(new, table.weights)
     known, units = dict(zip(codec.names, codec.spreads, strict=True)), np.array(codec.target_std)
     parts: dict[str, Sequences] = {}
     lines: list[str] = []
@@ -177,7 +159,7 @@ def _encoded(
         present = span.lengths > 0
         kept, spreads = present, None
         if labelled:
-            found = _scored(table, span, places)
+            found = _scored(table, span, targets)
             kept = present & np.array([np.isfinite(each).any() for each in found], np.bool_)
             own = [known.get(table.names[at], _deviations(found[at]) / units) for at in np.flatnonzero(kept)]
             # A single target has no deviation; that of all series stands for it.
@@ -185,14 +167,12 @@ def _encoded(
             if left := int((present & ~kept).sum()):
                 fact = f"{left:,} of {int(present.sum()):,} series have no target in {part}{_after(spec)}"
                 lines.append(f"{table.name}: {fact} and are left out of it")
-        chosen = span.only(kept)
-        names = tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
+        chosen, names = span.only(kept), names_of(table, kept)
         warm = chosen.warm if chosen.warm.any() else None
         parts[part] = Sequences(
             inputs, chosen.starts, chosen.lengths, tags=tags, step_weights=weights, warm=warm, spreads=spreads, names=names
         )
-        if len(chosen.lengths):
-            check_weights(parts[part], part)
+        check_weights(parts[part], part)
     return parts, lines
 
 
@@ -204,25 +184,13 @@ def _stored(new: NewArray, values: NDArray[np.float32]) -> NDArray[Any]:
 
 
 def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:
-    """All rows of a block as a model reads them: numbers, standardised, what is missing of them, the calendar and codes of categories."""
+    """All rows of a table as a model reads them: numbers, standardised, what is missing of them, the calendar and codes of categories."""
     measured, calendar = codec.measured, calendar_columns(codec.calendar)
-    places = [table.columns.index(column) for column in measured]
-    numbers = _standardised(table.values[:, places], codec.mean[: len(measured)], codec.std[: len(measured)], table.name)
-    parts: list[NDArray[Any]] = [numbers]
-    if codec.masked:
-        masked_places = [measured.index(column) for column in codec.masked]
-        numbers[:, masked_places], further = masked(numbers[:, masked_places], table.starts, table.totals)
-        parts.append(further)
-    parts.append(table.values[:, [table.columns.index(column) for column in calendar]])
-    if (codes := known_codes(table, codec)) is not None:
-        parts.append(codes)
-    return np.concatenate([part.astype(np.float32, copy=False) for part in parts], axis=1)
-
-
-def _standardised(values: NDArray[np.float64], mean: tuple[float, ...], std: tuple[float, ...], where: str) -> NDArray[np.float32]:
-    """As `standardise`, with NaN where there is no value."""
-    present = ~np.isnan(values)
-    return np.where(present, standardise(np.where(present, values, np.array(mean)), mean, std, where), np.float32(np.nan))
+    values, days = (table.values[:, [table.columns.index(column) for column in names]] for names in (measured, calendar))
+    numbers = standardise(values, codec.mean[: len(measured)], codec.std[: len(measured)])
+    places = [measured.index(column) for column in codec.masked]
+    numbers[:, places], further = masked(numbers[:, places], table.starts, table.totals)
+    return np.concatenate([numbers, further, days.astype(np.float32), known_codes(table, codec).astype(np.float32)], axis=1)
 
 
 def _after(spec: Spec) -> str:

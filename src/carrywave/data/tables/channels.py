@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns
+from carrywave.data.tables.choice import require
 from carrywave.data.tables.parts import SeriesPart
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.transform import check_counts, transformed
@@ -36,57 +36,35 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
     places = np.array([table.columns.index(channel) for channel in channels])
     channel_places = np.concatenate([np.repeat(places, total) for total in totals])
     first = int(places.min())  # columns before it stay where they are
+
+    def laid_out(cells: NDArray[np.float64]) -> NDArray[np.float64]:
+        others = [place for place in range(cells.shape[1]) if place not in places]
+        return np.insert(cells[rows][:, others], first, cells[rows, channel_places], axis=1)
+
     rest = [column for column in table.columns if column not in channels]
     name = VALUE
     while name in (*rest, *table.categorical):
         name += "_"
-    others = [table.columns.index(column) for column in rest]
     repeated = np.repeat(totals, many)
     return replace(
         table,
         value=name,
         columns=(*rest[:first], name, *rest[first:]),
-        values=np.insert(table.values[rows][:, others], first, table.values[rows, channel_places], axis=1),
+        values=laid_out(table.values),
         starts=np.cumsum(repeated) - repeated,
         lengths=np.repeat(table.lengths, many),
         names=tuple(f"{series}/{channel}" for series in table.names for channel in channels),
         times=None if table.times is None else table.times.sorted(rows),
         codes=None if table.codes is None else table.codes[rows],
         ahead_rows=None if table.ahead_rows is None else np.repeat(table.ahead_rows, many),
-        unfilled=None if table.unfilled is None else _spread_unfilled(table, rows, places, channel_places),
+        unfilled=None if table.unfilled is None else laid_out(table.unfilled),
         weights=None if table.weights is None else table.weights[rows],
     )
-
-
-def _spread_unfilled(table: Table, rows: Ints, places: Ints, channel_places: Ints) -> NDArray[np.float64]:
-    """The cells before any was filled, laid out as the values are; those of categories come last."""
-    assert table.unfilled is not None
-    measured = table.unfilled.shape[1] - len(table.categorical)
-    cells = table.unfilled[rows]
-    others = [place for place in range(measured) if place not in places]
-    numbers = np.insert(cells[:, others], int(places.min()), table.unfilled[rows, channel_places], axis=1)
-    return np.concatenate([numbers, cells[:, measured:]], axis=1)
 
 
 def series_names(names: Sequence[str], channels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the series in the file, given those after `spread`."""
     return tuple(name.removesuffix(f"/{channels[0]}") for name in names[:: len(channels)]) if channels else tuple(names)
-
-
-def targets_of(table: Table, spec: Spec) -> tuple[str, ...]:
-    """Return the columns of a training table to forecast."""
-    choice = table.choice
-    never = {*choice.known, *choice.static, *calendar_columns(choice.calendar)}
-    targets = spec.data.targets or tuple(column for column in table.columns if column not in never)
-    for target in targets:
-        if target not in table.columns:
-            raise DataError(
-                f"{table.name}: data.targets names {target!r}, which is not among the columns read "
-                f"({', '.join(table.columns[:8])}); include it in data.columns"
-            )
-    if not targets:
-        raise DataError(f"{table.name}: no column is left to forecast; set data.targets, or shorten data.known and data.static")
-    return targets
 
 
 @dataclass(frozen=True)
@@ -101,7 +79,12 @@ class TargetReading:
     @staticmethod
     def from_spec(table: Table, spec: Spec) -> TargetReading:
         """Return how a spec asks for a training table to be read."""
-        targets = targets_of(table, spec)
+        choice = table.choice
+        never = {*choice.known, *choice.static, *calendar_columns(choice.calendar)}
+        targets = spec.data.targets or tuple(column for column in table.columns if column not in never)
+        require(table.columns, targets, table.name, "data.targets")
+        if not targets:
+            raise DataError(f"{table.name}: no column is left to forecast; set data.targets, or shorten data.known and data.static")
         apart = spec.data.channels == "independent" and len(targets) > 1
         return TargetReading(targets, targets if apart else (), spec.data.transform, spec.data.distribution)
 

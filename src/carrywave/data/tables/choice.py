@@ -40,33 +40,15 @@ class ColumnChoice:
         """Take the choice from the spec or, given a codec, from the training data; if not `labelled`, without weights and without targets
         that are estimated at every step.
         """
-        weight = data.weight if labelled else None
+        told: DataSpec | Codec = data if codec is None else codec
+        settings: dict[str, Any] = {name: getattr(told, name) or () for name in COVARIATES}
+        settings |= {"missing": data.missing, "repeats": data.repeats, "weight": data.weight if labelled else None}
         if codec is None:
-            settings: dict[str, Any] = {name: getattr(data, name) or () for name in (*COVARIATES, "targets")}
-            columns = data.columns if data.columns is None or not data.each_step else (*data.columns, *settings["targets"])
-            settings |= {"missing": data.missing, "repeats": data.repeats, "weight": weight, "each_step": data.each_step}
-            return ColumnChoice(columns, data.time, data.series, data.frequency_text, **settings)
-        learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
-        targets = (codec.step_targets if labelled else ()) if codec.step_targets else codec.forecast_columns
-        return ColumnChoice(
-            (*codec.read_columns, *targets) if codec.step_targets else codec.read_columns,
-            codec.time,
-            codec.series,
-            codec.frequency or "none",
-            codec.day_first,
-            trained=True,
-            missing=data.missing,
-            repeats=data.repeats,
-            targets=targets,
-            weight=weight if labelled or not codec.step_targets else None,
-            each_step=bool(codec.step_targets),
-            **learned,
-        )
-
-    @property
-    def named(self) -> bool:
-        """True if it asks for covariates, which only a table with named columns has."""
-        return any(getattr(self, name) for name in COVARIATES)
+            settings |= {"targets": data.targets or (), "each_step": data.each_step}
+            return ColumnChoice(data.columns, data.time, data.series, data.frequency_text, **settings)
+        settings |= {"targets": codec.forecast_columns if labelled or not codec.step_targets else (), "each_step": bool(codec.step_targets)}
+        frequency = codec.frequency or "none"
+        return ColumnChoice(codec.read_columns, codec.time, codec.series, frequency, codec.day_first, trained=True, **settings)
 
     @property
     def asked(self) -> frozenset[str]:
@@ -77,8 +59,8 @@ class ColumnChoice:
     def check_unnamed(self, name: str, *keys: str) -> None:
         """Refuse keys about columns where a list of numbers has none."""
         for key in keys:
-            value = None if self.trained else getattr(self, key)
-            if value is not None and (key, value) != ("frequency", "none"):
+            value = None if self.trained and key in ("time", "series", "frequency") else getattr(self, key)
+            if value and value != "none":
                 fact = f"{name} is a list of numbers without times and names, but data.{key} is {value}"
                 raise DataError(f"{fact}; use a CSV or Parquet file, or a frame, or remove it")
 
@@ -94,9 +76,7 @@ def missing_column(where: str, column: str, names: Sequence[str], setting: str |
     """Return the message; `setting` is the key that names the column, None if the training data had it."""
     fact = f"{where} has no column {column!r}" + (f" ({setting})" if setting else ", which the training data has")
     near = difflib.get_close_matches(column, names, n=1, cutoff=0.6) or [name for name in names if name.lower() == column.lower()]
-    if near:
-        return f"{fact}; did you mean {quoted(near[0])}?" if setting else f"{fact}; if it is {quoted(near[0])}, rename that"
-    return f"{fact}; use one of {listed(list(map(quoted, names)))}" if setting else f"{fact} (here there are {listed(list(names))}); add it"
+    return f"{fact}; did you mean {quoted(near[0])}?" if near else f"{fact}; use one of {listed(list(map(quoted, names)))}"
 
 
 def listed(names: Sequence[str]) -> str:

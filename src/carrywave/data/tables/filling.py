@@ -23,11 +23,9 @@ def complete(times: Times, codes: Ints) -> tuple[Times, Ints, Ints] | None:
     if frequency is None or len(codes) < 2:
         return None
     places = frequency.places(times.keys, codes)
-    if (np.diff(places)[np.diff(codes) == 0] == 1).all() or (places < 0).any():
-        return None
     units = np.where(np.diff(codes) == 0, np.diff(places), 1)
     missing = int((units - 1).sum())
-    if not missing or (units < 1).any() or missing > max(MOST_TIMES * len(codes), MOST_ROWS):
+    if (places < 0).any() or (units < 1).any() or not missing or missing > max(MOST_TIMES * len(codes), MOST_ROWS):
         return None
     at = np.concatenate([np.zeros(1, np.int64), np.cumsum(units)])
     source = np.full(int(at[-1]) + 1, -1, np.int64)
@@ -50,8 +48,7 @@ def fill(values_NC: Values, codes: Ints, method: str) -> Values:
     filled = values_NC.copy()
     lacking = np.isnan(values_NC)
     bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
-    wanting = np.add.reduceat(lacking.any(axis=1), bounds[:-1]) if len(codes) else np.zeros(0)
-    for low, high in (pair for pair, some in zip(pairwise(bounds), wanting, strict=True) if some):
+    for low, high in pairwise(bounds):
         for column in np.flatnonzero(lacking[low:high].any(axis=0)):
             part, empty = filled[low:high, column], lacking[low:high, column]
             present = np.flatnonzero(~empty)

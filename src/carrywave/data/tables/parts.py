@@ -6,6 +6,7 @@ A part that follows another in its series starts `warm` rows earlier; those rows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,22 @@ class SeriesPart:
         """Return the part of some of the series."""
         return SeriesPart(self.starts[kept], self.lengths[kept], self.warm[kept])
 
+    @property
+    def scored(self) -> SeriesPart:
+        """The part without the rows that warm up the carry."""
+        return SeriesPart(self.starts + self.warm, self.lengths - self.warm, np.zeros_like(self.warm))
+
+    @property
+    def rows(self) -> Ints:
+        """The numbers of its rows."""
+        return (
+            np.concatenate(self.of(np.arange((self.starts + self.lengths).max(initial=0)))) if len(self.starts) else np.empty(0, np.int64)
+        )
+
+    def of(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """The values of a table in each series of the part."""
+        return [values[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
+
 
 def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dict[str, SeriesPart]:
     """Split a training table by `data.split`; without it, the last share becomes valid unless there is a file for it."""
@@ -37,9 +54,11 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
     if data.split is not None:
         if valid_file or (test_file and len(data.split) == 3):
             raise SpecError(
-                "data.split takes valid and test from the training file, but separate files are set for them too; use one or the other"
+                "data.split takes valid and test from the training file, but they have files of their own; use one or the other"
             )
-        bounds = np.array([_bounds(int(length), data.split) for length in table.lengths], np.int64)
+        sums, by_share = np.cumsum(data.split), any(part < 1 for part in data.split)
+        bounds = np.floor(table.lengths[:, None] * sums + 1e-9) if by_share else np.where(sums[-1] <= table.lengths[:, None], sums, 0)
+        bounds = bounds.astype(np.int64)  # a series with too few rows for all parts has none of them
     elif data.share > 0 and not valid_file:
         least = 1 if spec.each_step else data.horizon
         held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), least)
@@ -54,14 +73,6 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
         parts[part] = SeriesPart(table.starts + before - warm, bounds[:, place] - before + warm, warm)
         before = bounds[:, place]
     return parts
-
-
-def _bounds(rows: int, split: tuple[float, ...]) -> list[int]:
-    """Return where the parts of one series end; all at 0 if it has too few rows, so that it is left out."""
-    sums = np.cumsum(split)
-    if any(part < 1 for part in split):
-        return [int(np.floor(rows * total + 1e-9)) for total in sums]
-    return [int(total) for total in sums] if sums[-1] <= rows else [0] * len(sums)
 
 
 def whole(table: Table) -> SeriesPart:

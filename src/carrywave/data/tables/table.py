@@ -17,7 +17,7 @@ from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
 from carrywave.data.tables.filling import Values, complete, constant, fill
-from carrywave.data.tables.frequency import Keys, infer, told
+from carrywave.data.tables.frequency import infer, told
 from carrywave.data.tables.moments import unusable
 from carrywave.data.tables.reading import Reading, codes_of, read
 from carrywave.data.tables.times import Times
@@ -62,21 +62,21 @@ class Table:
         """Return the times that follow a series; None if unknown."""
         return None if self.times is None else self.times.ahead(int(self.starts[number]), int(self.lengths[number]), count)
 
-    def check_ahead(self, count: int) -> None:
-        """Raise an error if the times `count` steps ahead cannot be written; tested on the series that ends last."""
-        if self.times is not None:
-            self.ahead(int(np.argmax(self.times.keys[self.starts + self.lengths - 1])), count)
-
     @property
     def frequency(self) -> str | None:
         """The spacing of its times, as written in `data.frequency`."""
-        return None if self.times is None or self.times.frequency is None else self.times.frequency.text
+        return _frequency(self.times)
 
-    def missing(self, columns: Sequence[int]) -> NDArray[np.bool_] | None:
+    @property
+    def own_codes(self) -> Ints:
+        """The codes of categories, of which there may be none."""
+        return np.empty((len(self.values), 0), np.int64) if self.codes is None else self.codes
+
+    def missing(self, columns: Sequence[int], rows: slice = slice(None)) -> NDArray[np.bool_] | None:
         """Where some columns have no value of their own, [rows, columns]; None if nothing is missing."""
         if self.unfilled is None or self.choice.missing != "none":
             return None
-        lacking = np.isnan(self.unfilled[:, list(columns)])
+        lacking = np.isnan(self.unfilled[rows][:, list(columns)])
         return lacking if lacking.any() else None
 
 
@@ -85,37 +85,33 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
     reading = read(frame, name, choice)
     columns, categorical = _columns(reading, name, choice)
     remarks: list[str] = [*notes, *reading.notes]
-    if floats := [column for column in reading.series if pd.api.types.is_float_dtype(reading.frame[column])]:
-        whole = {column: "Int64" for column in floats if (reading.frame[column].dropna() % 1 == 0).all()}
-        reading = replace(reading, frame=reading.frame.astype(whole))  # 7.0 is the series 7
+    reading = replace(reading, frame=reading.frame.assign(**{column: _whole(reading.frame[column]) for column in reading.series}))
     codes, labels = codes_of(reading.frame, reading.series) if reading.series else (np.zeros(len(reading.frame), np.int64), [()])
     names = tuple("/".join("NA" if pd.isna(value) else str(value) for value in label) for label in labels) if reading.series else (name,)
     coded = [_categories(reading.frame[column], name, column) for column in categorical]
     cells = np.column_stack([*(_numbers(reading.frame[column], name, column) for column in columns), *(places for places, _ in coded)])
     order, times = _in_time(reading, codes, choice, name, remarks)
     about = _about(reading, columns, cells, times, len(labels))
-    rows = _Rows(name, (*columns, *categorical), cells[order], codes[order], order, times)
-    rows = _regular(rows, names, choice, remarks)
-    rows, ahead = _cut_to_values(rows, choice, len(columns))
-    totals = np.bincount(rows.codes, minlength=len(names)).astype(np.int64)
-    of_ahead = np.bincount(rows.codes, weights=ahead, minlength=len(names)).astype(np.int64)
+    rows = _Rows(name, (*columns, *categorical), cells[order], codes[order], order, times, np.zeros(len(order), np.bool_))
+    rows = _cut_to_values(_regular(rows, names, choice, remarks), choice, len(columns))
+    totals, ahead = (np.bincount(which, minlength=len(names)) for which in (rows.codes, rows.codes[rows.ahead]))
     kept = np.flatnonzero(totals)  # the others have no value at all
     if not len(kept):
         raise DataError(f"{name}: column {listed(columns)} has no value in any row; name another in data.columns")
     if len(kept) < len(names):
         remarks.append(f"{name}: {len(names) - len(kept):,} of {len(names):,} series have no values and are left out")
-    filled, unfilled = _filled(rows, ahead, choice, len(columns), remarks)
-    weights = None if choice.weight is None else _weights(rows, ahead, reading.frame[choice.weight], name, choice.weight)
+    filled, unfilled = _filled(rows, choice, len(columns), remarks)
+    weights = None if choice.weight is None else _weights(rows, reading.frame[choice.weight], choice.weight)
     if weights is not None and choice.each_step:
-        filled[:, rows.places(choice.targets)] = np.where(weights[:, None] == 0, np.nan, filled[:, rows.places(choice.targets)])
-    numbers, totals, of_ahead = len(columns), totals[kept], of_ahead[kept]
+        filled[np.ix_(weights == 0, rows.places(choice.targets))] = np.nan
+    numbers, totals, ahead = len(columns), totals[kept], ahead[kept]
     calendar = _calendar(rows, choice, reading)
     return Table(
         name,
         (*columns, *calendar_columns(choice.calendar)),
         np.concatenate([filled[:, :numbers], calendar], axis=1),
         np.cumsum(totals) - totals,
-        totals - of_ahead,
+        totals - ahead,
         tuple(names[place] for place in kept),
         reading.time,
         reading.series,
@@ -126,7 +122,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
         categorical,
         tuple(values for _, values in coded),
         np.where(np.isnan(filled[:, numbers:]), -1, filled[:, numbers:]).astype(np.int64) if coded else None,
-        of_ahead if of_ahead.any() else None,
+        ahead if ahead.any() else None,
         unfilled,
         weights,
         about=about,
@@ -143,6 +139,7 @@ class _Rows:
     codes: Ints  # the series of each row
     source: Ints  # the row of the frame; -1 if there was none
     times: Times | None
+    ahead: NDArray[np.bool_]  # which come after the last value of their series, and tell what is known ahead
 
     def places(self, names: Sequence[str]) -> list[int]:
         """The places of some columns."""
@@ -151,26 +148,21 @@ class _Rows:
     def only(self, kept: NDArray[np.bool_]) -> _Rows:
         """Some of the rows."""
         times = None if self.times is None else self.times.sorted(np.flatnonzero(kept))
-        return replace(self, cells=self.cells[kept], codes=self.codes[kept], source=self.source[kept], times=times)
+        return _Rows(self.name, self.columns, self.cells[kept], self.codes[kept], self.source[kept], times, self.ahead[kept])
 
 
 def _columns(reading: Reading, name: str, choice: ColumnChoice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The columns that are read as numbers, and those read as categories, known ones first."""
-    all_names = list(reading.frame.columns)
-    for field_name in ("columns", "targets", "known", "categorical", "static", "weight"):
-        wanted = getattr(choice, field_name) or ()
-        require(
-            all_names,
-            (wanted,) if isinstance(wanted, str) else wanted,
-            name,
-            None if choice.trained and field_name != "weight" else f"data.{field_name}",
-        )
+    for key in ("columns", "targets", "known", "categorical", "static", "weight"):
+        wanted = getattr(choice, key) or ()
+        told = None if choice.trained and key != "weight" else f"data.{key}"
+        require(list(reading.frame.columns), (wanted,) if isinstance(wanted, str) else wanted, name, told)
     roles: dict[str | None, str] = {reading.time: "times", **dict.fromkeys(reading.series, "names of series")}
     if misused := next((column for column in choice.asked if column in roles), None):
         raise DataError(f"{name}: column {misused} holds the {roles[misused]}; remove it from what the other keys name")
     texts = () if choice.trained else tuple(column for column in choice.static if column not in reading.numbers)
     categorical = tuple(sorted(dict.fromkeys((*choice.categorical, *texts)), key=lambda column: column not in choice.known))
-    asked = reading.numbers if choice.columns is None else (*choice.columns, *choice.known, *choice.static)
+    asked = reading.numbers if choice.columns is None else (*choice.columns, *choice.targets, *choice.known, *choice.static)
     columns = tuple(column for column in dict.fromkeys(asked) if column not in categorical and column != choice.weight)
     if not columns:
         others = listed([f"{quoted(column)} ({why})" for column, why in reading.left.items()]) or "no others"
@@ -193,12 +185,16 @@ def _numbers(column: pd.Series, name: str, label: str) -> Values:
     return values
 
 
+def _whole(column: pd.Series) -> pd.Series:
+    """A column of whole numbers as such: pandas turns those beside an empty cell into floats."""
+    return column.astype("Int64") if pd.api.types.is_float_dtype(column) and (column.dropna() % 1 == 0).all() else column
+
+
 def _categories(column: pd.Series, name: str, label: str) -> tuple[Values, tuple[str, ...]]:
     """The place of each row's value among the sorted values of a column, NaN where it is empty, and these values."""
+    column = _whole(column)
     if pd.api.types.is_float_dtype(column):
-        if not (column.dropna() % 1 == 0).all():
-            raise DataError(f"{name}: column {label} (data.categorical) contains fractions; remove it from data.categorical")
-        column = column.astype("Int64")  # pandas turns whole numbers beside an empty cell into floats
+        raise DataError(f"{name}: column {label} (data.categorical) contains fractions; remove it from data.categorical")
     if pd.api.types.is_bool_dtype(column):
         column = column.map({True: "true", False: "false"})
     texts = column.astype("str").str.strip().replace("", np.nan).where(column.notna())
@@ -208,13 +204,10 @@ def _categories(column: pd.Series, name: str, label: str) -> tuple[Values, tuple
 
 def _in_time(reading: Reading, codes: Ints, choice: ColumnChoice, name: str, remarks: list[str]) -> tuple[Ints, Times | None]:
     """The order of rows by series and time, and the times in that order, with their frequency."""
-    by_series: Ints = np.arange(len(codes)) if (np.diff(codes) >= 0).all() else np.argsort(codes, kind="stable")
     if reading.instants is None:
-        return by_series, None
+        return np.argsort(codes, kind="stable"), None
     times = Times.of(reading.instants)
-    order = by_series
-    if not _increasing(times.keys, codes):
-        order = np.lexsort((times.keys, codes))
+    order = np.lexsort((times.keys, codes))
     times, codes = times.sorted(order), codes[order]
     if choice.frequency == "none":
         return order, times
@@ -237,46 +230,39 @@ def _in_time(reading: Reading, codes: Ints, choice: ColumnChoice, name: str, rem
     return order, replace(times, frequency=frequency)
 
 
-def _increasing(keys: Keys, codes: Ints) -> bool:
-    """True if rows are in order already."""
-    return bool(((codes[1:] > codes[:-1]) | ((codes[1:] == codes[:-1]) & (keys[1:] >= keys[:-1]))).all())
-
-
 def _regular(rows: _Rows, names: Sequence[str], choice: ColumnChoice, remarks: list[str]) -> _Rows:
     """The rows with those that are missing between them."""
     if rows.times is None or (made := complete(rows.times, rows.codes)) is None:
         return rows
     times, codes, source = made
     new = source < 0
-    first = int(np.argmax(new))
+    count, first = int(new.sum()), int(np.argmax(new))
     of = f" in series {names[int(codes[first])]}" if len(names) > 1 else ""
-    one = int(new.sum()) == 1
-    many = "1 missing row" if one else f"{int(new.sum()):,} missing rows"
-    empty = "counts as empty" if one else "count as empty"
-    how = empty if choice.missing in ("none", "mask") else f"{'is' if one else 'are'} filled in (data.missing={choice.missing})"
-    text = times.frequency.text if times.frequency is not None else ""
-    remarks.append(f"{rows.name}: {many} (every {text}) {how}, the first at {times.written(slice(first, first + 1))[0]}{of}")
-    cells = np.where(new[:, None], np.nan, rows.cells[source])
-    return replace(rows, cells=cells, codes=codes, source=np.where(new, -1, rows.source[source]), times=times)
+    many = "1 missing row" if count == 1 else f"{count:,} missing rows"
+    how = f"count{'s' * (count == 1)} as empty{'' if choice.missing in ('none', 'mask') else f' (data.missing={choice.missing})'}"
+    at = times.written(slice(first, first + 1))[0]
+    remarks.append(f"{rows.name}: {many} (every {_frequency(times)}) {how}, the first at {at}{of}")
+    source = np.where(new, -1, rows.source[source])
+    cells = np.where(new[:, None], np.nan, rows.cells[made[2]])
+    return replace(rows, cells=cells, codes=codes, source=source, times=times, ahead=np.zeros(len(codes), np.bool_))
 
 
-def _cut_to_values(rows: _Rows, choice: ColumnChoice, numbers: int) -> tuple[_Rows, NDArray[np.bool_]]:
-    """The rows from the first to the last value of what is forecast in each series; those after it tell what is known ahead, if anything
-    is. Where every step is estimated, all rows are kept.
+def _cut_to_values(rows: _Rows, choice: ColumnChoice, numbers: int) -> _Rows:
+    """The rows from the first to the last value of what is forecast in each series, and those ahead if anything is known there. Where every
+    step is estimated, all rows are kept.
     """
     if choice.each_step:
-        return rows, np.zeros(len(rows.codes), np.bool_)
+        return rows
     never = (*choice.known, *choice.static)
     measured = rows.places(choice.targets) or [at for at in range(numbers) if rows.columns[at] not in never]
     valued = np.flatnonzero(~np.isnan(rows.cells[:, measured]).all(axis=1))
-    count = int(rows.codes.max(initial=0)) + 1
-    firsts, lasts = np.full(count, len(rows.codes), np.int64), np.full(count, -1, np.int64)
-    np.minimum.at(firsts, rows.codes[valued], valued)
-    lasts[rows.codes[valued]] = valued  # later rows overwrite earlier ones
     at = np.arange(len(rows.codes))
-    ahead = (at > lasts[rows.codes]) & (lasts[rows.codes] >= 0)
-    kept = (at >= firsts[rows.codes]) & ((at <= lasts[rows.codes]) | bool(choice.known))
-    return (rows, ahead) if kept.all() else (rows.only(kept), ahead[kept])
+    firsts, lasts = np.full(len(at), len(at), np.int64), np.full(len(at), -1, np.int64)  # of each series, by its number
+    firsts[rows.codes[valued[::-1]]] = valued[::-1]  # what is written last stays
+    lasts[rows.codes[valued]] = valued
+    rows = replace(rows, ahead=at > lasts[rows.codes])
+    kept = (at >= firsts[rows.codes]) & (~rows.ahead | bool(choice.known))
+    return rows if kept.all() else rows.only(kept)
 
 
 def unread_cells(columns: Sequence[str], choice: ColumnChoice, ahead: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -298,7 +284,7 @@ def filled_cells(cells: Values, codes: Ints, unread: NDArray[np.bool_], numbers:
     return np.where(unread, np.nan, full)
 
 
-def _filled(rows: _Rows, ahead: NDArray[np.bool_], choice: ColumnChoice, numbers: int, remarks: list[str]) -> tuple[Values, Values | None]:
+def _filled(rows: _Rows, choice: ColumnChoice, numbers: int, remarks: list[str]) -> tuple[Values, Values | None]:
     """The cells with nothing missing in what is read, and the same before anything was filled, if anything was."""
     cells = rows.cells.copy()
     if static := rows.places(choice.static):
@@ -307,42 +293,34 @@ def _filled(rows: _Rows, ahead: NDArray[np.bool_], choice: ColumnChoice, numbers
             column, row = rows.columns[static[changed[1]]], int(rows.source[changed[0]]) + 1
             fact = f"column {column} (data.static) changes within a series, in row {row}"
             raise DataError(f"{rows.name}: {fact}; write one value for each series, or remove it from data.static")
-    unread = unread_cells(rows.columns, choice, ahead)
+    unread = unread_cells(rows.columns, choice, rows.ahead)
     # Targets at every step are never filled; with a mask, nothing is that changes.
-    left = [
-        at
-        for at, column in enumerate(rows.columns)
-        if choice.each_step and (column in choice.targets or (choice.missing == "mask" and at not in static))
-    ]
+    changing = [column for column in rows.columns if column not in choice.static] if choice.missing == "mask" else []
+    left = rows.places((*choice.targets, *changing)) if choice.each_step else []
     empty = np.isnan(cells) & ~unread
     empty[:, left] = False
     if not empty.any():
         return np.where(unread, np.nan, cells), None
-    untouched = cells[:, left]
-    full = filled_cells(cells, rows.codes, unread, numbers, choice.missing)
-    full[:, left] = untouched
+    full = np.where(empty, filled_cells(cells, rows.codes, unread, numbers, choice.missing), np.where(unread, np.nan, cells))
     in_file = (empty & (rows.source >= 0)[:, None]).sum(axis=0)
     if in_file.any():
         counts = listed([f"{column} {count:,}" for column, count in zip(rows.columns, in_file.tolist(), strict=True) if count])
         how = "not trained on, not scored" if choice.missing == "none" and not choice.each_step else f"data.missing={choice.missing}"
         remarks.append(f"{rows.name}: empty cells: {counts} ({how})")
-    still = np.isnan(full) & ~unread
-    still[:, numbers:] = False
-    still[:, left] = False
-    full[still] = 0.0  # a column that is empty throughout a series tells nothing
+    full[:, :numbers][np.isnan(full[:, :numbers]) & empty[:, :numbers]] = 0.0  # a column that is empty throughout a series tells nothing
     return full, cells
 
 
-def _weights(rows: _Rows, ahead: NDArray[np.bool_], column: pd.Series, name: str, label: str) -> NDArray[np.float32]:
+def _weights(rows: _Rows, column: pd.Series, label: str) -> NDArray[np.float32]:
     """The weight of each row; one that was not in the file has that of the row before it."""
-    in_file = _numbers(column, name, label)
-    at = np.maximum.accumulate(np.where(rows.source >= 0, np.arange(len(rows.source)), 0))
-    weights = in_file[rows.source[at]]
-    if (wrong := ~(weights >= 0) & ~ahead).any():
-        row = int(rows.source[at][wrong].min())
+    in_file = _numbers(column, rows.name, label)
+    source = rows.source[np.maximum.accumulate(np.where(rows.source >= 0, np.arange(len(rows.source)), 0))]
+    weights = in_file[source]
+    if (wrong := ~(weights >= 0) & ~rows.ahead).any():
+        row = int(source[wrong].min())
         shown = "empty" if np.isnan(in_file[row]) else f"{in_file[row]:g}"
-        raise DataError(f"{name}: row {row + 1}, column {label} (data.weight) is {shown}; write a number from 0 on, 0 for no target")
-    return np.where(ahead, 0.0, weights).astype(np.float32)
+        raise DataError(f"{rows.name}: row {row + 1}, column {label} (data.weight) is {shown}; write a number from 0 on, 0 for no target")
+    return np.where(rows.ahead, 0.0, weights).astype(np.float32)
 
 
 def _calendar(rows: _Rows, choice: ColumnChoice, reading: Reading) -> Values:
@@ -351,9 +329,7 @@ def _calendar(rows: _Rows, choice: ColumnChoice, reading: Reading) -> Values:
     if clashing := [column for column in calendar_columns(choice.calendar) if column in reading.frame.columns]:
         raise DataError(f"{rows.name} has a column {clashing[0]}, which data.calendar adds; rename it, or remove data.calendar")
     if rows.times is None or rows.times.counted:
-        raise DataError(
-            f"{rows.name}: data.calendar needs a column of dates, and there is none; name it in data.time, or remove data.calendar"
-        )
+        raise DataError(f"{rows.name}: data.calendar needs a column of dates; name it in data.time, or remove data.calendar")
     return calendar_features(choice.calendar, rows.times.local)
 
 
@@ -361,15 +337,13 @@ def _note(
     reading: Reading, name: str, columns: Sequence[str], categorical: Sequence[str], choice: ColumnChoice, times: Times | None
 ) -> str:
     """A line on what is and is not read."""
-    every = "" if times is None or times.frequency is None else f" (every {times.frequency.text})"
+    every = "" if _frequency(times) is None else f" (every {_frequency(times)})"
     by = "" if reading.time is None else f", ordered by {quoted(reading.time)}{every}"
     of = "" if not reading.series else f", one series per {' and '.join(map(quoted, reading.series))}"
     measured = [column for column in columns if column not in (*choice.known, *choice.static)]
-    all_of_them = len(measured) > 1 and not choice.targets
+    all_of_them = ("all of them (data.targets chooses)",) if len(measured) > 1 and not choice.targets else ()
     lists = {
-        "estimated at every step" if choice.each_step else "forecast": ("all of them (data.targets chooses)",)
-        if all_of_them
-        else choice.targets,
+        "estimated at every step" if choice.each_step else "forecast": all_of_them or choice.targets,
         "known ahead": choice.known,
         "categorical": categorical,
         "static": choice.static,
@@ -383,16 +357,15 @@ def _note(
 
 def _about(reading: Reading, columns: Sequence[str], cells: Values, times: Times | None, number: int) -> dict[str, Any]:
     """How a table was read, for programs: rows, times, series, values and how many of these are missing."""
-    frequency = None if times is None or times.frequency is None else times.frequency.text
     shown: list[str | None] = [None, None]
     if times is not None and not times.counted and len(times.keys):
         zone = "+00:00" if times.zone is not None and not times.wall else ""
         shown = [f"{pd.Timestamp(key)}{zone}" for key in (times.keys.min(), times.keys.max())]
-    missing = {column: int(np.isnan(cells[:, place]).sum()) for place, column in enumerate(columns) if np.isnan(cells[:, place]).any()}
+    missing = {column: int(count) for column, count in zip(columns, np.isnan(cells).sum(axis=0), strict=False) if count}
     return {
         "rows": len(cells),
         "time": reading.time,
-        "frequency": frequency,
+        "frequency": _frequency(times),
         "series": list(reading.series),
         "number": number,
         "values": list(columns),
@@ -400,6 +373,10 @@ def _about(reading: Reading, columns: Sequence[str], cells: Values, times: Times
         "first": shown[0],
         "last": shown[1],
     }
+
+
+def _frequency(times: Times | None) -> str | None:
+    return None if times is None or times.frequency is None else times.frequency.text
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ before they are standardised, and undone in forecasts. NumPy only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,46 +24,37 @@ def transformed(table: Table, columns: tuple[str, ...], kind: str) -> Table:
     """Return the table with some of its columns transformed; refuse a value that has no logarithm."""
     if kind == "none":
         return table
-    places = [table.columns.index(column) for column in columns]
-    values = table.values.copy()
-    for number, (start, length, total) in enumerate(zip(table.starts, table.lengths, table.totals, strict=True)):
-        series_values = values[start : start + total, places]
-        if kind in LEAST:
-            _check(table, number, series_values[:length], columns, kind)
-        values[start : start + total, places] = forward(series_values, kind, series_values[:1])
+    if kind in LEAST:
+        remedy = f"use data.transform={'log1p or ' * (kind == 'log')}none, or correct it"
+        _check(table, columns, lambda own: own <= LEAST[kind], f"{kind} needs values above {LEAST[kind]:g}; {remedy}")
+    places, values = [table.columns.index(column) for column in columns], table.values.copy()
+    changed = forward(values[:, places], kind, values[:1, places])
+    if kind == "diff":
+        changed[table.starts] = 0.0  # the first row of a series
+    values[:, places] = changed
     return replace(table, values=values)
-
-
-def _check(table: Table, number: int, values_RC: NDArray[np.float64], columns: tuple[str, ...], kind: str) -> None:
-    remedy = "use data.transform=log1p or none" if kind == "log" else "use data.transform=none"
-    wrong = ~np.isnan(values_RC) & ~(values_RC > LEAST[kind])
-    _refuse(table, number, values_RC, wrong, columns, f"{kind} needs values above {LEAST[kind]:g}; {remedy}, or correct it")
 
 
 def check_counts(table: Table, columns: tuple[str, ...], kind: str) -> None:
     """Refuse values that are no counts."""
-    places = [table.columns.index(column) for column in columns]
-    remedy = "use data.distribution=normal or student_t, or round it" + (
-        " (data.missing=forward or zero fills in whole numbers)" if table.unfilled is not None else ""
-    )
-    for number, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
-        series_values = table.values[start : start + length, places]
-        wrong = ~np.isnan(series_values) & ((series_values < 0) | (series_values != np.floor(series_values)))
-        _refuse(table, number, series_values, wrong, columns, f"data.distribution={kind} needs whole numbers of 0 or more; {remedy}")
+    remedy = "use data.distribution=normal or student_t, or round it (data.missing=forward or zero fills in whole numbers)"
+    why = f"data.distribution={kind} needs whole numbers of 0 or more; {remedy}"
+    _check(table, columns, lambda own: (own < 0) | (own > np.floor(own)), why)
 
 
-def _refuse(
-    table: Table, number: int, values_RC: NDArray[np.float64], wrong: NDArray[np.bool_], columns: tuple[str, ...], why: str
-) -> None:
-    """Raise if any value of a series is wrong, with the first of them."""
-    if not wrong.any():
+def _check(table: Table, columns: tuple[str, ...], wrong: Callable[[NDArray[np.float64]], NDArray[np.bool_]], why: str) -> None:
+    """Raise if any value of some columns is wrong, with the first of them; what is missing is not."""
+    values = table.values[:, [table.columns.index(column) for column in columns]]
+    bad = np.argwhere(wrong(values))
+    if not len(bad):
         return
-    row, place = (int(at) for at in np.argwhere(wrong)[0])
-    first = int(table.starts[number]) + row
-    times = None if table.times is None else table.times.written(slice(first, first + 1))
-    at = f"row {row + 1}" if times is None else f"the row of {times[0]}"
+    row, place = (int(at) for at in bad[0])
+    number = int(np.searchsorted(table.starts, row, side="right")) - 1
+    at = f"row {row - table.starts[number] + 1}"
+    if table.times is not None:
+        at = f"the row of {table.times.written(slice(row, row + 1))[0]}"
     of = f" of series {table.names[number]}" if len(table.names) > 1 else ""
-    raise DataError(f"{table.name}: {at}{of}, column {columns[place]} is {values_RC[row, place]:g}, and {why}")
+    raise DataError(f"{table.name}: {at}{of}, column {columns[place]} is {values[row, place]:g}, and {why}")
 
 
 def forward(values: NDArray[Any], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:

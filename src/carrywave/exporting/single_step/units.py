@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from carrywave.data.codec import Codec
-from carrywave.data.tables.moments import VISIBLE
 from carrywave.data.tables.transform import LARGEST
 from carrywave.errors import UserError
 from carrywave.exporting.portable import BATCH, Port, Portable
@@ -25,6 +24,8 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
+
+VISIBLE = 1e-3  # of a deviation: what float32 may lose of a column's values
 
 
 def in_units(task: Task, portable: Portable) -> Formula:

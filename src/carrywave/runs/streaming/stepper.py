@@ -200,7 +200,7 @@ class Stepper:
             place, column = (int(at) for at in np.argwhere(bad_BF)[0])
             value, name = numbers_BF[place, column], self.codec.columns[column]
             raise DataError(f"client {clients[place]!r}: column {name} is {value}, not a finite number (below 1e25); fill the gap")
-        x_BF = standardise(numbers_BF, self.codec.mean, self.codec.std, "the step")
+        x_BF = standardise(numbers_BF, self.codec.mean, self.codec.std)
         return torch.from_numpy(x_BF).to(function.device, function.dtype)
 
     def _token(self, row: Any, client: Client) -> int:
