@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from carrywave.data.order import Cursor, Window, checked_lengths, in_range
+from carrywave.data.order import Cursor, Window
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import MEMBERS, PHASES, draw_words, permutation
 
@@ -29,7 +29,7 @@ class WindowOrder:
     """Windows of `steps` scored steps after up to `warm` others, `lanes` at a time."""
 
     def __init__(self, lengths: Ints, *, lanes: int, steps: int, warm: int, seed: int = 0) -> None:
-        self._lengths = checked_lengths(lengths)
+        self._lengths = lengths
         self.steps, self.warm, self._seed = steps, warm, seed
         self._counts = -(-self._lengths // steps) + 1  # windows begin at a phase below `steps`, so there may be one more
         self.lanes = min(lanes, int(self._counts.sum() - len(self._counts)))
@@ -41,10 +41,9 @@ class WindowOrder:
 
     def window(self, cursor: Cursor) -> Window:
         """Return the batch at a cursor; lanes that are left over are idle."""
-        in_range(cursor.step, self.num_steps(cursor.epoch))
-        windows = self._epoch(cursor.epoch)
         at = slice(cursor.step * self.lanes, (cursor.step + 1) * self.lanes)
-        sequence, first, scored = (_filled(each[at], self.lanes) for each in windows)
+        held = [each[at] for each in self._epoch(cursor.epoch)]
+        sequence, first, scored = (np.pad(each, (0, self.lanes - len(each))) for each in held)
         skip = np.minimum(first, self.warm)
         active = scored > 0
         return Window(
@@ -67,8 +66,3 @@ class WindowOrder:
         some = np.flatnonzero(end > first)
         order = some[permutation(len(some), seed=self._seed, epoch=epoch, site=MEMBERS)]
         return _Epoch(sequence[order], first[order], (end - first)[order])
-
-
-def _filled(values: Ints, count: int) -> Ints:
-    """The values, and zeros up to a number of them."""
-    return np.concatenate([values, np.zeros(count - len(values), dtype=np.int64)])
