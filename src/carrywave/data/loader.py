@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -133,21 +133,17 @@ def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -
     return np.concatenate([values, np.broadcast_to(units, values.shape)], axis=-1)
 
 
+@dataclass(frozen=True, eq=False)
 class Loader:
     """Iterate over the batches of an epoch from any cursor, on a device, with prefetching."""
 
-    def __init__(
-        self,
-        view: View,
-        order: Order,
-        *,
-        device: torch.device,
-        share: Share | None = None,
-        ahead: int = 4,
-        augmentation: Augmentation | None = None,
-    ) -> None:
-        self.view, self.order, self.device, self.share, self.ahead = view, order, device, share, ahead
-        self.augmentation = augmentation
+    view: View
+    order: Order
+    _: KW_ONLY
+    device: torch.device
+    share: Share | None = None
+    ahead: int = 4
+    augmentation: Augmentation | None = None
 
     def batches(self, start: Cursor) -> Generator[Batch, None, None]:
         """Yield the batches from `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""

@@ -54,6 +54,14 @@ class Order(Protocol):
         ...
 
 
+class _Layout(NamedTuple):
+    """Where the pieces lie on one epoch's grid of windows."""
+
+    first: Ints  # [pieces] window in which each piece starts
+    edges: Ints  # [windows + 1] planned steps before each window
+    keys: Ints  # [pieces] sorted by lane, then window, so that one search finds the piece of every lane
+
+
 class StreamOrder:
     """Contiguous streams: each lane works through its pieces in turn, and all lanes share one grid of windows.
 
@@ -83,10 +91,8 @@ class StreamOrder:
     def window(self, cursor: Cursor) -> Window:
         """Return the window at a cursor."""
         layout, at = self._layout(self._key(cursor.epoch)), cursor.step
-        number = len(layout.edges) - 1
-        lanes = np.arange(self.lanes)
         # For a lane without pieces the search returns another lane's piece, or -1; its length is set to 0 below.
-        piece = np.searchsorted(layout.keys, lanes * (number + 1) + at, side="right") - 1
+        piece = np.searchsorted(layout.keys, np.arange(self.lanes) * len(layout.edges) + at, side="right") - 1
         first = layout.first[piece]
         done = layout.edges[at] - layout.edges[first]
         planned = layout.edges[at + 1] - layout.edges[at]
@@ -180,15 +186,6 @@ class SequenceOrder:
             drawn = permutation(len(drawn), seed=self._seed, epoch=epoch, site=MEMBERS)
             order = permutation(len(order), seed=self._seed, epoch=epoch, site=BATCHES)
         return drawn[np.argsort(self._bucket[drawn], kind="stable")], order
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """Where the pieces lie on one epoch's grid of windows."""
-
-    first: Ints  # [pieces] window in which each piece starts
-    edges: Ints  # [windows + 1] planned steps before each window
-    keys: Ints  # [pieces] sorted by lane, then window, so that one search finds the piece of every lane
 
 
 def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:

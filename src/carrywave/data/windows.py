@@ -8,21 +8,12 @@ where windows begin is drawn anew each epoch. A pure function of (lengths, seed,
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from carrywave.data.order import Cursor, Window
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import MEMBERS, PHASES, draw_words, permutation
-
-
-class _Epoch(NamedTuple):
-    """The windows of an epoch, in their order: sequence, first scored step, scored steps."""
-
-    sequence: Ints
-    first: Ints
-    scored: Ints
 
 
 class WindowOrder:
@@ -37,7 +28,7 @@ class WindowOrder:
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of batches in an epoch."""
-        return -(-len(self._epoch(epoch).first) // self.lanes)
+        return -(-len(self._epoch(epoch)[0]) // self.lanes)
 
     def window(self, cursor: Cursor) -> Window:
         """Return the batch at a cursor; lanes that are left over are idle."""
@@ -55,8 +46,8 @@ class WindowOrder:
             skip=np.where(active, skip, 0),
         )
 
-    def _lay_out(self, epoch: int) -> _Epoch:
-        """Cut each sequence at its phase and every `steps` after it, and shuffle."""
+    def _lay_out(self, epoch: int) -> tuple[Ints, Ints, Ints]:
+        """Cut each sequence at its phase and every `steps` after it, and shuffle: sequence, first scored step and scored steps of each."""
         counts = self._counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -65,4 +56,4 @@ class WindowOrder:
         end = np.minimum(phases[sequence] + place * self.steps, self._lengths[sequence])
         some = np.flatnonzero(end > first)
         order = some[permutation(len(some), seed=self._seed, epoch=epoch, site=MEMBERS)]
-        return _Epoch(sequence[order], first[order], (end - first)[order])
+        return sequence[order], first[order], (end - first)[order]
