@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.source import Source
-from carrywave.data.text import token_stream as text_module
 from carrywave.data.text.tally import Tally
-from carrywave.data.text.token_stream import cut, encode_stream, finished, learn_stream, pieces
+from carrywave.data.text.token_stream import cut, encode_stream, finished, learn_stream
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.data_spec import DataSpec
 
@@ -91,14 +90,12 @@ def test_bpe_does_not_depend_on_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_only_words_are_read_in_lower_case(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(SpecError, match=f"data.lowercase is for words, but data.tokens={kind}; set data.tokens=word, or remove it"):
+    with pytest.raises(SpecError, match=f"data.lowercase does not apply to data.tokens={kind}; remove it"):
         learn_stream(source(tmp_path, b"A b"), spec(tokens=kind, lowercase=True), "language")
 
 
-def test_bpe_limits_are_checked(tmp_path: Path) -> None:
+def test_text_for_bpe_is_checked(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    with pytest.raises(SpecError, match=r"data\.vocabulary=100 is too small"):
-        learn_stream(source(tmp_path, b"abc"), spec(tokens="bpe", vocabulary=100), "language")
     with pytest.raises(DataError, match=r"t\.txt is not text in utf-8 \(byte 2\)"):
         learn_stream(source(tmp_path, b"ab\xff"), spec(tokens="bpe"), "language")
 
@@ -183,18 +180,12 @@ def test_dtype_by_vocabulary(tmp_path: Path, size: int, dtype: type) -> None:
 
 
 def test_bytes_have_no_vocabulary_to_limit(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"do not apply to data\.tokens=byte"):
+    with pytest.raises(SpecError, match=r"data.min_count does not apply to data\.tokens=byte"):
         learn_stream(source(tmp_path, b"a"), spec(tokens="byte", min_count=2), "language")
 
 
 def test_cut_ends_pieces_at_borders() -> None:
-    assert list(cut(["ab c", "d", "e\nf"], " \n", "x")) == ["ab ", "cde\n", "f"]
+    assert list(cut(["ab c", "d", "e\nf"], " \n")) == ["ab ", "cde\n", "f"]
     assert list(finished(["a", "b"])) == ["a", "b", "\n"]
     assert list(finished(["a\n"])) == ["a\n"]
     assert list(finished([])) == []
-
-
-def test_endless_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "LONGEST_CHARS", 10)
-    with pytest.raises(DataError, match="contains a word of more than 10 characters; split it"):
-        list(pieces(source(tmp_path, b"x" * 30, 5), "word"))

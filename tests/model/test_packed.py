@@ -69,9 +69,9 @@ def test_a_batch_of_packed_sequences() -> None:
         assert batch.real == 9
     labels = torch.tensor([1, 0, 1])
     assert torch.equal(cw.Batch.of(packed[0], labels).targets, labels)
-    with pytest.raises(UserError, match="has its own lengths; remove lengths"):
+    with pytest.raises(UserError, match="has its own lengths; pack the inputs, or both alike, and remove lengths"):
         cw.Batch.of(packed[0], target, lengths)
-    with pytest.raises(UserError, match="the inputs are not; pack both"):
+    with pytest.raises(UserError, match="has its own lengths; pack the inputs, or both alike"):
         cw.Batch.of(x, packed[1])
     other = pack_padded_sequence(target, [4, 3, 2])
     with pytest.raises(UserError, match=r"packed with lengths \[4, 3, 2\], the inputs with \[2, 4, 3\]; pack both alike"):

@@ -250,7 +250,9 @@ def test_targets_that_a_head_cannot_learn_are_said_in_our_words() -> None:
 
 def test_batches_of_anything_but_numbers_are_refused() -> None:
     x, target = torch.zeros(T, B, 2), torch.zeros(T, B, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"the inputs of a batch are a dict, .*; put the parts side by side in one tensor"):
+    with pytest.raises(
+        UserError, match=r"the inputs of a batch are a dict, .*; pass one tensor or array, in which several parts are side by side"
+    ):
         cw.Batch.of({"price": x, "mask": x}, target)  # type: ignore[arg-type]
     for given in ("text", [[1.0], [1.0, 2.0]], object(), x.to(torch.complex64)):
         with pytest.raises(UserError, match=r"the inputs of a batch are a .*, not numbers in a fixed shape"):

@@ -162,7 +162,7 @@ def test_what_a_batch_counts() -> None:
 
 @pytest.mark.parametrize("resets", [torch.zeros(7, 4), torch.zeros(4, 7, dtype=torch.bool), [True, False]])
 def test_resets_are_checked(resets: Any) -> None:
-    with pytest.raises(UserError, match=r"resets has shape .* pass true or false for each of the 7 steps of each of the 4 lanes"):
+    with pytest.raises(UserError, match=r"resets has shape .* pass true or false for each step of each lane, \[7, 4\]"):
         cw.Batch.of(torch.zeros(7, 4, dtype=torch.int64), resets=resets)
 
 

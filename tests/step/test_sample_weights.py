@@ -225,8 +225,8 @@ def test_evaluation_divides_by_the_sum_of_weights() -> None:
 @pytest.mark.parametrize(
     ("weights", "pooled", "message"),
     [
-        (torch.ones(LANES, STEPS), False, r"weights have shape \[5, 6\] for targets \[6, 5\]; pass one for each of the 5 lanes, \[5\], or"),
-        (torch.ones(STEPS, LANES), True, r"weights have shape \[6, 5\] for targets \[5\]; pass one for each of the 5 lanes, \[5\]$"),
+        (torch.ones(LANES, STEPS), False, r"weights have shape \[5, 6\] for targets \[6, 5\]; pass one for each lane, \[5\], or"),
+        (torch.ones(STEPS, LANES), True, r"weights have shape \[6, 5\] for targets \[5\]; pass one for each lane, \[5\]$"),
         ([1.0, 1.0, -1.0, 1.0, 1.0], False, "weights must be finite numbers from 0 on"),
         ([1.0, 1.0, float("nan"), 1.0, 1.0], False, "weights must be finite numbers from 0 on"),
         ([1.0, float("inf"), 1.0, 1.0, 1.0], True, "weights must be finite numbers from 0 on"),

@@ -6,8 +6,8 @@ targets, and a loss needs no other argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class Batch:
     >>> import torch
     >>> import carrywave as cw
     >>> batch = cw.Batch.of(torch.zeros(12, 4, 3), torch.zeros(12, 4, dtype=torch.long), lengths=[12, 12, 9, 5])  # time first
-    >>> batch.steps, round(batch.waste, 3)
-    (12, 0.208)
+    >>> batch.steps, batch.cells
+    (12, (38, 48))
     """
 
     inputs: Tensor  # [T, B] int64 tokens, or [T, B, F] float32
@@ -81,49 +81,55 @@ class Batch:
         if isinstance(inputs, PackedSequence) or isinstance(targets, PackedSequence):
             inputs, targets, lengths = _unpacked(inputs, targets, lengths)
         inputs = _tensor(inputs, "inputs")
-        history = None if history is None else _tensor(history, "history")
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
             raise UserError(f"batch inputs have shape {list(inputs.shape)}; pass [time, lane, …] with at least one step and one lane")
         steps, count = inputs.shape[:2]
         inputs = inputs if inputs.is_floating_point() else inputs.to(torch.int64)
         device = inputs.device
+        history = None if history is None else _tensor(history, "history")
         if history is not None and (history.dim() != 3 or history.shape[0] < steps or history.shape[1] != count):
             raise UserError(
-                f"history has shape {list(history.shape)} for {steps} steps, {count} lanes; pass [past - 1 + {steps}, {count}, columns], "
-                "the values before the first step, and then that of each step"
+                f"history has shape {list(history.shape)}; pass [past - 1 + {steps}, {count}, columns]: from the past of the first step"
             )
-        lengths_B = _one_a_lane(steps if lengths is None else lengths, "lengths", count, torch.int64, device)
-        real = steps * count
-        if lengths is not None:
-            padded = torch.arange(steps, device=device)[:, None] >= lengths_B
+        lengths_B = _fitting(steps if lengths is None else lengths, "lengths", (count,), torch.int64, device)
+        limits_B = None if lengths is None else lengths_B
+        real, begun, sequences, reading = steps * count, None, None, pooled
+        if limits_B is not None:
             # Overwrite padding, whatever it holds: NaN times a mask of zeros would still be NaN in a gradient.
-            inputs = inputs.masked_fill(padded.reshape(steps, count, *[1] * (inputs.dim() - 2)), 0)
-            low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
+            inputs = _masked(inputs, limits_B, 0)
+            low, high, real, begun = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum(), (lengths_B > 0).sum()))
             if low < 0 or high > steps:
                 raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
-        begun = None if lengths is None else int((lengths_B > 0).sum())
-        sequences = None
         if resets is not None:
-            resets, inside = _resets(resets, lengths_B, steps, count)
-            begun, sequences = (count if begun is None else begun) + inside, int(resets.sum(0).max()) + 1
-        reading = pooled
+            resets = _masked(_fitting(resets, "resets", (steps, count), torch.bool, device), limits_B, False)
+            begun = (count if begun is None else begun) + int(resets[1:].sum())
+            sequences = int(resets.sum(0).max()) + 1
         if targets is not None:
             targets = _tensor(targets, "targets").to(device)
-            each_step, each_lane = _readings(targets, steps, count)
-            reading = each_lane if pooled is None and each_step != each_lane and resets is None else pooled
-            by_lane = pooled if resets is None else False
-            targets = _targets(targets, None if lengths is None else lengths_B, steps, count, by_lane)
+            each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
+            if pooled is None and resets is None and each_step != each_lane:
+                reading = each_lane
+            # [lane, time] is more likely a batch that was not transposed than one with as many numbers per lane as there are steps.
+            guess = each_lane and not each_step and targets.shape[1:2] != (steps,)
+            by_lane = resets is None and (guess if pooled is None else pooled)
+            if not (each_lane if by_lane else each_step):
+                raise UserError(
+                    f"targets have shape {list(targets.shape)} for {steps} steps and {count} lanes; pass [{steps}, {count}, …] "
+                    f"(one per step, time first), or [{count}, …] with pooled=True (one per lane)"
+                )
+            targets = targets if targets.is_floating_point() else targets.to(torch.int64)
+            targets = _masked(targets, limits_B, torch.nan if targets.is_floating_point() else IGNORED, by_lane=by_lane)
             if pooled and resets is not None:
                 check_ends(targets, resets, lengths_B)
         if weights is not None:
-            weights = _weights(weights, targets, None if lengths is None else lengths_B, steps, count, by_lane=reading and resets is None)
+            weights = _weights(weights, targets, limits_B, (steps, count), by_lane=reading and resets is None)
         numbers_B = torch.arange(count, device=device)
-        lanes_B = numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device)
+        lanes_B = numbers_B if lanes is None else _fitting(lanes, "lanes", (count,), torch.int64, device)
         return Batch(
             inputs=inputs,
             targets=targets,
             lengths=lengths_B,
-            fresh=_one_a_lane(True if fresh is None else fresh, "fresh", count, torch.bool, device),
+            fresh=_fitting(True if fresh is None else fresh, "fresh", (count,), torch.bool, device),
             lanes=lanes_B,
             sequence=torch.where(lengths_B > 0, numbers_B, -1),
             offset=torch.zeros_like(numbers_B),
@@ -172,42 +178,20 @@ class Batch:
         """True if this part is known to have no real step: it is a placeholder on a worker that has no lanes, and is not scored."""
         return self.real == 0 and self.part_of is not None
 
-    @property
-    def waste(self) -> float:
-        """Fraction of the full batch that is padding."""
-        real, total = self.cells
-        return 1.0 - real / total if total else 0.0
-
     def take(self, low: int, high: int, *, pooled: bool) -> Batch:
         """Return lanes `low` to `high` (exclusive); an empty range gives one idle lane that adds nothing. `pooled`: one target per lane."""
-        if low == high:
-            return self._idle(pooled)
         total = self.lanes.shape[0]
+        if low == high:
+            return self.take(0, 1, pooled=pooled)._idle(self.part_of or (self.real, total))
         if (low, high) == (0, total):
             return self
-        targets = self.targets
-        if targets is not None:
-            targets = targets[low:high] if pooled and self.resets is None else targets[:, low:high]
-        weights = self.weights
-        if weights is not None:
-            weights = weights[low:high] if weights.dim() == 1 else weights[:, low:high]
-        full = self.real == self.steps * total
-        return replace(
-            self,
-            inputs=self.inputs[:, low:high],
-            targets=targets,
-            lengths=self.lengths[low:high],
-            fresh=self.fresh[low:high],
-            lanes=self.lanes[low:high],
-            sequence=self.sequence[low:high],
-            offset=self.offset[low:high],
-            history=None if self.history is None else self.history[:, low:high],
-            resets=None if self.resets is None else self.resets[:, low:high],
-            weights=weights,
-            # The number of real steps in a subset of lanes is not known on the host.
-            real=self.steps * (high - low) if full else -1,
-            part_of=self.part_of or (self.real, total),
-        )
+        by_lane = {"lengths", "fresh", "lanes", "sequence", "offset"}
+        by_lane |= {"targets"} if pooled and self.resets is None else set()
+        by_lane |= {"weights"} if self.weights is not None and self.weights.dim() == 1 else set()
+        part = self.each_tensor(lambda name, tensor: tensor[low:high] if name in by_lane else tensor[:, low:high])
+        # The number of real steps in a subset of lanes is not known on the host.
+        real = self.steps * (high - low) if self.real == self.steps * total else -1
+        return replace(part, real=real, part_of=self.part_of or (self.real, total))
 
     def without(self, *, inputs: bool, targets: bool) -> Batch:
         """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither. Weights and past values go with the
@@ -217,43 +201,36 @@ class Batch:
         left = replace(self, inputs=empty)
         return replace(left, targets=None, weights=None, history=None) if targets else left
 
-    def _idle(self, pooled: bool) -> Batch:
-        one = self.take(0, 1, pooled=pooled)
-        targets = one.targets
-        if targets is not None:
-            targets = torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORED)
-        return replace(
-            one,
-            inputs=torch.zeros_like(one.inputs),
-            targets=targets,
-            lengths=torch.zeros_like(one.lengths),
-            fresh=torch.ones_like(one.fresh),
-            sequence=torch.full_like(one.sequence, -1),
-            offset=torch.zeros_like(one.offset),
-            real=0,
-            part_of=one.part_of or (self.real, self.lanes.shape[0]),
-            history=None if one.history is None else torch.zeros_like(one.history),
-            resets=None if one.resets is None else torch.zeros_like(one.resets),
-            weights=None if one.weights is None else torch.zeros_like(one.weights),
-        )
+    def _idle(self, part_of: tuple[int, int]) -> Batch:
+        """The same lanes without a step."""
+        marks = {
+            "fresh": True,
+            "sequence": -1,
+            "targets": IGNORED if self.targets is None or not self.targets.is_floating_point() else torch.nan,
+        }
+        idle = self.each_tensor(lambda name, tensor: tensor if name == "lanes" else torch.full_like(tensor, marks.get(name, 0)))
+        return replace(idle, real=0, part_of=part_of)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`; copies from pinned memory do not block."""
         to_device = device.type != "cpu"  # a non-blocking copy from GPU to CPU would return before the data has arrived
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=to_device)
-            for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset", "history", "resets", "weights")
-            if getattr(self, name) is not None
-        }
-        return replace(self, **moved)
+        return self.each_tensor(lambda _, tensor: tensor.to(device, non_blocking=to_device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def each_tensor(self, change: Callable[[str, Tensor], Tensor]) -> Batch:
+        """The batch with each tensor, of which the name is told as well, changed."""
+        changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
 
 
 def _unpacked(inputs: Any, targets: Any, lengths: Any) -> tuple[Any, Any, Any]:
     """Padded inputs and targets, and their lengths."""
-    if not isinstance(inputs, PackedSequence):
-        raise UserError("the targets are a PackedSequence, but the inputs are not; pack both, or pass padded ones and lengths")
-    if lengths is not None:
-        raise UserError("a PackedSequence has its own lengths; remove lengths")
+    if not isinstance(inputs, PackedSequence) or lengths is not None:
+        raise UserError("a PackedSequence has its own lengths; pack the inputs, or both alike, and remove lengths")
     inputs, lengths = pad_packed_sequence(inputs)
     if isinstance(targets, PackedSequence):
         targets, theirs = pad_packed_sequence(targets)
@@ -262,27 +239,54 @@ def _unpacked(inputs: Any, targets: Any, lengths: Any) -> tuple[Any, Any, Any]:
     return inputs, targets, lengths
 
 
-def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one value per lane, broadcasting a scalar."""
-    value_B = _tensor(value, name)
-    if value_B.dim() == 0:
-        value_B = value_B.expand(count)
-    if value_B.shape != (count,) or value_B.is_floating_point() or (value_B.dtype == torch.bool) != (dtype == torch.bool):
-        kind = "true or false" if dtype == torch.bool else "a whole number"
-        raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; pass {kind} for each of the {count} lanes")
-    return value_B.to(device, dtype)
-
-
-def _resets(resets: Any, lengths_B: Tensor, steps: int, count: int) -> tuple[Tensor, int]:
-    """Resets at real steps, on the device of the lengths, and how many of them come after a lane's first step."""
-    resets_TB = _tensor(resets, "resets")
-    if resets_TB.shape != (steps, count) or resets_TB.dtype != torch.bool:
+def _tensor(content: Any, name: str) -> Tensor:
+    """A tensor of what was given; refuses what has no numbers in a fixed shape."""
+    try:
+        tensor = torch.as_tensor(content)
+        if tensor.is_complex():
+            raise TypeError("complex numbers")
+        return tensor
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"resets has shape {list(resets_TB.shape)} and dtype {resets_TB.dtype}; pass true or false for each of the {steps} steps of "
-            f"each of the {count} lanes, [{steps}, {count}]"
+            f"the {name} of a batch are a {type(content).__name__}, not numbers in a fixed shape ({one_line(error, 100)}); "
+            "pass one tensor or array, in which several parts are side by side"
+        ) from None
+
+
+def _fitting(value: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Whole numbers, or true and false, of a shape; a scalar is the same for all."""
+    tensor = _tensor(value, name)
+    tensor = tensor.expand(shape) if tensor.dim() == 0 else tensor
+    if tensor.shape != shape or tensor.is_floating_point() or (tensor.dtype == torch.bool) != (dtype == torch.bool):
+        kind = "true or false" if dtype == torch.bool else "a whole number"
+        raise UserError(
+            f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; pass {kind} for each "
+            f"{'lane' if len(shape) == 1 else 'step of each lane'}, {list(shape)}"
         )
-    resets_TB = resets_TB.to(lengths_B.device) & (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)
-    return resets_TB, int(resets_TB[1:].sum())
+    return tensor.to(device, dtype)
+
+
+def _masked(tensor: Tensor, lengths_B: Tensor | None, value: float, *, by_lane: bool = False) -> Tensor:
+    """The tensor, [T, B, …] or `by_lane` [B, …], with a value in place of padding and of idle lanes."""
+    if lengths_B is None:
+        return tensor
+    padded = lengths_B == 0 if by_lane else torch.arange(len(tensor), device=tensor.device)[:, None] >= lengths_B
+    return tensor.masked_fill(padded.reshape(*padded.shape, *[1] * (tensor.dim() - padded.dim())), value)
+
+
+def _weights(weights: Any, targets: Tensor | None, lengths_B: Tensor | None, shape: tuple[int, int], *, by_lane: bool | None) -> Tensor:
+    """Weights as floats on the device of the targets, 0 where there is only padding."""
+    if targets is None:
+        raise UserError("weights are those of targets, but the batch has none; pass Batch.of(inputs, targets, weights=...)")
+    tensor = _tensor(weights, "weights")
+    floats = tensor.to(targets.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
+    each_step = not by_lane and floats.shape[:2] == shape and floats.shape == targets.shape[: floats.dim()]
+    if floats.shape != shape[1:] and not each_step:
+        form = f"one for each lane, {[*shape[1:]]}" + ("" if by_lane else f", or for each step of each lane, {[*shape]}")
+        raise UserError(f"weights have shape {list(floats.shape)} for targets {list(targets.shape)}; pass {form}")
+    if not bool((floats.isfinite() & (floats >= 0)).all()):
+        raise UserError("weights must be finite numbers from 0 on, and some are not; use 0 for a target that is not to be learned")
+    return _masked(floats, lengths_B, 0.0, by_lane=floats.dim() == 1)
 
 
 def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
@@ -297,60 +301,3 @@ def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
             f"a head that pools has one target for each sequence, at its last step, but there is one at step {step} of lane {lane}, before "
             f"its end; set those of other steps to {'NaN' if targets.is_floating_point() else IGNORED}"
         )
-
-
-def _tensor(content: Any, name: str) -> Tensor:
-    """A tensor of what was given; refuses what has no numbers in a fixed shape."""
-    try:
-        tensor = torch.as_tensor(content)
-        if tensor.is_complex():
-            raise TypeError("complex numbers")
-        return tensor
-    except (TypeError, ValueError, RuntimeError) as error:
-        several = "put the parts side by side in one tensor, and have the encoder take them apart" if isinstance(content, Mapping) else ""
-        raise UserError(
-            f"the {name} of a batch are a {type(content).__name__}, not numbers in a fixed shape ({one_line(error, 100)}); "
-            f"{several or f'pass the {name} as one tensor or array'}"
-        ) from None
-
-
-def _weights(weights: Any, targets: Tensor | None, lengths_B: Tensor | None, steps: int, count: int, *, by_lane: bool | None) -> Tensor:
-    """Weights as floats on the device of the targets, 0 where there is only padding."""
-    if targets is None:
-        raise UserError("weights are those of targets, but the batch has none; pass Batch.of(inputs, targets, weights=...)")
-    tensor = _tensor(weights, "weights")
-    floats = tensor.to(targets.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
-    shape = tuple(floats.shape)
-    if shape != (count,) and (by_lane or shape[:2] != (steps, count) or shape != targets.shape[: floats.dim()]):
-        form = f"one for each of the {count} lanes, [{count}]" + ("" if by_lane else f", or for each step of each lane, [{steps}, {count}]")
-        raise UserError(f"weights have shape {list(shape)} for targets {list(targets.shape)}; pass {form}")
-    if not bool((floats.isfinite() & (floats >= 0)).all()):
-        raise UserError("weights must be finite numbers from 0 on, and some are not; use 0 for a target that is not to be learned")
-    if lengths_B is None:
-        return floats
-    padded = lengths_B == 0 if floats.dim() == 1 else torch.arange(steps, device=floats.device)[:, None] >= lengths_B
-    return floats.masked_fill(padded.reshape(*padded.shape, *[1] * (floats.dim() - padded.dim())), 0.0)
-
-
-def _readings(targets: Tensor, steps: int, count: int) -> tuple[bool, bool]:
-    """Whether the shape of targets fits one per step, and one per lane."""
-    return targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
-
-
-def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, pooled: bool | None) -> Tensor:
-    """Convert targets to a dtype that losses accept, and mask those of padding and of idle lanes."""
-    each_step, each_lane = _readings(targets, steps, count)
-    if pooled is None:
-        # [lane, time] is more likely a batch that was not transposed than one with as many numbers per lane as there are steps.
-        pooled = each_lane and not each_step and targets.shape[1:2] != (steps,)
-    if not (each_lane if pooled else each_step):
-        raise UserError(
-            f"targets have shape {list(targets.shape)} for {steps} steps and {count} lanes; pass [{steps}, {count}, …] "
-            f"(one per step, time first), or [{count}, …] with pooled=True (one per lane)"
-        )
-    targets = targets if targets.is_floating_point() else targets.to(torch.int64)
-    if lengths_B is None:
-        return targets
-    padded = lengths_B == 0 if pooled else torch.arange(steps, device=targets.device)[:, None] >= lengths_B
-    padded = padded.reshape(*padded.shape, *[1] * (targets.dim() - padded.dim()))
-    return torch.where(padded, torch.nan if targets.is_floating_point() else IGNORED, targets)

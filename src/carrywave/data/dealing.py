@@ -47,9 +47,18 @@ def deal(lengths: Ints, lanes: int, steps: int, *, cut: bool) -> Dealt:
 
 
 def _evenly(lengths: Ints, lanes: int, steps: int, *, cut: bool) -> Dealt:
-    """Whole sequences, or even shares of the long ones, each in the lane that is least loaded when its turn comes."""
-    sequence, offset, length = _even_pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
-    return Dealt(sequence, offset, length, _least_loaded(-(-length // steps), lanes))
+    """Whole sequences, each in the lane that is least loaded when its turn comes; with `cut`, those longer than an even share in even parts
+    of at most that share.
+    """
+    total = int(lengths.sum())
+    share = -(-total // lanes) if cut else total
+    # Use the exact quotient, not the rounded share: a single corpus must give every lane a piece, however short.
+    count = np.where(lengths > share, -(-lengths * lanes // total), 1)
+    sequence = np.repeat(np.arange(len(lengths)), count)
+    part = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
+    size, longer = np.divmod(lengths[sequence], count[sequence])
+    length = size + (part < longer)
+    return Dealt(sequence, part * size + np.minimum(part, longer), length, _least_loaded(-(-length // steps), lanes))
 
 
 def _size(dealt: Dealt, lanes: int, steps: int) -> tuple[int, int]:
@@ -57,28 +66,14 @@ def _size(dealt: Dealt, lanes: int, steps: int) -> tuple[int, int]:
     by_lane = np.argsort(dealt.lane, kind="stable")
     length, lane = dealt.length[by_lane], dealt.lane[by_lane]
     windows = -(-length // steps)
-    after = np.cumsum(windows)
     of_lane = np.bincount(lane, weights=windows, minlength=lanes).astype(np.int64)
-    last = after - (np.cumsum(of_lane) - of_lane)[lane] - 1  # the window in which each piece ends
+    first = np.cumsum(windows) - windows - (np.cumsum(of_lane) - of_lane)[lane]  # the window in which each piece begins
     longest = np.zeros(int(of_lane.max()), np.int64)
-    np.maximum.at(longest, last, length - (windows - 1) * steps)
-    begun = np.zeros(len(longest) + 1, np.int64)  # pieces that fill a window, by where they begin and no longer do
-    np.add.at(begun, last - windows + 1, 1)
-    np.add.at(begun, last, -1)
-    longest[np.cumsum(begun)[:-1] > 0] = steps
+    np.maximum.at(longest, first + windows - 1, length - (windows - 1) * steps)
+    # Windows that a piece fills: more pieces have begun than have come to their last window.
+    begun = np.bincount(first, minlength=len(longest)) - np.bincount(first + windows - 1, minlength=len(longest))
+    longest[np.cumsum(begun) > 0] = steps
     return len(longest), int(longest.sum())
-
-
-def _even_pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
-    """Return sequence, offset and length of every piece. Sequences longer than an even share are cut into pieces of at most that share."""
-    total = int(lengths.sum())
-    share = -(-total // lanes)
-    # Use the exact quotient, not the rounded share: a single corpus must give every lane a piece, however short.
-    count = np.where(lengths > share, -(-lengths * lanes // total), 1)
-    sequence = np.repeat(np.arange(len(lengths)), count)
-    part = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
-    size, longer = np.divmod(lengths[sequence], count[sequence])
-    return sequence, part * size + np.minimum(part, longer), size + (part < longer)
 
 
 def _least_loaded(loads: Ints, lanes: int) -> Ints:
@@ -111,23 +106,16 @@ def _laid_end_to_end(lengths: Ints, lanes: int, steps: int) -> Dealt:
 
 def _filled(lengths: Ints, lanes: int, steps: int, capacity: int) -> Dealt | None:
     """Fill lanes up to `capacity` steps; None if they do not hold everything."""
-    starts = np.concatenate([[0], np.cumsum(-(-lengths // steps) * steps)])  # of each sequence, if all were in one lane
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
-    index, offset = 0, 0  # what comes next
-    for lane in range(lanes):
-        if index == len(lengths):
-            break
-        rest = int(lengths[index]) - offset
-        # Later sequences start earlier in this lane than in one that has all of the first sequence.
-        earlier = int(starts[index + 1]) - -(-rest // steps) * steps
-        last = max(index, int(np.searchsorted(starts[:-1], capacity + earlier)) - 1)
-        held = np.arange(index, last + 1)
-        length, begin = lengths[held], np.zeros_like(held)
-        length[0], begin[0] = rest, offset
-        position = 0 if last == index else int(starts[last]) - earlier
-        length[-1] = min(int(length[-1]), capacity - position)
-        parts.append((held, begin, length, np.full_like(held, lane)))
-        index, offset = last, int(begin[-1] + length[-1])
-        if offset == lengths[index]:
-            index, offset = index + 1, 0
-    return Dealt(*map(np.concatenate, zip(*parts, strict=True))) if index == len(lengths) else None
+    pieces: list[tuple[int, int, int, int]] = []
+    lane, position = 0, 0
+    for sequence, whole in enumerate(lengths.tolist()):
+        offset = 0
+        while offset < whole:
+            if position >= capacity:
+                lane, position = lane + 1, 0
+            if lane == lanes:
+                return None
+            length = min(whole - offset, capacity - position)
+            pieces.append((sequence, offset, length, lane))
+            offset, position = offset + length, position - (-length // steps) * steps
+    return Dealt(*np.array(pieces, dtype=np.int64).T)

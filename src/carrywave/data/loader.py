@@ -8,13 +8,12 @@ Shapes: T time, B lane.
 
 from __future__ import annotations
 
-import atexit
-import threading
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import cache, partial
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -59,27 +58,30 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     steps_TB = steps_TB if augmentation is None else augmentation.steps(steps_TB, length, sequence, cursor.epoch)
     rows_TB = view.starts[sequence_read] + offset + steps_TB
     padded_TB = time_T1 >= length
-    inputs = np.empty((*rows_TB.shape, 0), dtype=np.float32)
+    inputs, targets, weights, history = np.empty((*rows_TB.shape, 0), dtype=np.float32), None, None, None
     if share.inputs:
-        change = None if augmentation is None else partial(augmentation.inputs, sequence=sequence, epoch=cursor.epoch)
-        inputs = _inputs(view, rows_TB, padded_TB, change)
+        inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
+        if augmentation is not None:
+            inputs = augmentation.inputs(inputs.astype(np.float32, copy=False), sequence, cursor.epoch)
+        inputs = _marked(inputs, padded_TB, whole=0, real=0.0)
+    if share.targets:
+        if view.targets_at is not None:
+            ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[sequence_read])
+            ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
+            targets = _marked(view.targets_at(rows_TB), ignored_TB)
+        elif view.labels_at is not None:
+            targets = _marked(view.labels_at(sequence_read, window.steps), sequence < 0)
+        elif view.labels is not None:
+            targets = _marked(view.labels[sequence_read], sequence < 0)
+        if view.weights_at is not None:
+            weights = _marked(view.weights_at(rows_TB), padded_TB, real=0.0)
+        elif view.weights is not None:
+            weights = _marked(view.weights[sequence_read], sequence < 0, real=0.0)
+        history = None if view.history is None else past_values(view, view.history, rows_TB, sequence_read)
     resets = None if view.resets_at is None else view.resets_at(rows_TB) & ~padded_TB
-    targets = None
-    history = None if view.history is None or not share.targets else past_values(view, view.history, rows_TB, sequence_read)
-    if not share.targets:
-        pass
-    elif view.targets_at is not None:
-        ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[sequence_read])
-        ignored_TB = ignored_TB if window.skip is None else ignored_TB | (time_T1 < window.skip[held])
-        targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
-    elif view.labels_at is not None:
-        targets = _ignoring(view.labels_at(sequence_read, window.steps), sequence < 0)
-    elif view.labels is not None:
-        targets = _ignoring(view.labels[sequence_read], sequence < 0)
-    weights = _weights(view, rows_TB, sequence, padded_TB) if share.targets else None
     return Batch(
         inputs=torch.from_numpy(inputs),
-        targets=None if targets is None else torch.from_numpy(targets),
+        targets=_tensor(targets),
         lengths=torch.from_numpy(length),
         fresh=torch.from_numpy(fresh),
         lanes=torch.from_numpy(held),
@@ -91,21 +93,10 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         begun=_begun(view, window),
         # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
         part_of=(int(window.length.sum()), total) if shared else None,
-        history=None if history is None else torch.from_numpy(history),
-        resets=None if resets is None else torch.from_numpy(resets),
-        weights=None if weights is None else torch.from_numpy(weights),
+        history=_tensor(history),
+        resets=_tensor(resets),
+        weights=_tensor(weights),
     )
-
-
-def _weights(view: View, rows_TB: Ints, sequence_B: Ints, padded_TB: NDArray[np.bool_]) -> NDArray[np.float32] | None:
-    """The weights of the targets, [T, B, …] or [B]; 0 where there is only padding."""
-    if view.weights_at is not None:
-        weights = np.require(view.weights_at(rows_TB), dtype=np.float32, requirements=["C", "W", "O"])
-        weights[padded_TB] = 0.0
-        return weights
-    if view.weights is None:
-        return None
-    return np.where(sequence_B < 0, np.float32(0.0), view.weights[np.maximum(sequence_B, 0)])
 
 
 def _begun(view: View, window: Window) -> int:
@@ -118,12 +109,16 @@ def _begun(view: View, window: Window) -> int:
     return begun + int((view.resets_at(rows_TB) & (time_T1 < window.length) & (time_T1 > 0)).sum())
 
 
-def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_], change: Callable[[NDArray[Any]], NDArray[Any]] | None) -> NDArray[Any]:
-    inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
-    inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
-    inputs = inputs if change is None else change(inputs)
-    inputs[padded_TB] = 0
-    return inputs
+def _marked(values: NDArray[Any], ignored: NDArray[np.bool_], *, whole: int = IGNORED, real: float = np.nan) -> NDArray[Any]:
+    """The values in a dtype that models and losses accept, with a mark in the place of those that are ignored."""
+    floats = values.dtype.kind == "f"
+    marked: NDArray[Any] = np.require(values, dtype=np.float32 if floats else np.int64, requirements=["C", "W", "O"])
+    marked[ignored] = real if floats else whole
+    return marked
+
+
+def _tensor(values: NDArray[Any] | None) -> Tensor | None:
+    return None if values is None else torch.from_numpy(values)
 
 
 def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
@@ -138,21 +133,17 @@ def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -
     return np.concatenate([values, np.broadcast_to(units, values.shape)], axis=-1)
 
 
+@dataclass(frozen=True, eq=False)
 class Loader:
     """Iterate over the batches of an epoch from any cursor, on a device, with prefetching."""
 
-    def __init__(
-        self,
-        view: View,
-        order: Order,
-        *,
-        device: torch.device,
-        share: Share | None = None,
-        ahead: int = 4,
-        augmentation: Augmentation | None = None,
-    ) -> None:
-        self.view, self.order, self.device, self.share, self.ahead = view, order, device, share, ahead
-        self.augmentation = augmentation
+    view: View
+    order: Order
+    _: KW_ONLY
+    device: torch.device
+    share: Share | None = None
+    ahead: int = 4
+    augmentation: Augmentation | None = None
 
     def batches(self, start: Cursor) -> Generator[Batch, None, None]:
         """Yield the batches from `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
@@ -162,96 +153,34 @@ class Loader:
         return self._run(start, number)
 
     def _run(self, start: Cursor, number: int) -> Generator[Batch, None, None]:
-        made: SimpleQueue[_Made | BaseException] = SimpleQueue()
-        room = threading.Semaphore(self.ahead)
-        stopped = threading.Event()
-
-        def stop() -> None:
-            stopped.set()
-            room.release()  # wake the worker if it is waiting for room
-
-        worker = threading.Thread(target=self._make, args=(start, number, made, room, stopped), name="carrywave-loader", daemon=True)
-        worker.start()
-        _RUNNING[worker] = stop
+        thread = ThreadPoolExecutor(1, thread_name_prefix="carrywave-loader")
+        cursors = (Cursor(start.epoch, step) for step in range(start.step, number))
+        made = deque(thread.submit(self._make, cursor) for cursor in islice(cursors, self.ahead))
         try:
-            for _ in range(start.step, number):
-                item = made.get()
-                room.release()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item.take()
+            while made:
+                batch, arrived = made.popleft().result()
+                made.extend(thread.submit(self._make, cursor) for cursor in islice(cursors, 1))
+                if arrived is not None:
+                    current = torch.cuda.current_stream(self.device)
+                    current.wait_event(arrived)
+                    for tensor in batch.tensors().values():
+                        tensor.record_stream(
+                            current
+                        )  # allocated on the side stream, which must not reuse the memory while it is in use here
+                yield batch
         finally:
-            stop()
-            worker.join()
-            _RUNNING.pop(worker, None)
+            thread.shutdown(cancel_futures=True)
 
-    def _make(
-        self, start: Cursor, number: int, made: SimpleQueue[_Made | BaseException], room: threading.Semaphore, stopped: threading.Event
-    ) -> None:
-        try:
-            # A separate stream: copies overlap with the computation and do not wait for work queued on its stream.
-            # Pinning memory here breaks a concurrent CUDA graph capture unless its capture_error_mode is thread_local.
-            side = copy_stream(self.device) if self.device.type == "cuda" else None
-            with nullcontext() if side is None else torch.cuda.stream(side):
-                for step in range(start.step, number):
-                    room.acquire()
-                    if stopped.is_set():
-                        return
-                    cursor = Cursor(start.epoch, step)
-                    batch = build(self.view, self.order.window(cursor), cursor, share=self.share, augmentation=self.augmentation)
-                    if side is None:
-                        made.put(_Made(batch.to(self.device)))
-                    else:
-                        # The pinned-memory allocator does not reuse a block until the copies from it are done.
-                        moved = _each_tensor(batch, Tensor.pin_memory).to(self.device)
-                        made.put(_Made(moved, side.record_event()))
-        except BaseException as fault:  # of any kind: the consumer re-raises it
-            made.put(fault)
-
-
-_RUNNING: dict[threading.Thread, Callable[[], None]] = {}  # how to stop each worker
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop iterators still open at exit, so that no thread runs during interpreter shutdown."""
-    for worker, stop in list(_RUNNING.items()):
-        stop()
-        worker.join(timeout=5.0)
-
-
-class _Made:
-    """A batch and, on CUDA, the event that marks the end of its copy."""
-
-    def __init__(self, batch: Batch, arrived: torch.cuda.Event | None = None) -> None:
-        self.batch, self.arrived = batch, arrived
-
-    def take(self) -> Batch:
-        """Return the batch, ready for use on the current stream."""
-        if self.arrived is None:
-            return self.batch
-        current = torch.cuda.current_stream(self.batch.inputs.device)
-        current.wait_event(self.arrived)
-
-        def used_here(tensor: Tensor) -> Tensor:
-            tensor.record_stream(current)  # allocated on the side stream, which must not reuse the memory while it is in use here
-            return tensor
-
-        return _each_tensor(self.batch, used_here)
-
-
-def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(batch, **changed)
-
-
-def _ignoring(values: NDArray[Any], ignored: NDArray[np.bool_]) -> NDArray[Any]:
-    """Convert targets to a dtype that losses accept, and mark the ignored ones."""
-    real = values.dtype.kind == "f"
-    targets: NDArray[Any] = np.require(values, dtype=np.float32 if real else np.int64, requirements=["C", "W", "O"])
-    targets[ignored] = np.nan if real else IGNORED
-    return targets
+    def _make(self, cursor: Cursor) -> tuple[Batch, torch.cuda.Event | None]:
+        """A batch and, on CUDA, the event that marks the end of its copy."""
+        batch = build(self.view, self.order.window(cursor), cursor, share=self.share, augmentation=self.augmentation)
+        if self.device.type != "cuda":
+            return batch.to(self.device), None
+        # A separate stream: copies overlap with the computation and do not wait for work queued on its stream.
+        # Pinning memory here breaks a concurrent CUDA graph capture unless its capture_error_mode is thread_local.
+        with torch.cuda.stream(side := copy_stream(self.device)):
+            # The pinned-memory allocator does not reuse a block until the copies from it are done.
+            return batch.each_tensor(lambda _, tensor: tensor.pin_memory()).to(self.device), side.record_event()
 
 
 @cache

@@ -20,6 +20,8 @@ from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import BATCHES, MEMBERS, permutation, varied_steps
 from carrywave.errors import DataError
 
+MOST_SHAPES = 64  # of the batches of an epoch
+
 
 class Cursor(NamedTuple):
     """The complete position in the data."""
@@ -52,6 +54,14 @@ class Order(Protocol):
         ...
 
 
+class _Layout(NamedTuple):
+    """Where the pieces lie on one epoch's grid of windows."""
+
+    first: Ints  # [pieces] window in which each piece starts
+    edges: Ints  # [windows + 1] planned steps before each window
+    keys: Ints  # [pieces] sorted by lane, then window, so that one search finds the piece of every lane
+
+
 class StreamOrder:
     """Contiguous streams: each lane works through its pieces in turn, and all lanes share one grid of windows.
 
@@ -60,7 +70,6 @@ class StreamOrder:
     """
 
     def __init__(self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True) -> None:
-        lengths = checked_lengths(lengths)
         total = int(lengths.sum())
         if cut and total < lanes:
             raise DataError(f"batch.lanes={lanes} is more than the {total} steps in train; use batch.lanes<={total}")
@@ -82,10 +91,8 @@ class StreamOrder:
     def window(self, cursor: Cursor) -> Window:
         """Return the window at a cursor."""
         layout, at = self._layout(self._key(cursor.epoch)), cursor.step
-        number = in_range(at, len(layout.edges) - 1)
-        lanes = np.arange(self.lanes)
         # For a lane without pieces the search returns another lane's piece, or -1; its length is set to 0 below.
-        piece = np.searchsorted(layout.keys, lanes * (number + 1) + at, side="right") - 1
+        piece = np.searchsorted(layout.keys, np.arange(self.lanes) * len(layout.edges) + at, side="right") - 1
         first = layout.first[piece]
         done = layout.edges[at] - layout.edges[first]
         planned = layout.edges[at + 1] - layout.edges[at]
@@ -103,17 +110,7 @@ class StreamOrder:
         return epoch if self._vary else 0  # windows of fixed length are laid out the same in every epoch
 
     def _lay_out(self, epoch: int) -> _Layout:
-        first, edges = self._varied(epoch) if self._vary else self._regular()
-        return _Layout(first, edges, self._lane * len(edges) + first)
-
-    def _regular(self) -> tuple[Ints, Ints]:
-        windows = -(-self._length // self.steps)
-        after = np.cumsum(windows)
-        before_lane = np.concatenate([[0], after])[self._begin]
-        first = after - windows - before_lane[self._lane]
-        return first, np.arange(int((first + windows).max()) + 1) * self.steps
-
-    def _varied(self, epoch: int) -> tuple[Ints, Ints]:
+        """Draw windows until every lane has read its pieces, the next of all lanes at a time."""
         edges = np.zeros(1, dtype=np.int64)
         first = np.zeros_like(self._length)
         position = np.zeros(self.lanes, dtype=np.int64)  # next window of each lane
@@ -124,13 +121,17 @@ class StreamOrder:
             while True:
                 # A lane's position is never past the last edge: the search that set it found an edge.
                 end = edges[position[lanes]] + self._length[piece]
-                if end.max() <= edges[-1]:
+                missing = int(end.max() - edges[-1])
+                if missing <= 0:
                     break
-                drawn = len(edges) - 1
-                more = varied_steps(self.steps, seed=self._seed, epoch=epoch, first=drawn, count=drawn + 1024)
+                drawn, count = len(edges) - 1, missing // self.steps + 1024
+                more = np.full(count, self.steps)
+                if self._vary:
+                    more = varied_steps(self.steps, seed=self._seed, epoch=epoch, first=drawn, count=count)
                 edges = np.concatenate([edges, edges[-1] + np.cumsum(more)])
             position[lanes] = np.searchsorted(edges, end)
-        return first, edges[: int(position.max()) + 1]
+        edges = edges[: int(position.max()) + 1]
+        return _Layout(first, edges, self._lane * len(edges) + first)
 
 
 class SequenceOrder:
@@ -141,18 +142,15 @@ class SequenceOrder:
     sequences share a batch, and the order of the batches, are redrawn each epoch.
     """
 
-    def __init__(self, lengths: Ints, *, tokens: int, seed: int = 0, shuffle: bool = True, max_shapes: int = 64) -> None:
-        if max_shapes < 3:
-            raise ValueError(f"max_shapes={max_shapes} leaves no room for a grid; use 3 or more")
-        self._lengths = checked_lengths(lengths)
+    def __init__(self, lengths: Ints, *, tokens: int, seed: int = 0, shuffle: bool = True) -> None:
+        self._lengths = lengths
         self._seed, self._shuffle = seed, shuffle
         self.oversized = int((self._lengths > tokens).sum())
         """Sequences over the budget; each is a batch of its own."""
         # Two fewer than the allowed shapes: the last batch may be partial, and one shape is kept in reserve.
-        self.grid = length_grid(self._lengths, most=max_shapes - 2, edge=tokens)
-        # uint8 if it suffices: NumPy radix-sorts it, many times faster.
-        place = len(self.grid) - 1 - np.searchsorted(self.grid, self._lengths)
-        self._bucket = place.astype(np.uint8 if len(self.grid) <= 256 else np.int64)  # bucket 0 holds the longest
+        self.grid = length_grid(lengths, most=MOST_SHAPES - 2, edge=tokens)
+        # Bucket 0 holds the longest. NumPy radix-sorts uint8, many times faster.
+        self._bucket = (len(self.grid) - 1 - np.searchsorted(self.grid, lengths)).astype(np.uint8)
         self._starts, self._steps = _walk(np.bincount(self._bucket, minlength=len(self.grid)), self.grid[::-1], tokens)
         self._table = lru_cache(maxsize=2)(self._tabulate)
 
@@ -162,7 +160,6 @@ class SequenceOrder:
 
     def window(self, cursor: Cursor) -> Window:
         """Return the batch at a cursor."""
-        in_range(cursor.step, len(self._steps))
         members, order = self._table(cursor.epoch if self._shuffle else 0)
         batch = order[cursor.step]
         sequence = members[self._starts[batch] : self._starts[batch + 1]]
@@ -184,21 +181,11 @@ class SequenceOrder:
 
     def _tabulate(self, epoch: int) -> tuple[Ints, Ints]:
         """Return the sequences in batch order, and the order of the batches."""
+        drawn, order = np.arange(len(self._lengths)), np.arange(len(self._steps))
         if self._shuffle:
-            drawn = permutation(len(self._lengths), seed=self._seed, epoch=epoch, site=MEMBERS)
-            order = permutation(len(self._steps), seed=self._seed, epoch=epoch, site=BATCHES)
-        else:
-            drawn, order = np.arange(len(self._lengths)), np.arange(len(self._steps))
+            drawn = permutation(len(drawn), seed=self._seed, epoch=epoch, site=MEMBERS)
+            order = permutation(len(order), seed=self._seed, epoch=epoch, site=BATCHES)
         return drawn[np.argsort(self._bucket[drawn], kind="stable")], order
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """Where the pieces lie on one epoch's grid of windows."""
-
-    first: Ints  # [pieces] window in which each piece starts
-    edges: Ints  # [windows + 1] planned steps before each window
-    keys: Ints  # [pieces] sorted by lane, then window, so that one search finds the piece of every lane
 
 
 def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:
@@ -213,18 +200,3 @@ def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:
             steps.append(np.full(len(begins), top))
             position = int(begins[-1]) + lanes
     return np.concatenate([*starts, [int(counts.sum())]]), np.concatenate(steps)
-
-
-def checked_lengths(lengths: Ints) -> Ints:
-    """Return the lengths of sequences if an order can be made of them, otherwise raise."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if len(lengths) == 0 or int(lengths.min()) < 1:
-        raise ValueError("an order needs at least one sequence, and at least one step in each")
-    return lengths
-
-
-def in_range(step: int, number: int) -> int:
-    """Return the number of steps of an epoch if it has this one, otherwise raise."""
-    if not 0 <= step < number:
-        raise IndexError(f"step {step} is out of range for an epoch of {number} steps")
-    return number

@@ -39,7 +39,7 @@ class Sequences:
     firsts: Ints | None = None  # [n] the first row of each series, if that lies before the part; None: `starts`
     units: NDArray[np.float64] | None = None  # [n, numbers of a step] the size of a standardised unit of each series in the data's own
     means: NDArray[np.float64] | None = (
-        None  # [n, numbers of a step] where 0 is in the data's own units, if errors depend on it (logarithms, distributions)
+        None  # [n, numbers of a step] where 0 is in the data's units, if errors depend on it (logarithms, …)
     )
     spreads: NDArray[np.float64] | None = None  # [n, targets] the deviation of each series' targets in train, if steps have numbers
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)

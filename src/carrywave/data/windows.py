@@ -8,28 +8,19 @@ where windows begin is drawn anew each epoch. A pure function of (lengths, seed,
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from carrywave.data.order import Cursor, Window, checked_lengths, in_range
+from carrywave.data.order import Cursor, Window
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import MEMBERS, PHASES, draw_words, permutation
-
-
-class _Epoch(NamedTuple):
-    """The windows of an epoch, in their order: sequence, first scored step, scored steps."""
-
-    sequence: Ints
-    first: Ints
-    scored: Ints
 
 
 class WindowOrder:
     """Windows of `steps` scored steps after up to `warm` others, `lanes` at a time."""
 
     def __init__(self, lengths: Ints, *, lanes: int, steps: int, warm: int, seed: int = 0) -> None:
-        self._lengths = checked_lengths(lengths)
+        self._lengths = lengths
         self.steps, self.warm, self._seed = steps, warm, seed
         self._counts = -(-self._lengths // steps) + 1  # windows begin at a phase below `steps`, so there may be one more
         self.lanes = min(lanes, int(self._counts.sum() - len(self._counts)))
@@ -37,14 +28,13 @@ class WindowOrder:
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of batches in an epoch."""
-        return -(-len(self._epoch(epoch).first) // self.lanes)
+        return -(-len(self._epoch(epoch)[0]) // self.lanes)
 
     def window(self, cursor: Cursor) -> Window:
         """Return the batch at a cursor; lanes that are left over are idle."""
-        in_range(cursor.step, self.num_steps(cursor.epoch))
-        windows = self._epoch(cursor.epoch)
         at = slice(cursor.step * self.lanes, (cursor.step + 1) * self.lanes)
-        sequence, first, scored = (_filled(each[at], self.lanes) for each in windows)
+        held = [each[at] for each in self._epoch(cursor.epoch)]
+        sequence, first, scored = (np.pad(each, (0, self.lanes - len(each))) for each in held)
         skip = np.minimum(first, self.warm)
         active = scored > 0
         return Window(
@@ -56,8 +46,8 @@ class WindowOrder:
             skip=np.where(active, skip, 0),
         )
 
-    def _lay_out(self, epoch: int) -> _Epoch:
-        """Cut each sequence at its phase and every `steps` after it, and shuffle."""
+    def _lay_out(self, epoch: int) -> tuple[Ints, Ints, Ints]:
+        """Cut each sequence at its phase and every `steps` after it, and shuffle: sequence, first scored step and scored steps of each."""
         counts = self._counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -66,9 +56,4 @@ class WindowOrder:
         end = np.minimum(phases[sequence] + place * self.steps, self._lengths[sequence])
         some = np.flatnonzero(end > first)
         order = some[permutation(len(some), seed=self._seed, epoch=epoch, site=MEMBERS)]
-        return _Epoch(sequence[order], first[order], (end - first)[order])
-
-
-def _filled(values: Ints, count: int) -> Ints:
-    """The values, and zeros up to a number of them."""
-    return np.concatenate([values, np.zeros(count - len(values), dtype=np.int64)])
+        return sequence[order], first[order], (end - first)[order]

@@ -32,22 +32,16 @@ class DocumentEnds:
         """Those that `data.reset` names; None if it names no tokens."""
         if reset is None or reset == ROW:
             return None
-        if reset == BLANK_LINE:
-            texts = _texts(codec)
-            ends_line = np.array([text.endswith("\n") for text in texts])
-            empty = np.array([text == "\n" for text in texts])
-            if not empty.any():
-                raise SpecError("data.reset is an empty line, but no token of the vocabulary is a line end; set it to a token")
-            return DocumentEnds(empty, ends_line)
-        number = _number(reset, codec)
-        if number is None:
+        texts = [codec.tokens.decode([number]) for number in range(codec.size)]
+        # A line end is a token of its own among words.
+        wanted = "\n" if reset == BLANK_LINE or (reset == END and codec.kind == "word") else reset
+        last = np.array([text == wanted for text in texts], np.bool_)
+        if not last.any():
             raise SpecError(
                 f"data.reset={reset!r} is not a token of the vocabulary (data.tokens={codec.kind}); set it to one token, to "
-                f"{BLANK_LINE!r}, or to {ROW!r}"
+                f"{BLANK_LINE!r} if line ends are tokens, or to {ROW!r}"
             )
-        last = np.zeros(codec.size, np.bool_)
-        last[number] = True
-        return DocumentEnds(last)
+        return DocumentEnds(last, np.array([text.endswith("\n") for text in texts]) if reset == BLANK_LINE else None)
 
     def begins(self, tokens: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """True for each row with which a document begins, by the tokens before it."""
@@ -62,19 +56,3 @@ class DocumentEnds:
         """True if more than one document begins in a stream."""
         blocks = (np.arange(first, min(first + BLOCK, len(tokens))) for first in range(0, len(tokens), BLOCK))
         return any(bool(self.begins(tokens, rows).any()) for rows in blocks)
-
-
-def _texts(codec: Codec) -> list[str]:
-    """What each token stands for in the text."""
-    if codec.kind == "word":
-        return ["\n" if word == END else word for word in codec.vocabulary]
-    if codec.kind == "char":
-        return list(codec.vocabulary)
-    return [codec.tokens.decode([number]) for number in range(codec.size)] if codec.kind in ("byte", "bpe") else []
-
-
-def _number(token: str, codec: Codec) -> int | None:
-    if codec.kind in ("char", "word"):
-        return codec.vocabulary.index(token) if token in codec.vocabulary else None
-    ids = codec.tokens.ids(token)
-    return int(ids[0]) if len(ids) == 1 and ids[0] >= 0 else None

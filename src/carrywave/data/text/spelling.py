@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.text.tokenizers import CODE_POINTS
+from carrywave.data.text.tokenizers import code_table
 
 EDGE, OTHER = 0, 1  # codes: no character, but the edge of a word; a character that train does not have
 FIRST = 2  # the code of the first known character
@@ -31,9 +31,7 @@ class Spelling:
 
     def __init__(self, characters: Sequence[str], length: int) -> None:
         self.length = length
-        self._table = np.full(CODE_POINTS, OTHER, np.int32)
-        for code, character in enumerate(characters, FIRST):
-            self._table[ord(character)] = code
+        self._table = code_table(characters, FIRST, OTHER)
 
     def codes(self, words: Sequence[str]) -> NDArray[np.int32]:
         """The codes [words, length]."""

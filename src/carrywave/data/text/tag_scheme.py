@@ -49,13 +49,11 @@ def scheme_of(labels: Sequence[str], setting: str = "auto") -> str | None:
     tags = tags_of(labels)
     if setting == "none" or (tags is None and setting == "auto"):
         return None
-    if tags is None:
-        odd = next((label for label in labels if tag_of(label) is None), labels[0] if labels else "")
-        raise SpecError(f"data.scheme={setting}, but the label {odd!r} is neither O nor one such as B-X; remove data.scheme")
-    ends = next((label for label, tag in zip(labels, tags, strict=True) if tag.prefix in "ES"), None)
-    if setting == "bio" and ends is not None:
-        raise SpecError(f"data.scheme=bio, but there is a label {ends!r}; use bioes")
-    return setting if setting != "auto" else "bio" if ends is None else "bioes"
+    shown = "bioes" if tags is None or any(tag.prefix in "ES" for tag in tags) else "bio"
+    if tags is None or (setting == "bio" and shown == "bioes"):
+        wrong = next((label for label in labels if (tag := tag_of(label)) is None or tag.prefix in "ES"), "")
+        raise SpecError(f"data.scheme={setting}, but {wrong!r} is not a label of it, as O and B-X are; remove data.scheme")
+    return shown if setting == "auto" else setting
 
 
 class Allowed(NamedTuple):
@@ -84,30 +82,20 @@ class Allowed(NamedTuple):
         return all(bool(each.all()) for each in self)
 
     def broken(self, tags_R: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[int, int, int] | None:
-        """The first place that no sequence of allowed labels fits: the sequence, the row of its label within it (its length: the end), and
-        the label before, -1 at the beginning. Rows without a label (below 0) may be any.
+        """The first label that may not follow the one before it: its sequence, its row within that (the sequence's length: its end), and
+        the label before, -1 at the beginning. Beside rows without a label (below 0), any may stand.
         """
         count = len(self.starts_N)
-        # Two more labels, of what stands before the first step and after the last.
-        step = np.zeros((count + 2, count + 2), np.int64)
-        step[:count, :count], step[count, :count], step[:count, count + 1] = self.pairs_NN, self.starts_N, self.ends_N
-        after = [step > 0]  # by how many steps lie between, fewer than there are labels: more of them rule out no more
+        # Three more: what stands before the first step, what after the last, and, at -1, what is not labelled.
+        follows = np.zeros((count + 3, count + 3), np.bool_)
+        follows[-1], follows[:, -1] = True, True
+        follows[:count, :count], follows[count, :count], follows[:count, count + 1] = self.pairs_NN, self.starts_N, self.ends_N
         for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            tags = tags_R[start : start + length]
-            at = np.flatnonzero(tags >= 0)
-            places = np.concatenate([[-1], at, [length]])
-            seen = np.concatenate([[count], tags[at], [count + 1]]).astype(np.int64)
-            gaps = np.minimum(np.diff(places), count + 2)
-            if len(at) == length:
-                right = after[0][seen[:-1], seen[1:]]
-            else:
-                while len(after) < gaps.max():
-                    after.append(after[-1].astype(np.int64) @ step > 0)
-                right = np.array([after[gap - 1][one, other] for gap, one, other in zip(gaps, seen[:-1], seen[1:], strict=True)])
+            seen = np.concatenate([[count], np.maximum(tags_R[start : start + length], -1), [count + 1]])
+            right = follows[seen[:-1], seen[1:]]
             if length and not right.all():
-                wrong = int(np.argmin(right))
-                before = int(seen[wrong])
-                return number, int(places[wrong + 1]), before if before < count else -1
+                row = int(np.argmin(right))
+                return number, row, int(seen[row]) if row else -1
         return None
 
 
@@ -121,20 +109,15 @@ def _may_follow(scheme: str, one: Tag, other: Tag) -> bool:
 def check_sequences(part: str, data: Sequences, labels: Sequence[str], setting: str) -> None:
     """Refuse sequences for a CRF that hold several, or labels that their scheme forbids: their loss would be infinite."""
     if data.resets is not None and data.resets.any():
-        raise DataError(
-            f"{part} has rows of several sequences (resets), but model.crf reads each row as one; write each in a row of its own"
-        )
+        raise DataError(f"{part} has rows of several sequences (resets), but model.crf reads each row as one; write each in its own")
     scheme = scheme_of(labels, setting)
-    if scheme is None or data.tags is None:
-        return
-    broken = Allowed.by(scheme, labels).broken(data.tags, data.starts, data.lengths)
-    if broken is None:
+    broken = None if scheme is None or data.tags is None else Allowed.by(scheme, labels).broken(data.tags, data.starts, data.lengths)
+    if broken is None or data.tags is None:
         return
     number, row, before = broken
-    name = "nothing" if row == data.lengths[number] else repr(labels[int(data.tags[data.starts[number] + row])])
-    where = f"sequence {number + 1}, step {row + 1}" if row < data.lengths[number] else f"the end of sequence {number + 1}"
+    name = "its end" if row == data.lengths[number] else repr(labels[int(data.tags[data.starts[number] + row])])
     after = "at the beginning" if before < 0 else f"after {labels[before]!r}"
     raise DataError(
-        f"{part}: {name} {after} ({where}) is not {scheme.upper()}, by which model.crf rules transitions out; correct the data, or set "
-        "data.scheme=none, which allows all"
+        f"{part}: {name} {after} (sequence {number + 1}, step {row + 1}) is not {str(scheme).upper()}, by which model.crf rules "
+        "transitions out; correct the data, or set data.scheme=none, which allows all"
     )

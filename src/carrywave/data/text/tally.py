@@ -33,18 +33,19 @@ class Tally:
     def lines(self, name: str, *, train: bool = False) -> Iterator[str]:
         """Lines for a person."""
         if self.left_out:
-            yield f"{name}: {_many(self.left_out, 'row')} without a text or a label {'are' if self.left_out > 1 else 'is'} left out"
+            yield f"{name}: {_many(self.left_out, 'row')} without a text or a label {_is(self.left_out)} left out"
         if self.unknown > 0:
-            shown, are = f"{self.unknown:,} of {_many(self.tokens, 'token')}", "are" if self.unknown > 1 else "is"
             what = f"rare, and read as {UNKNOWN}, so that it is learned" if train else f"unknown to the vocabulary, and read as {UNKNOWN}"
-            yield f"{name}: {shown} {are} {what}"
-        if self.labels:
-            several = [f"{label!r}" for label, _ in self.labels.most_common(SHOWN)] + ["…"] * (len(self.labels) > SHOWN)
+            yield f"{name}: {self.unknown:,} of {_many(self.tokens, 'token')} {_is(self.unknown)} {what}"
+        if total := self.labels.total():
+            shown = ", ".join([repr(label) for label, _ in self.labels.most_common(SHOWN)] + ["…"] * (len(self.labels) > SHOWN))
             what = "counted as wrong" if self.counted else "left out"
-            total = self.labels.total()
-            fact = f"{_many(total, 'label')} that train does not have ({', '.join(several)})"
-            yield f"{name}: {fact} {'are' if total > 1 else 'is'} {what}"
+            yield f"{name}: {_many(total, 'label')} that train does not have ({shown}) {_is(total)} {what}"
 
 
 def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _is(count: int) -> str:
+    return "are" if count > 1 else "is"

@@ -23,7 +23,6 @@ from carrywave.spec.data_spec import DataSpec
 
 BORDERS = {"word": " \n\t\r", "bpe": "\n"}
 WORD_BLOCK_BYTES = 2 << 20  # a list of words takes about 20 times the memory of the text
-LONGEST_CHARS = 64 << 20  # longest allowed text between two borders
 
 
 def learn_stream(source: Source, data: DataSpec, task: str, *, keep_rare: bool = False) -> Codec:
@@ -35,14 +34,15 @@ def learn_stream(source: Source, data: DataSpec, task: str, *, keep_rare: bool =
 
 def encode_stream(source: Source, codec: Codec, new: NewArray, tally: Tally | None = None) -> NDArray[Any]:
     """Encode a text file as one array of tokens; `tally` counts those that the vocabulary lacks."""
-    tokens, tally = new(token_dtype(codec.size), None), tally or Tally()
-    count = 0
+    if codec.kind is None or codec.kind == "int":
+        raise DataError(f"this {codec.task} model was not trained on text; pass a file in the format of its training data")
+    tokens, tally, count = new(token_dtype(codec.size), None), tally or Tally(), 0
     if codec.kind == "byte":
         for block in source.blocks():
             tokens.append(np.frombuffer(block, np.uint8))
             count += len(block)
     else:
-        for piece in pieces(source, _kind(codec)):
+        for piece in pieces(source, codec.kind):
             ids = codec.tokens.ids(piece)
             tally.read(ids, codec.tokens.unknown, piece)
             tokens.append(ids)
@@ -57,25 +57,19 @@ def pieces(source: Source, kind: TokenizerKind) -> Iterator[str]:
     if kind == "char":
         return source.texts()
     small = replace(source, block_bytes=min(source.block_bytes, WORD_BLOCK_BYTES))
-    return cut(finished(small.texts()) if kind == "word" else small.texts(), BORDERS[kind], source.name)
+    return cut(finished(small.texts()) if kind == "word" else small.texts(), BORDERS[kind])
 
 
-def cut(texts: Iterable[str], borders: str, name: str) -> Iterator[str]:
+def cut(texts: Iterable[str], borders: str) -> Iterator[str]:
     """Yield the same text in pieces that end with a border, except possibly the last."""
     held: list[str] = []  # text since the last border
-    held_chars = 0
     for text in texts:
         end = max(text.rfind(border) for border in borders) + 1
         if end:
             yield "".join((*held, text[:end]))
-            held, held_chars, text = [], 0, text[end:]
-        held.append(text)
-        held_chars += len(text)
-        if held_chars > LONGEST_CHARS:
-            unit = "line" if borders == "\n" else "word"
-            raise DataError(f"{name} contains a {unit} of more than {LONGEST_CHARS} characters; split it, or use data.tokens=char")
-    rest = "".join(held)
-    if rest:
+            held = []
+        held.append(text[end:])
+    if rest := "".join(held):
         yield rest
 
 
@@ -87,9 +81,3 @@ def finished(texts: Iterable[str]) -> Iterator[str]:
         last = text[-1]
     if last != "\n":
         yield "\n"
-
-
-def _kind(codec: Codec) -> TokenizerKind:
-    if codec.kind is None or codec.kind == "int":
-        raise DataError(f"this {codec.task} model was not trained on text; pass a file in the format of its training data")
-    return codec.kind

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.errors import DataError, UserError
+from carrywave.errors import UserError
 
 TokenizerKind = Literal["char", "word", "byte", "bpe", "int"]
 Ids = NDArray[np.int32]
@@ -44,10 +45,7 @@ class Chars:
         self.size = len(vocabulary)
         self._vocabulary = list(vocabulary)
         self.unknown = self._vocabulary.index(UNKNOWN)
-        self._table = np.full(CODE_POINTS, self.unknown, np.int32)
-        for number, token in enumerate(vocabulary):
-            if token != UNKNOWN:
-                self._table[ord(token)] = number
+        self._table = code_table(vocabulary, 0, self.unknown)
 
     def ids(self, text: str) -> Ids:
         """Return the token ids of a text."""
@@ -59,15 +57,6 @@ class Chars:
         return "".join(self._vocabulary[int(number)] for number in ids)
 
 
-class _WordNumbers(dict[str, int]):
-    def __init__(self, vocabulary: Sequence[str]) -> None:
-        super().__init__((word, number) for number, word in enumerate(vocabulary))
-        self.unknown = self[UNKNOWN]
-
-    def __missing__(self, word: str) -> int:
-        return self.unknown
-
-
 class Words:
     """Words separated by white space; each line end is the token <eos>. `lowercase`: the vocabulary has words in lower case only."""
 
@@ -75,8 +64,8 @@ class Words:
         self.size = len(vocabulary)
         self._lowercase = lowercase
         self._vocabulary = list(vocabulary)
-        self._numbers = _WordNumbers(vocabulary)
-        self.unknown = self._numbers.unknown
+        self._numbers = {word: number for number, word in enumerate(vocabulary)}
+        self.unknown = self._numbers[UNKNOWN]
 
     def ids(self, text: str) -> Ids:
         """Return the token ids of a text."""
@@ -85,7 +74,7 @@ class Words:
     def word_ids(self, words: Sequence[str]) -> Ids:
         """Return the token ids of words."""
         looked_up = map(str.lower, words) if self._lowercase else words
-        return np.fromiter(map(self._numbers.__getitem__, looked_up), np.int32, len(words))
+        return np.fromiter(map(self._numbers.get, looked_up, repeat(self.unknown)), np.int32, len(words))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Join words with spaces, with a line end for each <eos>."""
@@ -119,12 +108,7 @@ class BytePairs:
     unknown = -1
 
     def __init__(self, json_text: str) -> None:
-        try:
-            self._tokenizer = tokenizers_library().Tokenizer.from_str(json_text)
-        except UserError:
-            raise
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"the byte-pair vocabulary cannot be read ({str(error)[:80]}); prepare the data again") from error
+        self._tokenizer = tokenizers_library().Tokenizer.from_str(json_text)
         self.size = int(self._tokenizer.get_vocab_size())
 
     def ids(self, text: str) -> Ids:
@@ -159,9 +143,16 @@ class NumberTokens:
 
 def code_points(text: str) -> NDArray[Any]:
     """Return the code points of a text as an array."""
-    if text.isascii():
-        return np.frombuffer(text.encode("ascii"), np.uint8)
-    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+    return np.frombuffer(text.encode("ascii"), np.uint8) if text.isascii() else np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def code_table(characters: Sequence[str], first: int, other: int) -> NDArray[np.int32]:
+    """By code point: the place of each character, counted from `first`, and `other` for any that is not among them, such as <unk>."""
+    table = np.full(CODE_POINTS, other, np.int32)
+    for number, character in enumerate(characters, first):
+        if character != UNKNOWN:
+            table[ord(character)] = number
+    return table
 
 
 def split_words(text: str) -> list[str]:
@@ -188,8 +179,4 @@ def make(kind: TokenizerKind, vocabulary: Sequence[str], bpe: str | None, size: 
         return Words(vocabulary, lowercase=lowercase)
     if kind == "byte":
         return Bytes()
-    if kind == "int":
-        return NumberTokens(size)
-    if bpe is None:
-        raise DataError("the byte-pair vocabulary has no tokenizer; prepare the data again")
-    return BytePairs(bpe)
+    return NumberTokens(size) if kind == "int" else BytePairs(bpe or "")
