@@ -127,7 +127,7 @@ GOOD = {"steps": [[1.0, 2.0]], "label": "a"}
 BAD_ROWS = [
     ("{", r"the line is not JSON .*; write one object per line"),
     ('{"steps": [[1, 2]], "label": "a"', "the line is not JSON"),
-    ("[1]", "is not a JSON object"),
+    ("[1]", r"the line is not JSON \(it is not an object\)"),
     ({"text": "x", "label": "a"}, "has text, expected steps; use the same field"),
     ({"steps": [[1, 2], [3]], "label": "a"}, "steps cannot be read as numbers"),
     ({"steps": [[1, 2], 3], "label": "a"}, "steps cannot be read as numbers"),

@@ -76,7 +76,7 @@ class NamedRows:
 
     def count(self) -> int:
         """Count the rows."""
-        return sum(1 for _ in self) if self.labelled else self.rows.count()
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         self.left_out = 0
