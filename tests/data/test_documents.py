@@ -118,7 +118,6 @@ def test_rows_that_are_documents() -> None:
     [
         ({"tokens": [1, 2], "labels": ["x", "x"], "resets": [True]}, TAGS, "one for each of the 2 steps"),
         ({"tokens": [1, 2], "labels": ["x", "x"], "resets": [0, 1]}, TAGS, "a list of true and false"),
-        ({"text": "ab", "resets": [True, False]}, Codec("language", "text", "char", ("a", "b", "<unk>"), size=3), "set data.reset"),
         (
             {"tokens": [1, 2], "label": "x", "resets": [True, False]},
             Codec("classification", "tokens", "int", size=9, labels=("x",)),

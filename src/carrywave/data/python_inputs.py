@@ -304,13 +304,9 @@ def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) ->
 def _fingerprint(parts: dict[str, Sequences], codec: Codec) -> str:
     """Return a hash of the arrays and the codec."""
     digest = hashlib.sha256(codec.to_json().encode())
-    seen: set[int] = set()
     for part, sequences in parts.items():
         for field in ARRAYS:
-            array = getattr(sequences, field)
-            if array is not None:
+            if (array := getattr(sequences, field)) is not None:
                 digest.update(f"{part} {field} {array.dtype} {array.shape}".encode())
-                if id(array) not in seen:
-                    digest.update(np.ascontiguousarray(array).data)
-                seen.add(id(array))
+                digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:32]

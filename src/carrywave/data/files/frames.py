@@ -88,7 +88,7 @@ def as_table(data: Any, name: str) -> Any | None:
     data = _column_as_frame(data)
     try:
         if isinstance(data, pd.DataFrame):
-            return pa.Table.from_pandas(_without_periods(with_index(data)), preserve_index=False)
+            return pa.Table.from_pandas(with_index(data), preserve_index=False)
         if is_frame(data) or (hasattr(data, "__arrow_c_stream__") and not is_column(data)):
             frame = nw.from_native(data, eager_only=True, pass_through=True)
             return frame.to_arrow() if isinstance(frame, nw.DataFrame) else pa.table(frame)
@@ -126,9 +126,3 @@ def with_index(frame: pd.DataFrame) -> pd.DataFrame:
         return frame.reset_index(drop=True)
     wanted = ("time", "index", "index of the frame") if readings(pd.Series(index, name="index")) else ("index", "index of the frame")
     return frame.rename_axis(next(name for name in wanted if name not in frame.columns)).reset_index()
-
-
-def _without_periods(frame: pd.DataFrame) -> pd.DataFrame:
-    """Convert period columns to their start times: Arrow has no period type."""
-    periods = [name for name in frame.columns if str(frame.dtypes[name]).startswith("period[")]
-    return frame.assign(**{name: frame[name].dt.to_timestamp() for name in periods}) if periods else frame
