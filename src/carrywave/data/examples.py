@@ -97,6 +97,8 @@ def learn(rows: NamedRows, spec: Spec, held: Held) -> Codec:
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     words = spec.data.tokens == "word" if content == "text" else content == "tokens" and isinstance(fields.tokens_of(first[1], where), list)
     named = {"data.lowercase": spec.data.lowercase, f"model.characters={spec.model.characters}": spec.model.characters != "none"}
+    if content == "tokens":
+        named |= {"data.vocabulary": spec.data.vocabulary is not None, "data.min_count": spec.data.min_count > 1}
     key = next((name for name, is_set in named.items() if is_set and not words), None)
     if key is not None:
         raise SpecError(f"{key} is for words, but {where} has none; set data.tokens=word for text, or remove it")
