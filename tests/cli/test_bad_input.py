@@ -191,7 +191,7 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "a list": (
         [*LABELS, "data.train=bad", "data.format=jsonl"],
         "[1]\n",
-        "bad is a JSON array with something else than objects; write an array of objects",
+        "bad is not JSON (it is not an object); write an array of objects",
     ),
     "no column": (
         [*SERIES, "data.targets=[z]"],

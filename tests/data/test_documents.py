@@ -14,9 +14,9 @@ from carrywave.data import examples
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.rows import ReadRows
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, StreamOrder
-from carrywave.data.python_inputs import ItemRows
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import DataError, SpecError
@@ -83,7 +83,7 @@ def test_a_batch_knows_where_documents_begin(of: int) -> None:
 
 
 def encoded(rows: list[dict[str, Any]], codec: Codec, **options: Any) -> Sequences:
-    return examples.encode(ItemRows("train", len(rows), rows.__getitem__, join=True), codec, MemoryAppender, labelled=True, **options)
+    return examples.encode(ReadRows("train", lambda: enumerate(rows)), codec, MemoryAppender, labelled=True, **options)
 
 
 TAGS = Codec("tagging", "tokens", "int", size=9, labels=("x",))
@@ -118,7 +118,6 @@ def test_rows_that_are_documents() -> None:
     [
         ({"tokens": [1, 2], "labels": ["x", "x"], "resets": [True]}, TAGS, "one for each of the 2 steps"),
         ({"tokens": [1, 2], "labels": ["x", "x"], "resets": [0, 1]}, TAGS, "a list of true and false"),
-        ({"text": "ab", "resets": [True, False]}, Codec("language", "text", "char", ("a", "b", "<unk>"), size=3), "set data.reset"),
         (
             {"tokens": [1, 2], "label": "x", "resets": [True, False]},
             Codec("classification", "tokens", "int", size=9, labels=("x",)),

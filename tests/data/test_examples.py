@@ -127,7 +127,7 @@ GOOD = {"steps": [[1.0, 2.0]], "label": "a"}
 BAD_ROWS = [
     ("{", r"the line is not JSON .*; write one object per line"),
     ('{"steps": [[1, 2]], "label": "a"', "the line is not JSON"),
-    ("[1]", "is not a JSON object"),
+    ("[1]", r"the line is not JSON \(it is not an object\)"),
     ({"text": "x", "label": "a"}, "has text, expected steps; use the same field"),
     ({"steps": [[1, 2], [3]], "label": "a"}, "steps cannot be read as numbers"),
     ({"steps": [[1, 2], 3], "label": "a"}, "steps cannot be read as numbers"),
@@ -140,7 +140,7 @@ BAD_ROWS = [
     ({"steps": [[[1, 2]]], "label": "a"}, r"steps has shape \[1, 1, 2\]"),
     ({"steps": "abc", "label": "a"}, "steps cannot be read as numbers"),
     ({"steps": [[], []], "label": "a"}, r"steps has shape \[2, 0\]"),
-    ({"steps": [[1, 2]], "label": 0.5}, r"label is a number \(0\.5\); use a string"),
+    ({"steps": [[1, 2]], "label": 0.5}, r"label is 0\.5; write a string"),
 ]
 
 
@@ -173,10 +173,10 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: Any, message
         ("classification", [{"tokens": [1, -4], "label": 1}], r":1: tokens is \[1, -4\]; write"),
         ("classification", [{"tokens": "ab", "label": 1}], ":1: tokens is 'ab'; write a list"),
         ("classification", [{"tokens": [], "label": 1}], "has no row with a sequence and a target"),
-        ("classification", [{"text": 3, "label": 1}], ":1: text is a number, not a string"),
-        ("classification", ['{"text": "a\\ud800", "label": 1}'], ":1: text is not valid Unicode at character 1"),
-        ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 label for 2 steps; use a list with one label per step"),
-        ("tagging", [{"tokens": ["a", "b"], "labels": "N"}], ":1: labels that are a string for 1 step"),
+        ("classification", [{"text": 3, "label": 1}], ":1: text is 3; write a string"),
+        ("classification", ['{"text": "a\\ud800", "label": 1}'], r":1: text is 'a.ud800'; write a string of valid Unicode"),
+        ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 labels for 2 steps; write one for each step"),
+        ("tagging", [{"tokens": ["a", "b"], "labels": "N"}], ":1: labels is 'N'; write a list of labels"),
         ("tagging", [{"tokens": ["a"], "labels": [None]}], "has no labels"),
         ("regression", [{"steps": [1], "label": [1, 2]}, {"steps": [1], "label": 1}], ":2: label is 1; write .*, 2 in every row"),
         ("regression", [{"steps": [1], "label": "x"}], ":1: label cannot be read as numbers"),

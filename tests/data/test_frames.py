@@ -89,7 +89,7 @@ def test_inputs_are_read_by_position(kind: str) -> None:
 def test_a_frame_of_numbers_holds_a_sequence_in_each_row(make: Any) -> None:
     found = from_python((make(STEPS[:, :, 0]), LABELS), spec(standardize=False))
     np.testing.assert_array_equal(found.train.inputs[:, 0], STEPS[:, :, 0].ravel().astype(np.float32))
-    with pytest.raises(DataError, match=r"the inputs are a frame whose columns \(a, b\) are not all numeric; pass a single column"):
+    with pytest.raises(DataError, match="train item 0: steps cannot be read as numbers"):
         from_python((pd.DataFrame({"a": [1.0] * 6, "b": WORDS}), LABELS), spec())
 
 

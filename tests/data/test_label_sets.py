@@ -80,11 +80,11 @@ def test_steps_with_lists_and_steps_without_a_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "task", "said"),
     [
-        (["a", "b"], "classification", 'label is a string, but data.multi_label is set; write a list of labels, as in ["a", "b"]'),
-        ([[0.0, 1.0], [0.5, 1.0]], "classification", "a label is a number (0.5); use a string, a whole number"),
+        (["a", "b"], "classification", 'label is \'a\'; write a list of labels, as in ["a", "b"]'),
+        ([[0.0, 1.0], [0.5, 1.0]], "classification", "a label is 0.5; write a string, a whole number"),
         ([[]], "classification", "has no labels"),
-        ([[["a"], ["b"]]], "tagging", "2 lists of labels for 3 steps; use one for each step"),
-        ([[["a"], "b", []]], "tagging", "labels of step 1 is a string"),
+        ([[["a"], ["b"]]], "tagging", "2 labels for 3 steps; write one for each step"),
+        ([[["a"], "b", []]], "tagging", "labels of step 1 is 'b'"),
         ([None], "classification", "train has no row with a sequence and a target"),
     ],
 )
@@ -101,9 +101,9 @@ def test_later_data_must_fit() -> None:
     assert found.valid.labels is not None
     assert (found.valid.labels.tolist(), found.notes[0]) == ([[0]], "valid: 1 label that train does not have ('b') is left out")
     for other, said in (
-        ([1, 0], "the labels of train are vectors of 3 numbers 0 or 1"),
-        ([0, 2, 0], "write such vectors"),
-        (["a"], "write such vectors"),
+        ([1, 0], "write a vector of 3 numbers 0 or 1"),
+        ([0, 2, 0], "write a vector of 3"),
+        (["a"], "write a vector of 3"),
     ):
         given = {"train": [{"steps": STEPS, "label": [0, 1, 0]}], "valid": [{"steps": STEPS, "label": other}]}
         with pytest.raises(DataError, match=said):

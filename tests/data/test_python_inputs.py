@@ -224,13 +224,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("classification", iter([]), "which has no length or cannot be indexed"),
     ("classification", {"train": ROWS, "dev": ROWS}, "dict with keys train, dev; use train and, optionally, valid and test"),
     ("classification", {"valid": ROWS}, "dict with keys valid; use train"),
-    (
-        "classification",
-        (STEPS, LABELS, [1], 1),
-        r"train is a tuple of length 4; pass a pair \(inputs, targets\), \(inputs, targets, weights\)",
-    ),
-    ("classification", (STEPS, LABELS, 1), "train: 3 inputs for int weights; pass one weight per input"),
-    ("classification", (STEPS, LABELS, [1.0, 2.0]), "train: 3 inputs for 2 weights; pass one weight per input"),
+    ("classification", (STEPS, LABELS, [1], 1), r"train is a tuple of 3, 3, 1, int items; pass \(inputs, targets\) or"),
+    ("classification", (STEPS, LABELS, 1), "train is a tuple of 3, 3, int items"),
+    ("classification", (STEPS, LABELS, [1.0, 2.0]), "train is a tuple of 3, 3, 2 items; .* with as many of each"),
     (
         "classification",
         (STEPS, LABELS, [1.0, -2.0, 1.0]),
@@ -244,23 +240,13 @@ BAD: list[tuple[str, Any, str]] = [
     ),
     (
         "classification",
-        (STEPS, LABELS, [1.0, 1e30, 1.0]),
-        "train: the largest weight is 1e\\+30, and float32 cannot hold sums of such weights",
-    ),
-    (
-        "classification",
-        (STEPS, LABELS, [1e-30] * 3),
-        "train: every weight is at most 1e-30, .*; multiply or divide all of them by the same",
-    ),
-    (
-        "classification",
         (STEPS, LABELS, [[1.0, 2.0], [1.0], [1.0]]),
-        "train item 0: the weight is a list, but the row has one target; write one number",
+        "train item 0: the weight is .*; write a finite number from 0 on$",
     ),
     ("tagging", ([[[1.0], [2.0]]], [[0, 1]], [[1.0]]), "train item 0: the weight is .*; write .* one for each of the 2 steps"),
-    ("classification", (STEPS, LABELS[:2]), "train: 3 inputs for 2 targets; pass one target per input"),
-    ("classification", (STEPS, np.eye(3)), r"item 0: label is .* of length 3, not one label .*of one-hot rows pass"),
-    ("classification", (STEPS, 4), "train: 3 inputs for int targets"),
+    ("classification", (STEPS, LABELS[:2]), "train is a tuple of 3, 2 items"),
+    ("classification", (STEPS, np.eye(3)), r"item 0: label is .*; write a string, .*of one-hot rows pass"),
+    ("classification", (STEPS, 4), "train is a tuple of 3, int items"),
     ("classification", STEPS, r"train has no row with a sequence and a target \(a row has steps\)"),
     ("classification", [*ROWS, {"steps": [[1.0]], "label": "a"}], "train item 3: a step has 1 features, but the training data has 2"),
     ("classification", ([[[1.0], [1.0, 2.0]]], ["a"]), "train item 0: steps cannot be read as numbers"),
@@ -334,12 +320,12 @@ def test_beside_a_file_to_train_on_the_files_of_the_spec_are_read(tmp_path: Path
 
 def test_beside_objects_the_files_of_the_spec_are_refused() -> None:
     with pytest.raises(
-        SpecError, match=r"data\.test is set, but the data was passed as an object.*pass \{'train': …, 'test': …\}, or remove data"
+        SpecError, match=r"the spec names data\.test, but the data was passed as an object.*pass \{'train': …, 'test': …\}, or remove data"
     ):
         from_python(ROWS, spec("classification", test="test.jsonl"))
-    with pytest.raises(SpecError, match=r"data\.valid and data\.test are set.*pass \{'train': …, 'valid': …, 'test': …\}"):
+    with pytest.raises(SpecError, match=r"names data\.valid and data\.test, .*pass \{'train': …, 'valid': …, 'test': …\}"):
         from_python(ROWS, spec("classification", valid="valid.jsonl", test="test.jsonl"))
-    with pytest.raises(SpecError, match=r"data\.test is set.*pass \{'train': …, 'valid': …, 'test': …\}"):
+    with pytest.raises(SpecError, match=r"names data\.test, .*pass \{'train': …, 'valid': …, 'test': …\}"):
         from_python({"train": ROWS, "valid": ROWS}, spec("classification", valid="valid.jsonl", test="test.jsonl"))
     assert from_python({"train": ROWS, "test": ROWS}, spec("classification", test="test.jsonl")).test is not None
 

@@ -160,7 +160,7 @@ def test_weights_of_a_file_to_evaluate_on_are_read_and_those_to_predict_from_are
     assert found.weights is not None
     assert found.weights.tolist() == [7.0]
     assert read(str(tmp_path / "new.jsonl"), codec, spec, labelled=False).weights is None
-    with pytest.raises(DataError, match="data item 0: the weight is empty; write a finite number from 0 on"):  # it does not mean 1
+    with pytest.raises(DataError, match="data item 0: the weight is None; write a finite number from 0 on"):  # it does not mean 1
         read_python([{"text": "a", "label": "x", "weight": None}], codec, spec)
 
 
@@ -231,7 +231,6 @@ def test_parts_of_a_table_and_other_tables_have_weights() -> None:
         (frame_of(w=-1.0), {}, r"train: row 1, column w \(data.weight\) is -1; write a number from 0 on, 0 for no target"),
         (frame_of(w=[1.0] * 11 + [None]), {}, r"train: row 12, column w \(data.weight\) is empty"),
         (frame_of(w=0.0), {}, "train: every weight in it is 0, so nothing could be learned or measured"),
-        (frame_of(w=1e12), {}, r"train: the largest weight in it is 1e\+12, and float32 cannot hold sums of such weights"),
         (frame_of(), {"weight": "ds"}, "train: column ds holds the times; remove it from what the other keys name"),
         (np.zeros((9, 1)), {}, "train is a list of numbers without times and names, but data.weight is w"),
     ],

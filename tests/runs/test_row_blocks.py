@@ -14,7 +14,7 @@ import pytest
 
 import carrywave as cw
 from carrywave.data.codec import Codec
-from carrywave.data.files.rows import JsonRows
+from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import find
 from carrywave.errors import DataError, UserError
 from carrywave.runs.prediction import predict_run
@@ -36,7 +36,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_blocks_hold_every_row_once_and_no_more_than_they_may(tmp_path: Path) -> None:
     lengths = [3, 1, 1, 9, 2, 2, 2, 2]
     rows = [{"steps": [float(number)] * length, "id": number, "other": "x" * 99} for number, length in enumerate(lengths)]
-    source = JsonRows(find(str(jsonl(tmp_path / "in.jsonl", rows)), field="data"))
+    source = json_rows(find(str(jsonl(tmp_path / "in.jsonl", rows)), field="data"))
     found = list(read_blocks(source, CODEC, KeptColumns.of(["id=key"], "classification"), most_rows=3, most_elements=5))
     assert [block.data.lengths.tolist() for block in found] == [[3, 1, 1], [9], [2, 2], [2, 2]]
     assert [row for block in found for row in block.carried] == [{"key": number} for number in range(8)]
@@ -45,12 +45,12 @@ def test_blocks_hold_every_row_once_and_no_more_than_they_may(tmp_path: Path) ->
 
 
 def test_a_carried_field_that_a_row_lacks_is_told(tmp_path: Path) -> None:
-    source = JsonRows(find(str(jsonl(tmp_path / "in.jsonl", [{"steps": [1.0], "id": 1}, {"steps": [2.0]}])), field="data"))
+    source = json_rows(find(str(jsonl(tmp_path / "in.jsonl", [{"steps": [1.0], "id": 1}, {"steps": [2.0]}])), field="data"))
     with pytest.raises(DataError, match=r"in.jsonl:2 has no field id \(fields: steps\); name one that every row has"):
         list(read_blocks(source, CODEC, KeptColumns.of(["id"], "classification")))
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(DataError, match="is empty"):
-        list(read_blocks(JsonRows(find(str(tmp_path / "none.jsonl"), field="data")), CODEC, KeptColumns()))
+        list(read_blocks(json_rows(find(str(tmp_path / "none.jsonl"), field="data")), CODEC, KeptColumns()))
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ def test_a_users_own_head_has_a_loss_and_no_error_rates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "ab", "labels": 3}], "labels is a number, not a list of labels or a text; write"),
-        ([{"text": "ab", "labels": ["A", None]}], "a label is null"),
+        ([{"text": "ab", "labels": 3}], "labels is 3; write a list of labels"),
+        ([{"text": "ab", "labels": ["A", None]}], "a label is None"),
         ([{"text": "ab"}], "has no row with a sequence and a target (a row has text)"),
         ([{"text": "ab", "labels": []}], "has no labels; add a label to each row, to each step for tagging, any number for transcription"),
     ],

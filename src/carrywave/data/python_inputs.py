@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from carrywave.data import examples, overlap
@@ -23,7 +24,7 @@ from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, WEIGHT, Row, Rows
+from carrywave.data.files.rows import BATCH_ROWS, ITEM, WEIGHT, ReadRows, Row, Rows, table_rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.formats.recognised import NamedRows, target_field
 from carrywave.data.holdout import held_out
@@ -78,28 +79,13 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
         sources = {part: _series_source(value, part, spec) for part, value in by_part.items()}
         entry = step_series.build(sources, spec, MemoryAppender, codec=codec)
     else:
-        plain = {part: _rows(value, part, spec) for part, value in by_part.items()}
-        streamed = {part: each.key() for part, each in plain.items() if isinstance(each, hub_datasets.DatasetRows)}
-        rows = {part: _named(each, spec, codec) for part, each in plain.items()}
-        if len(streamed) < len(rows):
-            entry = _examples(rows, spec, codec, MemoryAppender)
-        else:  # it may be larger than memory
-            key = key_of(streamed, spec, codec)
+        rows = {part: _named(_rows(value, part, spec), spec, codec) for part, value in by_part.items()}
+        if all(map(hub_datasets.is_dataset, by_part.values())):  # it may be larger than memory
+            key = key_of({part: hub_datasets.key(value) for part, value in by_part.items()}, spec, codec)
             entry = cache.fetch(cache.folder(spec.data.cache), key, lambda new: _examples(rows, spec, codec, new))
-        entry = replace(entry, notes=(*_read_as_tokens(by_part["train"], entry.codec), *entry.notes))
+        else:
+            entry = _examples(rows, spec, codec, MemoryAppender)
     return bundle(entry, _fingerprint(entry.parts, entry.codec), lambda _: None)
-
-
-def _read_as_tokens(data: Any, codec: Codec) -> tuple[str, ...]:
-    """Return a line if whole numbers without a name were taken for tokens, which are also how many counts and measurements look."""
-    items = data[0] if isinstance(data, tuple) else data
-    if codec.kind != "int" or codec.task == "language" or hub_datasets.is_dataset(data) or is_frame(data):
-        return ()
-    first = items[0] if not is_frame(items) and len(items) else None
-    if isinstance(first[0] if isinstance(first, tuple) else first, Mapping):
-        return ()
-    how = "to read them as numbers, pass floats, as in x.astype(float)"
-    return (f"train: whole numbers are read as tokens, {codec.size - 1:,} different ones at most; {how}",)
 
 
 def naming(data: Any, spec: Spec) -> Spec:
@@ -108,15 +94,14 @@ def naming(data: Any, spec: Spec) -> Spec:
     Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless replaced there.
     """
     by_part = _by_part(data)
-    files = _files(by_part, spec)
+    files = {part: file for part, value in by_part.items() if (file := file_of(value, spec)) is not None}
+    if files and len(files) < len(by_part):
+        raise DataError(f"data mixes files ({', '.join(files)}) and objects; pass all parts as files or all as objects")
     from_spec = {part: file for part in ("valid", "test") if part not in by_part and (file := getattr(spec.data, part)) is not None}
     if from_spec and not files:
         fact = " and ".join(f"data.{part}" for part in from_spec)
         wanted = ", ".join(f"'{part}': …" for part in ("train", "valid", "test") if part in from_spec or part in by_part)
-        raise SpecError(
-            f"{fact} {'is' if len(from_spec) == 1 else 'are'} set, but the data was passed as an object, not as a file; pass {{{wanted}}}, "
-            f"or remove {fact}"
-        )
+        raise SpecError(f"the spec names {fact}, but the data was passed as an object, not as a file; pass {{{wanted}}}, or remove {fact}")
     named = {"train": None, "valid": None, "test": None, **from_spec, **files}
     return spec.model_copy(update={"data": spec.data.model_copy(update=named)})
 
@@ -133,9 +118,7 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
         sequences = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
         rows = _named(_rows(data, part, spec), spec, codec, labelled=labelled)
-        join = spec.task == "language" and spec.streams and rows.join
-        documents = spec.data.reset == ROW
-        sequences = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join, documents=documents, part=part)
+        sequences = _encoded(rows, spec, codec, MemoryAppender, part, labelled=labelled)
     return replace(sequences, fingerprint=_fingerprint({part: sequences}, codec))
 
 
@@ -181,18 +164,11 @@ def file_of(value: Any, spec: Spec) -> str | None:
         return value
     if len(value) > LONGEST_NAME or "\n" in value:
         return None
-    if is_address(value) and not any(letter.isspace() for letter in value):
-        return value
     suffixes = [suffix.lower() for suffix in Path(value).suffixes if suffix.lower() not in COMPRESSIONS]
-    ends_as_files_do = bool(suffixes) and suffixes[-1] in FORMATS and not any(letter.isspace() for letter in value)
-    return value if ends_as_files_do or value.startswith(("builtin:", hub_datasets.PREFIX)) or os.path.isfile(value) else None
-
-
-def _files(by_part: Mapping[str, Any], spec: Spec) -> dict[str, str]:
-    files = {part: file for part, value in by_part.items() if (file := file_of(value, spec)) is not None}
-    if files and len(files) < len(by_part):
-        raise DataError(f"data mixes files ({', '.join(files)}) and objects; pass all parts as files or all as objects")
-    return files
+    a_word = not any(letter.isspace() for letter in value)
+    if a_word and (is_address(value) or (suffixes and suffixes[-1] in FORMATS)):
+        return value
+    return value if value.startswith(("builtin:", hub_datasets.PREFIX)) or os.path.isfile(value) else None
 
 
 def _by_part(data: Any) -> dict[str, Any]:
@@ -208,67 +184,18 @@ def _examples(rows: dict[str, NamedRows], spec: Spec, codec: Codec | None, new: 
     share = 0.0 if "valid" in rows else spec.data.share
     held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
     codec = codec or examples.learn(rows["train"], spec, held)
-    encoded = {}
-    for part, value in rows.items():
-        join = spec.task == "language" and spec.streams and value.join
-        encoded[part] = examples.encode(value, codec, new, labelled=True, join=join, documents=spec.data.reset == ROW, part=part)
+    encoded = {part: _encoded(value, spec, codec, new, part) for part, value in rows.items()}
     parts = hold_out(encoded, spec, share, held, "train")
     notes = (*rows["train"].notes(), *(line for each in encoded.values() for line in each.notes), *overlap.notes(parts, rows))
+    if codec.kind == "int" and codec.task != "language" and not rows["train"].join:  # which is how many counts and measurements look
+        how = "to read them as numbers, pass floats, as in x.astype(float)"
+        notes = (f"train: whole numbers are read as tokens, {codec.size - 1:,} different ones at most; {how}", *notes)
     return Entry(parts, codec, notes)
 
 
-@dataclass(frozen=True)
-class ItemRows:
-    """Rows of any object with a length and items."""
-
-    name: str
-    length: int
-    get: Callable[[int], Row]
-    join: bool = False
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        for number in range(self.length):
-            yield number, self.get(number)
-
-    def count(self) -> int:
-        """Return the number of items."""
-        return self.length
-
-    def where(self, number: int) -> str:
-        """Return part and item number."""
-        return f"{self.name} item {number}"
-
-
-@dataclass(frozen=True)
-class FrameRows:
-    """Rows of an Arrow table."""
-
-    name: str
-    table: Any
-    join: bool = True
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        number = 0
-        for batch in self.table.to_batches(max_chunksize=BATCH_ROWS):
-            for row in batch.to_pylist():
-                yield number, row
-                number += 1
-
-    def count(self) -> int:
-        """Return the number of rows."""
-        return int(self.table.num_rows)
-
-    def where(self, number: int) -> str:
-        """Return part and row number."""
-        return f"{self.name} item {number}"
-
-
-def as_rows(data: Any, part: str) -> Rows | None:
-    """Return the rows of a frame; None for anything else."""
-    if (rows := rows_of(data) if is_frame(data) else None) is not None:
-        return ItemRows(part, len(rows), rows.__getitem__, join=True)
-    table = as_table(data, part)
-    return None if table is None else FrameRows(part, table)
+def _encoded(rows: NamedRows, spec: Spec, codec: Codec, new: NewArray, part: str, *, labelled: bool = True) -> Sequences:
+    join = spec.task == "language" and spec.streams and rows.join
+    return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
 
 
 def _named(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool = True) -> NamedRows:
@@ -280,28 +207,28 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
-        return ItemRows(part, len(texts), lambda number: {spec.data.text or "text": texts[number]}, join=spec.streams)
+        return ReadRows(part, lambda: enumerate({spec.data.text or "text": text} for text in texts), join=spec.streams)
     if hub_datasets.is_dataset(data):
-        return hub_datasets.DatasetRows(part, data)
-    if not is_column(data) and (frame := as_rows(data, part)) is not None:
-        return frame
+        return ReadRows(part, lambda: table_rows(hub_datasets.tables_of(data)))
+    if isinstance(data, pd.DataFrame):
+        listed = rows_of(data)
+        return ReadRows(part, lambda: enumerate(listed))
+    if not is_column(data) and (table := as_table(data, part)) is not None:
+        return ReadRows(part, lambda: table_rows(table.to_batches(max_chunksize=BATCH_ROWS)))
     if isinstance(data, tuple):
         return _pairs(data, part, spec)
     plain = as_plain(data)
     if (isinstance(plain, np.ndarray) and plain.ndim < 2) or _is_flat(plain):
-        # A flat list of tokens is one stream, not many sequences of one token.
-        return ItemRows(part, 1, lambda _: _row(plain, part, spec))
+        plain = [plain]  # tokens are one stream, not many sequences of one token
     if not hasattr(plain, "__len__") or not hasattr(plain, "__getitem__"):
-        what = f"{part} is a {type(data).__name__}, which"
-        if hasattr(data, "dataset"):
-            raise DataError(
-                f"{what} makes batches of its own; pass its dataset, loader.dataset: the spec's batch section says how to batch it"
-            )
-        raise DataError(f"{what} has no length or cannot be indexed; pass a list, an array, a frame or a map-style Dataset")
-    first = plain[0] if len(plain) else None
-    return ItemRows(
-        part, len(plain), lambda number: _row(plain[number], f"{part} item {number}", spec), join=isinstance(first, (Mapping, str))
-    )
+        fact = f"{part} is a {type(data).__name__}, which has no length or cannot be indexed"
+        raise DataError(f"{fact}; pass a list, an array, a frame or a map-style Dataset (of a DataLoader, loader.dataset)")
+    named = len(plain) > 0 and isinstance(plain[0], (Mapping, str))
+    return _items(part, lambda: (plain[number] for number in range(len(plain))), spec, join=named)
+
+
+def _items(part: str, items: Callable[[], Iterable[Any]], spec: Spec, *, join: bool = False) -> Rows:
+    return ReadRows(part, lambda: ((number, _row(item, f"{part}{ITEM}{number}", spec)) for number, item in enumerate(items())), join=join)
 
 
 def _is_flat(plain: Any) -> bool:
@@ -309,31 +236,21 @@ def _is_flat(plain: Any) -> bool:
 
 
 def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
-    if len(data) not in (2, 3):
-        raise DataError(
-            f"{part} is a tuple of length {len(data)}; pass a pair (inputs, targets), (inputs, targets, weights), or a list of sequences"
-        )
-    names = ("inputs", "targets", "weights")
-    sides = [_side(value, f"{part}: the {name}") for value, name in zip(data, names, strict=False)]
+    sides = [_side(value) for value in data]
     sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in sides]
-    for name, size in zip(names[1:], sizes[1:], strict=False):
-        if size != sizes[0] or isinstance(size, str):
-            raise DataError(f"{part}: {sizes[0]} inputs for {size} {name}; pass one {name[:-1]} per input")
-    return ItemRows(part, len(sides[0]), lambda number: _row(tuple(side[number] for side in sides), f"{part} item {number}", spec))
+    if len(sides) not in (2, 3) or len({*sizes}) > 1 or isinstance(sizes[0], str):
+        remedy = "pass (inputs, targets) or (inputs, targets, weights) with as many of each, or a list of sequences"
+        raise DataError(f"{part} is a tuple of {', '.join(map(str, sizes)) or 'nothing'} items; {remedy}")
+    return _items(part, lambda: zip(*sides, strict=True), spec)
 
 
-def _side(value: Any, what: str) -> Any:
+def _side(value: Any) -> Any:
     """Return the items of one side of a pair: the column of a one-column frame; a row of numbers per item if there are several columns."""
-    if not is_frame(value):
-        return as_plain(value)
-    columns = dict(columns_of(value))
-    content = [name for name in FIELDS if name in columns]
+    columns = dict(columns_of(value)) if is_frame(value) else {}
+    content = next((name for name in FIELDS if name in columns), None)
     if len(columns) == 1 or content:
-        return plain_column(columns[content[0]] if content else next(iter(columns.values())))
-    rows = as_plain(value)
-    if not isinstance(rows, np.ndarray):
-        raise DataError(f"{what} are a frame whose columns ({', '.join(list(columns)[:6])}) are not all numeric; pass a single column")
-    return rows
+        return plain_column(columns[content or next(iter(columns))])
+    return as_plain(value)
 
 
 def _row(item: Any, where: str, spec: Spec) -> Row:
@@ -387,13 +304,9 @@ def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) ->
 def _fingerprint(parts: dict[str, Sequences], codec: Codec) -> str:
     """Return a hash of the arrays and the codec."""
     digest = hashlib.sha256(codec.to_json().encode())
-    seen: set[int] = set()
     for part, sequences in parts.items():
         for field in ARRAYS:
-            array = getattr(sequences, field)
-            if array is not None:
+            if (array := getattr(sequences, field)) is not None:
                 digest.update(f"{part} {field} {array.dtype} {array.shape}".encode())
-                if id(array) not in seen:
-                    digest.update(np.ascontiguousarray(array).data)
-                seen.add(id(array))
+                digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:32]

@@ -37,12 +37,11 @@ def is_column(value: Any) -> bool:
 
 def columns_of(frame: Any) -> Iterator[tuple[str, Any]]:
     """Yield each column with its name, by position: names may be numbers, or occur twice."""
-    names = frame.column_names if isinstance(frame, pa.Table | pa.RecordBatch) else frame.columns
-    for place, name in enumerate(names):
-        if hasattr(frame, "iloc"):
-            yield str(name), frame.iloc[:, place]
-        else:
-            yield str(name), frame.columns[place] if isinstance(frame, pa.Table | pa.RecordBatch) else frame.get_column(name)
+    if isinstance(frame, pa.Table | pa.RecordBatch):
+        yield from zip(frame.column_names, frame.columns, strict=True)
+        return
+    for place, name in enumerate(frame.columns):
+        yield str(name), frame.iloc[:, place] if hasattr(frame, "iloc") else frame.get_column(name)
 
 
 def plain_column(column: Any) -> NDArray[Any] | list[Any]:
@@ -50,23 +49,18 @@ def plain_column(column: Any) -> NDArray[Any] | list[Any]:
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return list(column.to_pylist())
     if hasattr(column, "null_count") and hasattr(column, "to_list"):  # polars
-        return _numeric(column.to_numpy()) if not column.null_count() and column.dtype.is_numeric() else list(column.to_list())
+        return list(column.to_list()) if column.null_count() or not column.dtype.is_numeric() else as_array(column)
+    series = pd.Series(column)
+    missing = series.isna()
+    if missing.any() and series.dtype.kind != "f":
+        return list(series.astype(object).where(~missing, None))
+    return as_array(series)
+
+
+def as_array(column: Any) -> NDArray[Any] | list[Any]:
+    """Return a column's values as an array, or as a list if they are not numbers."""
     values: NDArray[Any] = np.asarray(column.to_numpy())
-    # pandas represents missing values as NaN, NaT, NA or None.
-    missing: NDArray[Any] = np.flatnonzero(np.asarray(column.isna())) if hasattr(column, "isna") else np.empty(0, np.int64)
-    if len(missing) and getattr(column.dtype, "kind", "") in "iub":
-        values = np.asarray(column.to_numpy(dtype=object))  # otherwise integers next to a missing value would become floats
-    if values.dtype.kind not in "OUT":
-        return values
-    items: list[Any] = values.tolist()
-    for place in missing:
-        items[int(place)] = None
-    return items
-
-
-def _numeric(values: Any) -> NDArray[Any] | list[Any]:
-    array: NDArray[Any] = np.asarray(values)
-    return array if array.dtype.kind in NUMBERS else array.tolist()
+    return values if values.dtype.kind not in "OUT" else list(values.tolist())
 
 
 def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
@@ -77,13 +71,8 @@ def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def rows_of(frame: Any) -> list[dict[str, Any]] | None:
-    """Return the rows of a pandas frame; None for frames that are Arrow tables, or convert to one without loss.
-
-    pandas frames do not go through Arrow, which cannot represent a cell that holds a matrix.
-    """
-    if not hasattr(frame, "iloc"):
-        return None
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a pandas frame, without Arrow, which cannot represent a cell that holds a matrix."""
     columns = {name: plain_column(column) for name, column in columns_of(frame)}
     if len(columns) < len(frame.columns):
         raise DataError("the frame has duplicate column names; give every column a unique name")
@@ -99,7 +88,7 @@ def as_table(data: Any, name: str) -> Any | None:
     data = _column_as_frame(data)
     try:
         if isinstance(data, pd.DataFrame):
-            return pa.Table.from_pandas(_without_periods(with_index(data)), preserve_index=False)
+            return pa.Table.from_pandas(with_index(data), preserve_index=False)
         if is_frame(data) or (hasattr(data, "__arrow_c_stream__") and not is_column(data)):
             frame = nw.from_native(data, eager_only=True, pass_through=True)
             return frame.to_arrow() if isinstance(frame, nw.DataFrame) else pa.table(frame)
@@ -137,9 +126,3 @@ def with_index(frame: pd.DataFrame) -> pd.DataFrame:
         return frame.reset_index(drop=True)
     wanted = ("time", "index", "index of the frame") if readings(pd.Series(index, name="index")) else ("index", "index of the frame")
     return frame.rename_axis(next(name for name in wanted if name not in frame.columns)).reset_index()
-
-
-def _without_periods(frame: pd.DataFrame) -> pd.DataFrame:
-    """Convert period columns to their start times: Arrow has no period type."""
-    periods = [name for name in frame.columns if str(frame.dtypes[name]).startswith("period[")]
-    return frame.assign(**{name: frame[name].dt.to_timestamp() for name in periods}) if periods else frame

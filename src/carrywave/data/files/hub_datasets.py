@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import pyarrow.parquet as pa_parquet
 
 from carrywave.errors import DataError, from_system, one_line
 
-Row = dict[str, Any]
 BATCH_ROWS = 1024
 PREFIX = "hf:"
 FOLDER = "datasets"  # within the cache
@@ -56,38 +53,15 @@ def _named(column: Any, feature: Any) -> Any | None:
     return pa.array(feature.names, pa.string()).take(codes)
 
 
-@dataclass(frozen=True)
-class DatasetRows:
-    """The rows of a dataset."""
-
-    name: str
-    dataset: Any
-    join: bool = True
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        number = 0
-        for table in tables_of(self.dataset):
-            for row in table.to_pylist():
-                yield number, row
-                number += 1
-
-    def count(self) -> int:
-        """Return the number of rows; a streamed dataset is read to its end for it."""
-        return len(self.dataset) if hasattr(self.dataset, "__len__") else sum(table.num_rows for table in tables_of(self.dataset))
-
-    def where(self, number: int) -> str:
-        """Return part and row number."""
-        return f"{self.name} item {number}"
-
-    def key(self) -> str:
-        """A hash that changes with the rows: the library's own, or of a streamed dataset the hash of all that it holds."""
-        fingerprint = getattr(self.dataset, "_fingerprint", None)
-        if hasattr(self.dataset, "__len__") and isinstance(fingerprint, str):
-            return f"{fingerprint} {len(self.dataset)}"
-        digest = hashlib.sha256()
-        for _, row in self:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-        return digest.hexdigest()
+def key(dataset: Any) -> str:
+    """A hash that changes with the rows: the library's own, or of a streamed dataset the hash of all that it holds."""
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    if hasattr(dataset, "__len__") and isinstance(fingerprint, str):
+        return f"{fingerprint} {len(dataset)}"
+    digest = hashlib.sha256()
+    for table in tables_of(dataset):
+        digest.update(json.dumps(table.to_pylist(), sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def table_of(dataset: Any) -> Any:
@@ -103,10 +77,8 @@ def is_name(name: str) -> bool:
 def fetch(name: str, field: str, cache: Path) -> Path:
     """The Parquet file in the cache with the rows of a dataset, written now if it is not there; `field` is its key in the spec."""
     dataset = _load(name, field)
-    key = hashlib.sha256(json.dumps([DatasetRows(name, dataset).key()]).encode()).hexdigest()[:32]
-    place = cache / FOLDER / f"{key}.parquet"
+    place = cache / FOLDER / f"{hashlib.sha256(key(dataset).encode()).hexdigest()[:32]}.parquet"
     if not place.is_file():
-        place.parent.mkdir(parents=True, exist_ok=True)
         _write(dataset, name, place)
     return place
 
@@ -117,43 +89,40 @@ def _load(name: str, field: str) -> Any:
     except ImportError as error:
         raise DataError(f"{field}={name} needs the package datasets; install it with: pip install 'carrywave[datasets]'") from error
     rest, _, split = name.removeprefix(PREFIX).partition("#")
-    where, _, config = (rest, "", "") if Path(os.path.expanduser(rest)).exists() else rest.partition("@")
-    path = Path(os.path.expanduser(where))
+    path = Path(os.path.expanduser(rest))
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(path))
+        elif path.exists():
+            loaded = datasets.load_dataset(str(path))
         else:
-            loaded = datasets.load_dataset(str(path) if path.exists() else where, config or None)
+            where, _, config = rest.partition("@")
+            loaded = datasets.load_dataset(where, config or None)
     except Exception as error:  # whatever the library raises: files that are missing, or an address that cannot be reached
         raise DataError(f"{field}={name} cannot be loaded ({one_line(error)}); use {PREFIX}FOLDER or {PREFIX}NAME@CONFIG#SPLIT") from error
     if not isinstance(loaded, dict):
-        if split:
-            raise DataError(f"{field}={name} has no splits; remove #{split}")
-        return loaded
-    split = split or USUAL_SPLIT.get(field, "")
-    if split not in loaded:
-        problem = f"has no split {split}" if split else "has several splits"
-        raise DataError(f"{field}={name} {problem}; name one: {', '.join(f'{PREFIX}{rest}#{each}' for each in loaded)}")
-    return loaded[split]
+        loaded = {"": loaded}
+    wanted = split or ("" if "" in loaded else USUAL_SPLIT.get(field, ""))
+    if wanted not in loaded:
+        names = ", ".join(f"{PREFIX}{rest}#{each}" if each else f"{PREFIX}{rest}" for each in loaded)
+        raise DataError(f"{field}={name} has no split {wanted}; name one: {names}")
+    return loaded[wanted]
 
 
 def _write(dataset: Any, name: str, place: Path) -> None:
     """Write a file as a whole or not at all; another process that writes the same one does no harm."""
-    handle, draft = tempfile.mkstemp(prefix=".draft-", dir=place.parent)
-    os.close(handle)
-    writer: Any = None
+    draft = place.with_name(f".draft-{os.getpid()}-{place.name}")
+    tables = (table.replace_schema_metadata(None) for table in tables_of(dataset))
     try:
-        for table in tables_of(dataset):
-            writer = writer or pa_parquet.ParquetWriter(draft, table.schema.remove_metadata())
-            writer.write_table(table.replace_schema_metadata(None).cast(writer.schema))
-        if writer is None:
+        if (first := next(tables, None)) is None:
             raise DataError(f"{name} is empty; use a dataset with at least one row")
-        writer.close()
-        os.replace(draft, place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with pa_parquet.ParquetWriter(draft, first.schema) as writer:
+            for table in chain([first], tables):
+                writer.write_table(table.cast(first.schema))
+        draft.replace(place)
     except OSError as error:
-        raise from_system(error, DataError)(
-            f"{name} cannot be written to the cache {place.parent} ({error.strerror}); set data.cache to another folder"
-        ) from error
+        fact = f"{name} cannot be written to the cache {place.parent} ({error.strerror})"
+        raise from_system(error, DataError)(f"{fact}; set data.cache to another folder") from error
     finally:
-        with suppress(OSError):
-            os.unlink(draft)
+        draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A common `Rows` interface to examples, and the rows that files hold: JSON lines or an array, lines of text, Parquet, or a list in memory.
+"""A common `Rows` interface to examples, and those that files, frames and lists hold: JSON lines or an array, lines of text, Arrow tables.
 
 Rows can be iterated repeatedly; each can be located in an error message. JSON lines and lines of text are read one at a time.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ BATCH_ROWS = 1024
 SHOWN = 8  # names in a message
 EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
 WEIGHT = "(weight)"  # the field of a row that its weight is read from, whatever name it has in the data
+ITEM, ROW, LINE = " item ", ": row ", ":"  # what stands between the name of the data and the number of a row
 
 
 class Rows(Protocol):
@@ -36,130 +37,83 @@ class Rows(Protocol):
 
     def __iter__(self) -> Iterator[tuple[int, Row]]: ...
 
-    def count(self) -> int:
-        """Count the rows."""
-
     def where(self, number: int) -> str:
         """Return the location of a row for error messages."""
 
 
 @dataclass(frozen=True)
-class ListRows:
-    """Rows in memory."""
+class ReadRows:
+    """Rows with their numbers, which `read` gives anew each time."""
 
     name: str
-    rows: Sequence[Row]
+    read: Callable[[], Iterable[tuple[int, Row]]]
+    kind: str = ITEM
     join: bool = True
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        return enumerate(self.rows, start=1)
-
-    def count(self) -> int:
-        """Return the number of rows."""
-        return len(self.rows)
+        return iter(self.read())
 
     def where(self, number: int) -> str:
-        """Return file and row number."""
-        return f"{self.name}: row {number}"
+        """Return name and number."""
+        return f"{self.name}{self.kind}{number}"
 
 
-@dataclass(frozen=True)
-class LineRows:
-    """Rows that are lines of a file, of which blank ones do not count: each a row with the field `text`."""
-
-    source: Source
-    join: bool = False
-
-    @property
-    def name(self) -> str:
-        """The file name."""
-        return self.source.name
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        for number, line in self.source.lines():
-            if line.strip():
-                try:
-                    text = line.decode()
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; set data.encoding"
-                    ) from error
-                yield number, self._row(number, text)
-
-    def _row(self, number: int, line: str) -> Row:
-        return {"text": line.rstrip("\r")}
-
-    def count(self) -> int:
-        """Count the lines."""
-        return sum(1 for _, line in self.source.lines() if line.strip())
-
-    def where(self, number: int) -> str:
-        """Return file and line number."""
-        return f"{self.name}:{number}"
+def listed_rows(name: str, rows: Sequence[Row]) -> ReadRows:
+    """The rows of a file that was read as a whole."""
+    return ReadRows(name, lambda: enumerate(rows, start=1), ROW)
 
 
-@dataclass(frozen=True)
-class JsonRows(LineRows):
-    """One JSON object per line."""
-
-    join: bool = True
-
-    def _row(self, number: int, line: str) -> Row:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
-            fact = f"{self.where(number)}: the line is not JSON ({str(error)[:100]})"
-            raise DataError(f"{fact}; write one object per line: {EXAMPLE}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{self.where(number)}: the line is not a JSON object; write one object per line: {EXAMPLE}")
-        return row
+def text_rows(source: Source) -> ReadRows:
+    """Each line that is not blank is a row with the field `text`."""
+    return ReadRows(source.name, lambda: _lines(source, lambda line: {"text": line.decode().removesuffix("\r")}), LINE, join=False)
 
 
-@dataclass(frozen=True)
-class ParquetRows:
-    """Rows of a Parquet file."""
-
-    source: Source
-    join: bool = True
-
-    @property
-    def name(self) -> str:
-        """The file name."""
-        return self.source.name
-
-    def _open(self) -> Any:
-        return self.source.guard(lambda: pa_parquet.ParquetFile(self.source.path, memory_map=True))
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        number = 0
-        with self._open() as file:
-            batches = file.iter_batches(batch_size=BATCH_ROWS)
-            while (batch := self.source.guard(lambda: next(batches, None))) is not None:
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-
-    def count(self) -> int:
-        """Return the row count from the file's metadata."""
-        with self._open() as file:
-            return int(file.metadata.num_rows)
-
-    def where(self, number: int) -> str:
-        """Return file and row number."""
-        return f"{self.name}: row {number}"
-
-
-def json_rows(source: Source) -> Rows:
+def json_rows(source: Source) -> ReadRows:
     """One JSON object per line, or one array of objects."""
     if not source.head().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        return JsonRows(source)
+        return ReadRows(source.name, lambda: _lines(source, _an_object), LINE)
     try:
-        rows = json.loads(b"".join(source.blocks()))
+        return listed_rows(source.name, [_an_object(row) for row in json.loads(b"".join(source.blocks()))])
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{source.name} is not JSON ({str(error)[:100]}); write an array of objects, or one object per line") from error
-    if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{source.name} is a JSON array with something else than objects; write an array of objects: [{EXAMPLE}, …]")
-    return ListRows(source.name, rows)
+        raise DataError(f"{source.name} is not JSON ({str(error)[:100]}); write an array of objects: [{EXAMPLE}, …]") from error
+
+
+def _lines(source: Source, read: Callable[[bytes], Row]) -> Iterator[tuple[int, Row]]:
+    for number, line in source.lines():
+        if line.strip():
+            try:
+                row = read(line)
+            except UnicodeDecodeError as error:
+                fact = f"{source.name}:{number}: byte {error.start} of the line is not valid utf-8"
+                raise DataError(f"{fact}; set data.encoding") from error
+            except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+                fact = f"{source.name}:{number}: the line is not JSON ({str(error)[:100]})"
+                raise DataError(f"{fact}; write one object per line: {EXAMPLE}") from error
+            yield number, row
+
+
+def _an_object(written: Any) -> Row:
+    row = json.loads(written) if isinstance(written, bytes) else written
+    if not isinstance(row, dict):
+        raise ValueError("it is not an object")
+    return row
+
+
+def table_rows(tables: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Row]]:
+    """The rows of Arrow tables, or of batches of them, one after another."""
+    return enumerate((row for table in tables for row in table.to_pylist()), start)
+
+
+def parquet_rows(source: Source) -> ReadRows:
+    """The rows of a Parquet file."""
+
+    def batches() -> Iterator[Any]:
+        with source.guard(lambda: pa_parquet.ParquetFile(source.path, memory_map=True)) as file:
+            found = file.iter_batches(batch_size=BATCH_ROWS)
+            while (batch := source.guard(lambda: next(found, None))) is not None:
+                yield batch
+
+    return ReadRows(source.name, lambda: table_rows(batches(), start=1), ROW)
 
 
 def missing_column(where: str, column: str, names: Sequence[str], setting: str | None) -> str:

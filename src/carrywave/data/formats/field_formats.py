@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +19,7 @@ FASTTEXT = "__label__"
 LEAF = re.compile(r"\(\d+ ([^()]+)\)")
 MOST_LABELS = 200  # different first words of lines that are still labels
 # What stands in the name of a file of texts, and what stands there in the name of the file with their labels.
-COMPANIONS = (
-    *(("seq.in", "seq.out"), ("seq.in", "label"), ("texts", "labels"), ("text", "labels"), ("text", "label"), ("sentences", "labels")),
-    *(("sents", "labels"), ("words", "tags"), ("words", "labels"), ("tokens", "tags"), ("tokens", "labels"), ("in", "out")),
-)
+COMPANIONS = (("seq.in", "seq.out"), ("seq.in", "label"), ("text", "labels"), ("sentences", "labels"), ("in", "out"))
 
 
 class Read(NamedTuple):
@@ -58,44 +55,32 @@ def conllu(text: str, asked: Asked) -> Read | None:
 
 def conll(text: str, asked: Asked) -> Read | None:
     """A word on each line, with its tags in further columns, and an empty line after each sentence."""
+    tabs = 2 * sum("\t" in line for line in _lines(text)) > len(_lines(text))
     blocks = [[line for line in block if not line.startswith("-DOCSTART-")] for block in _blocks(text)]
-    lines = [line for block in blocks for line in block]
-    tabs = 2 * sum("\t" in line for line in lines) > len(lines)
-    if not lines or (not tabs and len(blocks) < 2):
+    cells = [[line.split("\t") if tabs else line.split() for line in block] for block in blocks if block]
+    every = [each for block in cells for each in block]
+    plain = [each for each in every if not each[0].startswith("#")] or every  # the others may be comments
+    if not plain or (not tabs and len(blocks) < 2):
         return None
-
-    def cut(line: str) -> list[str]:
-        return line.split("\t") if tabs else line.split()
-
-    plain = [line for line in lines if not line.startswith("#")] or lines  # the others may be comments
-    counts = Counter(len(cut(line)) for line in plain)
-    width = counts.most_common(1)[0][0]
-    numbered = width > 2 and sum(cut(block[-1])[0].isdecimal() for block in blocks if block) > 0.9 * len(blocks)
-    if counts[width] < 0.9 * len(plain) or width > 30 or (width == 1 and not asked.labels):
+    width, many = Counter(map(len, plain)).most_common(1)[0]
+    if many < 0.9 * len(plain) or width > 30 or (width == 1 and not asked.labels):
         return None
-    word, last = (1 if numbered else 0), width - 1
-    label = last if asked.label is None else _column(asked.label, width)
+    numbered = width > 2 and sum(block[-1][0].isdecimal() for block in cells) > 0.9 * len(cells)
+    word, label = (1 if numbered else 0), width - 1
+    if asked.label is not None:
+        if asked.label not in map(str, range(width)):
+            raise DataError(f"data.label={asked.label} is not a column of the file; use one of 0 to {width - 1}")
+        label = int(asked.label)
     rows: list[Row] = []
-    for block in blocks:
-        cells = [cut(line) for line in block if not _is_comment(line, cut(line), width, numbered=numbered)]
-        tags = [each[label].strip() if width > 1 and len(each) > label else None for each in cells]
-        words = [each[word].strip() if len(each) > word else "" for each in cells]
+    for block in cells:
+        kept = [each for each in block if not each[0].startswith("#") or (len(each) == width and not numbered)]
+        tags = [each[label].strip() if width > 1 and len(each) > label else None for each in kept]
+        words = [each[word].strip() if len(each) > word else "" for each in kept]
         rows.append({"tokens": [each or "_" for each in words], "labels": [tag or None for tag in tags]})
     rows = [row for row in rows if row["tokens"]]
     changed = sum(_as_bio(row["labels"]) for row in rows)
     how = f"a word on each line: of its {width} columns, from 0, words are column {word} and tags column {label} (data.label)"
     return Read(rows, how + (f"; I- begins {changed:,} span{'s' * (changed > 1)}, and is read as B- there" if changed else ""))
-
-
-def _is_comment(line: str, cells: Sequence[str], width: int, *, numbered: bool) -> bool:
-    return line.startswith("#") and (len(cells) != width or numbered)
-
-
-def _column(name: str, width: int) -> int:
-    try:
-        return range(width)[int(name)]
-    except (ValueError, IndexError):
-        raise DataError(f"data.label={name} is not a column of the file, whose columns are 0 to {width - 1}; use one of these") from None
 
 
 def _as_bio(tags: list[str | None]) -> int:
@@ -183,10 +168,5 @@ def _lines(text: str) -> list[str]:
 
 def _blocks(text: str) -> list[list[str]]:
     """The lines between empty ones."""
-    blocks: list[list[str]] = [[]]
-    for line in text.replace("\r", "").split("\n"):
-        if line.strip():
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    return [block for block in blocks if block]
+    parts = re.split(r"\n(?:[ \t]*\n)+", text.replace("\r", ""))
+    return [block for part in parts if (block := _lines(part))]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from carrywave.data.files.frame_file import read_frame
-from carrywave.data.files.rows import LineRows, ListRows, ParquetRows, Rows, json_rows
+from carrywave.data.files.rows import Rows, json_rows, listed_rows, parquet_rows, text_rows
 from carrywave.data.files.source import Source, find
 from carrywave.data.formats.field_formats import LABELLED, TAGGED, Asked, Read, companions, paired
 from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
@@ -41,20 +41,20 @@ def _rows(source: Source, spec: Spec, labelled: bool, known: Known) -> tuple[Row
     if source.format == "jsonl":
         return json_rows(source), (), True
     if source.format == "parquet":
-        return ParquetRows(source), (), True
+        return parquet_rows(source), (), True
     text = source.format == "text"
     if (text and spec.task == "language") or (not labelled and source.path is None):
-        return LineRows(source), (), False  # lines of standard input are answered as they arrive
+        return text_rows(source), (), False  # lines of standard input are answered as they arrive
     if not text and spec.task != "tagging":
         return _of_table(source, spec)
     read = _read(source, spec, labelled, known)
     if read is not None:
-        return ListRows(source.name, read.rows), (f"{source.name}: {read.how}",), False
+        return listed_rows(source.name, read.rows), (f"{source.name}: {read.how}",), False
     if not text or _is_table(source):
         return _of_table(source, spec)
     if labelled:
         raise DataError(f"{source.name} is text, and no labels are found in it or in a file beside it; use a .jsonl or .csv file")
-    return LineRows(source), (), False
+    return text_rows(source), (), False
 
 
 def _read(source: Source, spec: Spec, labelled: bool, known: Known) -> Read | None:
@@ -88,6 +88,6 @@ def _is_table(source: Source) -> bool:
 def _of_table(source: Source, spec: Spec) -> tuple[Rows, tuple[str, ...], bool]:
     frame, notes = read_frame(source, spec.data, as_text=True)
     if spec.task != "language" and (read := series_of_frame(frame, spec.data.label)) is not None:
-        return ListRows(source.name, read.rows), (*notes, f"{source.name}: {read.how}"), False
+        return listed_rows(source.name, read.rows), (*notes, f"{source.name}: {read.how}"), False
     rows = frame.to_dict("records")
-    return ListRows(source.name, [{str(name): value for name, value in row.items()} for row in rows]), tuple(notes), True
+    return listed_rows(source.name, [{str(name): value for name, value in row.items()} for row in rows]), tuple(notes), True

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from carrywave.data.files.fields import FIELDS
 from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows, missing_column
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
-CONTENT = ("steps", "tokens", "text")
 TARGETS = ("label", "labels")
 USUAL = ("label", "labels", "class", "category", "target", "sentiment", "intent", "polarity", "topic", "tags", "tag", "y", "score")
 HEAD = 1000  # rows that are looked at
@@ -26,7 +26,7 @@ DECIMAL_COMMA = re.compile(r"\s*[-+]?\d+,(\d{1,2}|\d{4,})\s*")
 
 
 class Known(NamedTuple):
-    """What training data has told: its columns with the text and the label, and its labels."""
+    """The columns with the text and the label, None for the fields that tasks read anyway; and the labels of training data."""
 
     text: str | None = None
     label: str | None = None
@@ -34,13 +34,6 @@ class Known(NamedTuple):
 
 
 NOTHING = Known()
-
-
-class Names(NamedTuple):
-    """The fields with the content and the target; None: those that tasks read anyway, or none."""
-
-    text: str | None
-    label: str | None
 
 
 class NamedRow(Row):
@@ -76,7 +69,7 @@ class NamedRows:
 
     def count(self) -> int:
         """Count the rows."""
-        return sum(1 for _ in self) if self.labelled else self.rows.count()
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         self.left_out = 0
@@ -101,12 +94,12 @@ class NamedRows:
         return self.labelled and self.spec.task not in ("language", "forecasting")
 
     def _lacks(self, row: Row) -> bool:
-        content = next((row[field] for field in CONTENT if row.get(field) is not None), None)
+        content = next((row[field] for field in FIELDS if row.get(field) is not None), None)
         words = isinstance(content, str) and self.spec.data.tokens == "word"  # of which a line end is one
         least = 2 if self.spec.task == "language" and not words else 1
         return is_empty(content, least) or (self._targeted and _is_missing(row.get(self.target), self.spec.data.multi_label))
 
-    def names(self) -> Names:
+    def names(self) -> Known:
         """The names of the fields that are read, where the data has names of its own for them."""
         return self._names([row for _, row in islice(self.rows, HEAD)])
 
@@ -114,31 +107,31 @@ class NamedRows:
         """A line about the columns that are read and those that are not, if that is not plain."""
         first = next(iter(self.rows), (0, Row()))[1]
         names, series = self.names(), (self.spec.data.series or ()) if self.spec.each_step else ()
-        content = names.text or next((field for field in CONTENT if first.get(field) is not None), "nothing")
+        content = names.text or next((field for field in FIELDS if first.get(field) is not None), "nothing")
         target = (names.label or self.target) if self._targeted else None
         others = [str(name) for name in first if name not in (content, target, self.spec.data.weight, "resets", WEIGHT, *series)]
-        if not others and names == (None, None):
+        if not others and names == NOTHING:
             return self.source_notes
         told = [content if names.text is None else f"{content} as text"]
         told += [] if target is None else [target if names.label is None else f"{target} as {self.target}"]
         shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
         return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{f'; ignored: {shown}' if others else ''}")
 
-    def _names(self, head: Sequence[Row]) -> Names:
-        data, fields = self.spec.data, {name for row in head for name, value in row.items() if value is not None}
-        text = data.text or (self.known.text if self.known.text in fields else None)
-        label = (data.label or (self.known.label if self.known.label in fields else None)) if self._targeted else None
-        wants_label = self._targeted and label is None and not fields & {*TARGETS}
-        if label is None and self._targeted and self.target not in fields:
-            label = next((name for name in TARGETS if name in fields), None)
-        if self.labelled and self.known is NOTHING and head and data.weight not in (None, *chain(*head)):
-            raise DataError(missing_column(self.name, str(data.weight), list(head[0]), "data.weight"))
-        if text is None and not fields & {*CONTENT} and fields:
-            text = self._text([name for name in dict.fromkeys(chain(*head)) if name not in (label, data.weight)], head)
-        if wants_label and fields:
-            content = text or next((field for field in CONTENT if field in fields), None)
-            label = self._label([name for name in dict.fromkeys(chain(*head)) if name not in (content, data.weight)], head, content)
-        return Names(text, label)
+    def _names(self, head: Sequence[Row]) -> Known:
+        data, columns = self.spec.data, dict.fromkeys(chain(*head))
+        there = {name for row in head for name, value in row.items() if value is not None}
+        if self.labelled and self.known is NOTHING and head and data.weight is not None and data.weight not in columns:
+            raise DataError(missing_column(self.name, data.weight, list(head[0]), "data.weight"))
+        text, label = data.text or (self.known.text if self.known.text in there else None), None
+        if self._targeted:
+            found = next((name for name in (self.known.label, self.target, *TARGETS) if name in there), None)
+            label = data.label or (None if found == self.target else found)
+        if text is None and there and not there & {*FIELDS}:
+            text = self._text([name for name in columns if name not in (label, data.weight)], head)
+        if self._targeted and data.label is None and found is None:
+            content = text or next((field for field in FIELDS if field in there), None)
+            label = self._label([name for name in columns if name not in (content, data.weight)], head, content)
+        return Known(text, label)
 
     def _text(self, names: Sequence[str], head: Sequence[Row]) -> str | None:
         """The column with texts that are clearly longer than those of all others, or the only one with lists."""
@@ -147,11 +140,14 @@ class NamedRows:
         lists = [name for name, each in values.items() if each and all(hasattr(x, "__len__") and not isinstance(x, str) for x in each)]
         if lists:
             return lists[0] if len(lists) == 1 else None
-        ranked = sorted(sizes, key=lambda name: -sizes[name])
-        long = [name for name in ranked if CLEARLY * sizes[name] > sizes[ranked[0]]]
-        if len(long) > 1:
-            raise DataError(f"{self.name}: which column has the text is not clear ({', '.join(long[:SHOWN])}); set data.text to its name")
-        return ranked[0] if ranked else None
+        long = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if CLEARLY * sizes[name] > max(sizes.values())]
+        return self._only(long, "text")
+
+    def _only(self, names: Sequence[str], what: str) -> str | None:
+        if len(names) > 1:
+            shown = ", ".join(names[:SHOWN])
+            raise DataError(f"{self.name}: which column has the {what} is not clear ({shown}); set data.{what} to its name")
+        return names[0] if names else None
 
     def _label(self, names: Sequence[str], head: Sequence[Row], content: str | None) -> str | None:
         """The column with values that may be targets, if there is one, or one with a usual name."""
@@ -160,18 +156,14 @@ class NamedRows:
         varied = [name for name in some if len({repr(row.get(name)) for row in head}) > 1]
         some = varied or some
         usual = [name for name in some if name.lower() in USUAL]
-        if len(some) == 1 or len(usual) == 1:
-            return usual[0] if len(usual) == 1 else some[0]
-        if some:
-            raise DataError(f"{self.name}: which column has the label is not clear ({', '.join(some[:SHOWN])}); set data.label to its name")
-        return None
+        return self._only(usual if len(usual) == 1 else some, "label")
 
-    def _named(self, row: Row, names: Names, number: int) -> NamedRow:
+    def _named(self, row: Row, names: Known, number: int) -> NamedRow:
         data, named = self.spec.data, NamedRow(row)
         named.original = row
         if names.text is not None:
             content = self._take(named, names.text, "data.text", number)
-            for field in CONTENT:
+            for field in FIELDS:
                 named.pop(field, None)
             named["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
         if names.label is not None:

@@ -17,6 +17,8 @@ from carrywave.data.formats.field_formats import Read
 from carrywave.errors import DataError
 
 Values = NDArray[np.float64]
+MISSING = ["", "?", "NaN", "nan", "NA"]
+SHOWN = 5  # labels in a line
 LEAST_COLUMNS = 4  # of a table of numbers, from which its rows are sequences
 OFFSETS: dict[str, pd.DateOffset] = {
     "yearly": pd.DateOffset(years=1),
@@ -35,20 +37,19 @@ MARK = re.compile(r"^\s*@(\w+)[ \t]*(.*?)\s*$", re.MULTILINE)
 
 def series_of_frame(frame: pd.DataFrame, label: str | None) -> Read | None:
     """A table of nothing but numbers, as in the UCR archive: a sequence in each row, beside a label that recurs, in the first column."""
-    if len(frame.columns) < LEAST_COLUMNS or not len(frame):
-        return None
-    numbers = frame.apply(pd.to_numeric, errors="coerce")
     named = [name for name in frame.columns if str(name).lower() in ("label", "labels", "class", "target")]
-    where = label if label is not None else named[0] if len(named) == 1 else frame.columns[0]
-    steps = numbers.drop(columns=[where]) if where in frame.columns else numbers
-    written = frame[steps.columns]
-    if (steps.isna() & ~written.isin(["", "NaN", "nan", "?", "NA"])).any(axis=None):
+    column = label if label is not None else named[0] if len(named) == 1 else next(iter(frame.columns), None)
+    if len(frame.columns) < LEAST_COLUMNS or not len(frame) or column not in frame.columns:
         return None
-    if where not in frame.columns:
-        rows: list[Row] = []
-    codes = frame[where].astype(str)
-    rows = [{"steps": _filled([row]), "label": _whole(code)} for row, code in zip(steps.to_numpy(np.float64), codes, strict=True)]
-    return Read(rows, f"each row is a sequence of numbers; labels are column {where} ({_some(row['label'] for row in rows)})")
+    written = frame.drop(columns=[column])
+    steps = written.apply(pd.to_numeric, errors="coerce")
+    if (steps.isna() & ~written.isin(MISSING)).any(axis=None):
+        return None
+    labels = [_whole(code) for code in frame[column].astype(str)]
+    rows: list[Row] = [{"steps": _filled([row]), "label": label} for row, label in zip(steps.to_numpy(np.float64), labels, strict=True)]
+    some = sorted(set(labels))
+    shown = ", ".join([*some[:SHOWN], *(["…"] if len(some) > SHOWN else [])])
+    return Read(rows, f"each row is a sequence of numbers; labels are column {column} ({shown})")
 
 
 def ts(text: str) -> Read | None:
@@ -104,12 +105,12 @@ def tsf(text: str) -> pd.DataFrame:
 
 def _times(start: str, frequency: str, count: int) -> pd.DatetimeIndex:
     """Times from a start such as 1979-01-01 00-00-00 at a frequency such as monthly or 10_minutes."""
-    first = pd.to_datetime(start, format="%Y-%m-%d %H-%M-%S" if " " in start else "%Y-%m-%d")
     many, _, unit = frequency.partition("_")
     offset = OFFSETS.get(frequency) or (pd.DateOffset(**{unit: int(many)}) if many.isdecimal() else None)
     if offset is None:
         raise DataError(f"the frequency {frequency} of the .tsf file is unknown; use one of {', '.join(OFFSETS)}, or 10_minutes")
-    return pd.date_range(first, periods=count, freq=offset)
+    day, _, time = start.partition(" ")
+    return pd.date_range(f"{day} {time.replace('-', ':')}", periods=count, freq=offset)
 
 
 def _rows_of(body: str, comment: str = "#") -> list[str]:
@@ -117,8 +118,9 @@ def _rows_of(body: str, comment: str = "#") -> list[str]:
 
 
 def _numbers(text: str) -> Values:
+    cells = (cell.strip() for cell in text.split(","))
     try:
-        return np.array([np.nan if cell.strip() in ("?", "NaN", "nan", "") else float(cell) for cell in text.split(",")])
+        return np.array([np.nan if cell in MISSING else float(cell) for cell in cells])
     except ValueError as error:
         raise DataError(f"a sequence of numbers has something else ({error}); check that the file is complete") from None
 
@@ -127,23 +129,11 @@ def _filled(dimensions: Sequence[Values]) -> Values:
     """Dimensions side by side [steps, dimensions], without the steps at the end in which all are missing."""
     longest = max(map(len, dimensions))
     steps = np.column_stack([np.pad(each, (0, longest - len(each)), constant_values=np.nan) for each in dimensions])
-    there = np.isfinite(steps)
-    steps = steps[: int(np.flatnonzero(there.any(axis=1)).max(initial=-1)) + 1]
-    if np.isfinite(steps).all():
-        return steps
-    frame = pd.DataFrame(steps).interpolate(limit_direction="both")
-    return np.asarray(frame.fillna(0.0), np.float64)
+    ends = np.flatnonzero(np.isfinite(steps).any(axis=1)).max(initial=-1) + 1
+    return np.asarray(pd.DataFrame(steps[:ends]).interpolate(limit_direction="both").fillna(0.0), np.float64)
 
 
 def _whole(text: str) -> str:
     """A label that is written as a number, without decimals that say nothing: 1.0000000e+00 is 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return str(int(number)) if number == int(number) else text
-
-
-def _some(labels: object) -> str:
-    different = sorted({str(label) for label in labels})  # type: ignore[attr-defined]
-    return ", ".join(different[:5]) + (", …" if len(different) > 5 else "")
+    number = pd.to_numeric(text, errors="coerce")
+    return str(int(number)) if number == number // 1 else text

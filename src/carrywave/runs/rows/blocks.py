@@ -16,8 +16,9 @@ from torch import Tensor
 from carrywave.data import examples
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.fields import FIELDS
 from carrywave.data.files.rows import Row, Rows
-from carrywave.data.formats.recognised import CONTENT, is_empty
+from carrywave.data.formats.recognised import is_empty
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError
@@ -54,9 +55,6 @@ class _Piece:
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         return iter(self.rows)
 
-    def count(self) -> int:
-        return len(self.rows)
-
     def where(self, number: int) -> str:
         return self.of.where(number)
 
@@ -87,7 +85,7 @@ def read_blocks(
             piece, kept, empty, elements = [], [], set(), 0
         kept.append(carried.take(row, rows.where(number)))
         count += 1
-        if is_empty(next((row[field] for field in CONTENT if row.get(field) is not None), None)):
+        if is_empty(next((row[field] for field in FIELDS if row.get(field) is not None), None)):
             empty.add(len(kept) - 1)
             continue
         # Other fields are not held: a row may have much that nobody asked for.
