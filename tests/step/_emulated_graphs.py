@@ -23,16 +23,17 @@ class Graph:
     """A list of operations."""
 
     def __init__(self) -> None:
-        # Operation, arguments, where results are put, and whether oneDNN could be used: it rounds otherwise.
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]], bool]] = []
+        # Operation, arguments, where results are put, whether oneDNN could be used, which rounds otherwise, and whether gradients were on, for
+        # which it keeps more.
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]], bool, bool]] = []
         self.replayed = 0
 
     def replay(self) -> None:
         """Run them again, each with its results in the place where it put them when it was recorded."""
         self.replayed += 1
         with torch.no_grad():
-            for call, args, kwargs, results, onednn in self.calls:
-                with contextlib.nullcontext() if onednn else without_onednn():
+            for call, args, kwargs, results, onednn, gradients in self.calls:
+                with contextlib.nullcontext() if onednn else without_onednn(), torch.set_grad_enabled(gradients):
                     found = tree_leaves(call(*args, **kwargs))
                 for place, tensor in results:
                     tensor.copy_(found[place])
@@ -66,7 +67,7 @@ class Recording(TorchDispatchMode):
         ]
         self.made |= {_storage(tensor) for _, tensor in new}
         if new or func._schema.is_mutable:
-            self.graph.calls.append((func, tuple(args), kwargs, new, torch.backends.mkldnn.enabled))
+            self.graph.calls.append((func, tuple(args), kwargs, new, torch.backends.mkldnn.enabled, torch.is_grad_enabled()))
         return result
 
     def _keep(self, tensor: Any) -> None:
