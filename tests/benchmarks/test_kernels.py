@@ -219,7 +219,8 @@ def test_a_backend_that_refuses_is_not_timed(host: None) -> None:
     assert found.ms == {"cudnn_eager": 2.0, "cudnn_graph": 2.0, "reference": 7.0}
     assert found.notes == ["ours: x is not on a GPU"]
     assert found.errors.keys() == {"cudnn"}
-    assert found.auto == BACKENDS.choose("auto", torch.zeros(1, 1, 1), Stack(SMALL, CPU).layers[0])
+    stack = Stack(SMALL, CPU)
+    assert found.auto == BACKENDS.choose("auto", stack.x_TBI, stack.layers[0])
 
 
 def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def test_split_and_files_contradict(tmp_path: Path) -> None:
         run(tmp_path, wide(30), split=[12, 4], valid=str(tmp_path / "v.csv"))
 
 
-def test_text_file_is_no_table(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("x")
-    with pytest.raises(DataError, match=r"forecasting needs a table; use a \.csv or \.parquet file"):
+def test_a_text_without_columns_is_no_table(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("a line\nand another one\n")
+    with pytest.raises(DataError, match=r"t.txt has no column of numbers"):
         prepare(spec(tmp_path, "t.txt"))

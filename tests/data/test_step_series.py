@@ -216,7 +216,7 @@ def test_weights_of_steps() -> None:
     with pytest.raises(DataError, match=r"train: column flow \(data.targets\) is empty or of weight 0 in all rows of train"):
         read(frame.assign(trust=0.0), weight="trust")
     rows = [{"steps": [1.0, 2.0], "labels": [1.0, 2.0]}, {"steps": [1.0, 2.0], "labels": [3.0, 2.0], "weight": [0.5, 2.0]}]
-    weighed = from_python({"train": rows}, spec(share=0.0)).train.step_weights
+    weighed = from_python({"train": rows}, spec(share=0.0, weight="weight")).train.step_weights
     assert weighed is not None
     assert weighed.tolist() == [1.0, 1.0, 0.5, 2.0]
 
@@ -226,7 +226,7 @@ def test_weights_of_steps() -> None:
     [
         ([{"steps": [1.0, 2.0], "labels": [1.0]}], "item 0: 1 labels for 2 steps; use one per step"),
         ([{"steps": [1.0], "labels": [float("inf")]}], "step 0, column 0 of labels is inf.*correct it"),
-        ([{"steps": [1.0]}], "the field labels is missing"),
+        ([{"steps": [1.0]}], "train is empty"),
         (
             [{"steps": [[1.0]], "labels": [1.0]}, {"steps": [[1.0, 2.0]], "labels": [1.0]}],
             "a step has 2 numbers in steps, but others have 1",

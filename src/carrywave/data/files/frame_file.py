@@ -23,7 +23,7 @@ import pyarrow.parquet as pa_parquet
 from carrywave.data.files.frames import with_index
 from carrywave.data.files.numbers import DATE, MISSING, NUMBER, as_numbers
 from carrywave.data.files.source import Source
-from carrywave.errors import DataError, one_line
+from carrywave.errors import DataError, UserError, one_line
 from carrywave.spec.data_spec import DataSpec
 
 SEPARATORS = ("\t", ";", ",", "|")
@@ -51,6 +51,8 @@ def read_frame(source: Source, data: DataSpec, *, as_text: bool = False) -> tupl
             frame = pd.DataFrame.from_records(_records(source))
         else:
             frame, notes = _text_table(source, data, as_text=as_text)
+    except UserError:
+        raise
     except (ValueError, TypeError, LookupError, OSError, pa.ArrowException) as error:  # pandas' own are ValueErrors
         remedy = "correct it, or tell pandas how in data.read, as in data.read={skiprows: 3}"
         raise DataError(f"{source.name} cannot be read as a table ({one_line(error, 200)}); {remedy}") from error
