@@ -620,7 +620,7 @@ def test_a_prompt_without_a_word() -> None:
 
 
 def test_a_benchmark_that_is_not_there() -> None:
-    names = "calls, crf, data, faults, gpu-pipeline, heap, kernels, long, memory, pipeline, plan, quality, replicas, snapshot, step, stepper, sync"
+    names = "calls, crf, data, faults, gpu-pipeline, heap, kernels, long, memory, pipeline, plan, quality, replicas, snapshot"
     assert refused("bench", "nosuch").startswith(f"unknown benchmark nosuch; use one of {names}")
 
 

@@ -23,8 +23,8 @@ class Graph:
     """A list of operations."""
 
     def __init__(self) -> None:
-        # Operation, arguments, where results are put, whether oneDNN could be used, which rounds otherwise, and whether gradients were on, for
-        # which it keeps more.
+        # Operation, arguments, where results are put, whether oneDNN could be used, which rounds otherwise, and whether gradients were on,
+        # for which it keeps more.
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]], bool, bool]] = []
         self.replayed = 0
 

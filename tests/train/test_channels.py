@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from safetensors.torch import load_file
 
 import carrywave as cw
-from carrywave.data.codec import Codec
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.train.backtest import Request, backtest_run
 
@@ -140,7 +138,3 @@ def test_unnamed_series_share_the_scale_of_a_single_one(tmp_path: Path) -> None:
     found = cw.evaluate(tmp_path / "one", [values, values[:90]], device="cpu")
     assert not told
     assert found["mase"] == pytest.approx(cw.evaluate(tmp_path / "one", values, device="cpu")["mase"], rel=0.5)  # type: ignore[arg-type]
-
-
-def test_a_codec_without_channels_is_written_as_before() -> None:
-    assert not {"channels", "transform"} & set(json.loads(Codec("forecasting", "columns", targets=(0,)).to_json()))

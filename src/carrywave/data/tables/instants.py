@@ -203,6 +203,8 @@ def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
 
 
 def _parsed(texts: pd.Series, *, day_first: bool, utc: bool) -> pd.Series | None:
+    """The times of texts, in one form or, if that leaves some out, in several."""
+    best: pd.Series | None = None
     for layout in (None, "mixed"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a form that pandas does not know, and of days beyond 12 read as months
@@ -210,9 +212,13 @@ def _parsed(texts: pd.Series, *, day_first: bool, utc: bool) -> pd.Series | None
                 times = pd.to_datetime(texts, dayfirst=day_first, errors="coerce", format=layout, utc=utc)
             except (ValueError, OverflowError):
                 continue
-        if times.dtype.kind == "M" and times.notna().mean() >= min(LEAST_BEFORE, 1 - 1.5 / max(len(texts), 2)):
-            return times.dt.tz_localize(None) if utc or times.dt.tz is not None else times
-    return None
+        if times.dtype.kind == "M" and (best is None or times.count() > best.count()):
+            best = times
+        if best is not None and best.notna().mean() >= LEAST_READ:
+            break
+    if best is None or best.notna().mean() < min(LEAST_BEFORE, 1 - 1.5 / max(len(texts), 2)):
+        return None
+    return best.dt.tz_localize(None) if utc or best.dt.tz is not None else best
 
 
 def _spread(values: pd.Series, codes: Any, index: pd.Index) -> pd.Series:
