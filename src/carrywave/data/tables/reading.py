@@ -35,7 +35,7 @@ LEAST_COUNTED = 20  # headers that are numbers of steps
 
 
 @dataclass(frozen=True)
-class Reading:
+class TableReading:
     """The rows of a table that are read, and the role of each column."""
 
     frame: pd.DataFrame
@@ -94,7 +94,7 @@ class _Columns:
         return joined
 
 
-def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
+def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     """Find the roles of the columns of a frame; `name` is that of the file in messages."""
     notes: list[str] = []
     frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
@@ -119,7 +119,9 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> Reading:
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
     numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
-    reading = Reading(frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes))
+    reading = TableReading(
+        frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes)
+    )
     if way is not None and way.instants.day_first is not None and not choice.trained:
         first = "day" if way.instants.day_first else "month"
         shown = frame[way.name].dropna().iloc[0]

@@ -19,7 +19,7 @@ from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
 from carrywave.data.tables.filling import Values, complete, constant, fill
 from carrywave.data.tables.frequency import infer, told
 from carrywave.data.tables.moments import unusable
-from carrywave.data.tables.reading import Reading, codes_of, read
+from carrywave.data.tables.reading import TableReading, codes_of, read
 from carrywave.data.tables.times import Times
 from carrywave.errors import DataError
 
@@ -151,7 +151,7 @@ class _Rows:
         return _Rows(self.name, self.columns, self.cells[kept], self.codes[kept], self.source[kept], times, self.ahead[kept])
 
 
-def _columns(reading: Reading, name: str, choice: ColumnChoice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _columns(reading: TableReading, name: str, choice: ColumnChoice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The columns that are read as numbers, and those read as categories, known ones first."""
     for key in ("columns", "targets", "known", "categorical", "static", "weight"):
         wanted = getattr(choice, key) or ()
@@ -202,7 +202,7 @@ def _categories(column: pd.Series, name: str, label: str) -> tuple[Values, tuple
     return np.where(codes < 0, np.nan, codes), tuple(map(str, values))
 
 
-def _in_time(reading: Reading, codes: Ints, choice: ColumnChoice, name: str, remarks: list[str]) -> tuple[Ints, Times | None]:
+def _in_time(reading: TableReading, codes: Ints, choice: ColumnChoice, name: str, remarks: list[str]) -> tuple[Ints, Times | None]:
     """The order of rows by series and time, and the times in that order, with their frequency."""
     if reading.instants is None:
         return np.argsort(codes, kind="stable"), None
@@ -323,7 +323,7 @@ def _weights(rows: _Rows, column: pd.Series, label: str) -> NDArray[np.float32]:
     return np.where(rows.ahead, 0.0, weights).astype(np.float32)
 
 
-def _calendar(rows: _Rows, choice: ColumnChoice, reading: Reading) -> Values:
+def _calendar(rows: _Rows, choice: ColumnChoice, reading: TableReading) -> Values:
     if not choice.calendar:
         return np.empty((len(rows.codes), 0))
     if clashing := [column for column in calendar_columns(choice.calendar) if column in reading.frame.columns]:
@@ -334,7 +334,7 @@ def _calendar(rows: _Rows, choice: ColumnChoice, reading: Reading) -> Values:
 
 
 def _note(
-    reading: Reading, name: str, columns: Sequence[str], categorical: Sequence[str], choice: ColumnChoice, times: Times | None
+    reading: TableReading, name: str, columns: Sequence[str], categorical: Sequence[str], choice: ColumnChoice, times: Times | None
 ) -> str:
     """A line on what is and is not read."""
     every = "" if _frequency(times) is None else f" (every {_frequency(times)})"
@@ -355,7 +355,7 @@ def _note(
     return f"{name}: reading {listed(list(map(quoted, columns)))}{by}{of}{besides}"
 
 
-def _about(reading: Reading, columns: Sequence[str], cells: Values, times: Times | None, number: int) -> dict[str, Any]:
+def _about(reading: TableReading, columns: Sequence[str], cells: Values, times: Times | None, number: int) -> dict[str, Any]:
     """How a table was read, for programs: rows, times, series, values and how many of these are missing."""
     shown: list[str | None] = [None, None]
     if times is not None and not times.counted and len(times.keys):
