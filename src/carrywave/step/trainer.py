@@ -212,7 +212,7 @@ class Trainer:
         self._splits.look(batches if self.within is self.mesh else local_batches, keys, training=True)
         self._padding.look(local_batches, keys)
         lanes = local_batches[0].lanes.shape[0]
-        if given and self.state is not None:
+        if given and self.state is not None and not local_batches[0].idle:  # a worker without lanes has a state of none
             arguments.check_state(self.state, self.stage, lanes)
         if self.keep_state and (self.state is None or lanes_of(self.state, lanes) != lanes):
             self.state = self.stage.start(lanes, self.device).detach()
