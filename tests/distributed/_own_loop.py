@@ -189,8 +189,11 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
         if case == "notes of one" and rank == 0:
             net.head.best = losses
         if rank == 1 and number == 2:
-            with suppress(ValueError):
+            try:
                 alter(case, trainer, net, batches)
+            except ValueError as error:
+                if isinstance(error, UserError):
+                    raise
         elif case.endswith("evaluation") and number == 2:
             with suppress(ContactLost):  # if rank 1 has hung up before all was sent; the step then says so
                 trainer.evaluate([batch(0), batch(8)])
