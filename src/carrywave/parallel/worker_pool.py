@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from carrywave import heap
-from carrywave.errors import RunError, unwinding
+from carrywave.errors import RunError
 from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ def start(
     module: str, job: Mapping[str, Any], workers: int, *, threads: int = 1, environment: Mapping[str, str] | None = None, name: str = ""
 ) -> list[list[Row]]:
     """Run `work` of a module in `workers` processes of `threads` threads each; returns the rows of each, by rank. `name` is for errors."""
-    with unwinding(), tempfile.TemporaryDirectory(prefix="carrywave-crew-") as path:
+    with tempfile.TemporaryDirectory(prefix="carrywave-crew-") as path:
         folder = Path(path)
         (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
         command = [sys.executable, "-m", "carrywave.parallel.worker_pool", module, path]
