@@ -50,6 +50,7 @@ class Batch:
     resets: Tensor | None = None  # [T, B] bool, True where a lane starts a new sequence at a step; None: no lane does inside the window
     weights: Tensor | None = None  # of the targets: [T, B, …], the first of their dimensions, or [B]; None: all are 1
     sequences: int | None = None  # with resets: the most sequences of a lane, or a bound of it; None: unknown
+    linear: Tensor | None = None  # [B, answers + 1] what a linear part says of each lane, and how much the network weighs beside it
 
     @staticmethod
     def of(
@@ -185,7 +186,7 @@ class Batch:
             return self.take(0, 1, pooled=pooled)._idle(self.part_of or (self.real, total))
         if (low, high) == (0, total):
             return self
-        by_lane = {"lengths", "fresh", "lanes", "sequence", "offset"}
+        by_lane = {"lengths", "fresh", "lanes", "sequence", "offset", "linear"}
         by_lane |= {"targets"} if pooled and self.resets is None else set()
         by_lane |= {"weights"} if self.weights is not None and self.weights.dim() == 1 else set()
         part = self.each_tensor(lambda name, tensor: tensor[low:high] if name in by_lane else tensor[:, low:high])
@@ -194,12 +195,12 @@ class Batch:
         return replace(part, real=real, part_of=self.part_of or (self.real, total))
 
     def without(self, *, inputs: bool, targets: bool) -> Batch:
-        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither. Weights and past values go with the
-        targets.
+        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither. Weights, past values and the answers
+        of a linear part go with the targets.
         """
         empty = self.inputs.new_empty((*self.inputs.shape[:2], 0)) if inputs else self.inputs
         left = replace(self, inputs=empty)
-        return replace(left, targets=None, weights=None, history=None) if targets else left
+        return replace(left, targets=None, weights=None, history=None, linear=None) if targets else left
 
     def _idle(self, part_of: tuple[int, int]) -> Batch:
         """The same lanes without a step."""

@@ -58,7 +58,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     steps_TB = steps_TB if augmentation is None else augmentation.steps(steps_TB, length, sequence, cursor.epoch)
     rows_TB = view.starts[sequence_read] + offset + steps_TB
     padded_TB = time_T1 >= length
-    inputs, targets, weights, history = np.empty((*rows_TB.shape, 0), dtype=np.float32), None, None, None
+    inputs, targets, weights, history, linear = np.empty((*rows_TB.shape, 0), dtype=np.float32), None, None, None, None
     if share.inputs:
         inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
         if augmentation is not None:
@@ -78,6 +78,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         elif view.weights is not None:
             weights = _marked(view.weights[sequence_read], sequence < 0, real=0.0)
         history = None if view.history is None else past_values(view, view.history, rows_TB, sequence_read)
+        linear = None if view.linear is None else view.linear[sequence_read]
     resets = None if view.resets_at is None else view.resets_at(rows_TB) & ~padded_TB
     return Batch(
         inputs=torch.from_numpy(inputs),
@@ -96,6 +97,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         history=_tensor(history),
         resets=_tensor(resets),
         weights=_tensor(weights),
+        linear=_tensor(linear),
     )
 
 

@@ -89,3 +89,4 @@ class View:
     warm: Ints | None = None  # leading steps of each sequence whose targets are ignored
     history: History | None = None  # the past values that a head reads beside each step
     resets_at: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None  # rows [T, B] -> True where the state starts anew
+    linear: NDArray[np.float32] | None = None  # [n, answers + 1] what a linear part says of each sequence, and how much the network weighs

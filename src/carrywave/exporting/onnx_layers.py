@@ -7,8 +7,9 @@ Shapes: T time, B lane, I input, H hidden, G = gates · H, P output width (the p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from carrywave.errors import UserError
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
-from carrywave.model.over_time.front import Front
+from carrywave.model.over_time.front import FARTHEST, LEAST_SQUARE, Front, SequenceNorm
 from carrywave.model.portable_names import beyond_cell
 from carrywave.model.recurrent import Recurrent
 
@@ -76,7 +77,9 @@ def lanes_of(nodes: Nodes, count: str, lengths_B: str, x_TB: str) -> Lanes:
 
 def front(nodes: Nodes, module: Front, x_TBF: str, lanes: Lanes) -> tuple[str, Lanes]:
     """The convolutions before the layers, and the lanes after them, which are shorter."""
-    zero = nodes.constant(0.0, _numpy(next(module.parameters()).dtype))
+    dtype = _numpy(next(module.parameters()).dtype)
+    zero = nodes.constant(0.0, dtype)
+    x_TBF = in_two_scales(nodes, x_TBF, lanes, dtype) if module.scales else x_TBF
     for index, (layer, convolution, norm) in enumerate(zip(module.layers, module.convolutions, module.norms, strict=True)):
         assert lanes.lengths is not None
         assert lanes.real_TB1 is not None
@@ -86,10 +89,43 @@ def front(nodes: Nodes, module: Front, x_TBF: str, lanes: Lanes) -> tuple[str, L
         y_BCT = nodes.add("Conv", x_BFT, *weights, kernel_shape=[layer.kernel], strides=[layer.stride], pads=[pad, pad])
         scales = [nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias")]
         y_TBC = nodes.add("Transpose", y_BCT, perm=[2, 0, 1])
-        x_TBF = nodes.add("Relu", nodes.add("LayerNormalization", y_TBC, *scales, axis=-1, epsilon=norm.eps))
         lengths_B = nodes.add("Add", lanes.lengths, nodes.constant(layer.stride - 1))
-        lanes = lanes_of(nodes, lanes.number, nodes.add("Div", lengths_B, nodes.constant(layer.stride)), x_TBF)
+        lanes = lanes_of(nodes, lanes.number, nodes.add("Div", lengths_B, nodes.constant(layer.stride)), y_TBC)
+        if isinstance(norm, SequenceNorm):
+            means_TB1 = nodes.add("ReduceMean", y_TBC, axes=[2])
+            mean_B1, deviation_B1 = moments(nodes, means_TB1, y_TBC, lanes, dtype)
+            scaled = nodes.add("Div", nodes.add("Sub", y_TBC, mean_B1), deviation_B1)
+            normed = nodes.add("Add", nodes.add("Mul", scaled, scales[0]), scales[1])
+        else:
+            normed = nodes.add("LayerNormalization", y_TBC, *scales, axis=-1, epsilon=norm.eps)
+        x_TBF = nodes.add("Relu", normed)
     return x_TBF, lanes
+
+
+def moments(nodes: Nodes, means_TBC: str, y_TBC: str, lanes: Lanes, dtype: Any) -> tuple[str, str]:
+    """Mean and deviation [B, C] over real steps, as `front.moments` has them."""
+    assert lanes.lengths is not None
+    assert lanes.real_TB1 is not None
+    zero, first = nodes.constant(0.0, dtype), nodes.constant([0])
+    kind = nodes.kind(torch.float64 if dtype == np.float64 else torch.float32)
+    steps_B = nodes.add("Cast", nodes.add("Max", lanes.lengths, nodes.constant(1)), to=kind)
+    steps_B1 = nodes.add("Unsqueeze", steps_B, nodes.constant([1]))
+    mean_BC = nodes.add("Div", nodes.add("ReduceSum", nodes.add("Where", lanes.real_TB1, means_TBC, zero), first, keepdims=0), steps_B1)
+    gaps_TBC = nodes.add("Sub", y_TBC, mean_BC)
+    squares_TBC = nodes.add("Mul", gaps_TBC, gaps_TBC)
+    squares_TBC = squares_TBC if means_TBC == y_TBC else nodes.add("ReduceMean", squares_TBC, axes=[2])
+    square_BC = nodes.add("Div", nodes.add("ReduceSum", nodes.add("Where", lanes.real_TB1, squares_TBC, zero), first, keepdims=0), steps_B1)
+    return mean_BC, nodes.add("Sqrt", nodes.add("Add", square_BC, nodes.constant(LEAST_SQUARE, dtype)))
+
+
+def in_two_scales(nodes: Nodes, x_TBF: str, lanes: Lanes, dtype: Any) -> str:
+    """[T, B, 4 F]: as `front.in_two_scales` has it."""
+    mean_BF, deviation_BF = moments(nodes, x_TBF, x_TBF, lanes, dtype)
+    facts = nodes.add("Concat", mean_BF, nodes.add("Sub", deviation_BF, nodes.constant(1.0, dtype)), axis=1)
+    facts = nodes.add("Clip", facts, nodes.constant(-FARTHEST, dtype), nodes.constant(FARTHEST, dtype))
+    shape = nodes.add("Concat", nodes.size(x_TBF, 0), nodes.constant([1, 1]), axis=0)
+    own_TBF = nodes.add("Div", nodes.add("Sub", x_TBF, mean_BF), deviation_BF)
+    return nodes.add("Concat", x_TBF, own_TBF, nodes.add("Expand", nodes.add("Unsqueeze", facts, nodes.constant([0])), shape), axis=2)
 
 
 def initial(nodes: Nodes, layers: Recurrent, index: int, lanes: Lanes) -> Ends:

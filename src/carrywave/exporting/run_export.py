@@ -93,9 +93,12 @@ def export_run(
     if int8 and isinstance(saved.model.head, CRF):
         raise UserError(f"{option('int8')} is judged by the loss of scores, but a CRF gives labels; remove it")
     folder = _free(Path("exports", f"{_name(saved)}-{to}") if named is None else named)
+    note = note or (lambda line: None)
+    if saved.task.linear is not None:
+        weighs = f"{1 - saved.task.linear.share:.0%} of each answer of the run"
+        note(f"exported is the network alone, without the linear part, which is {weighs}; train with model.linear=0 to lose nothing")
     if to == "safetensors":
         return _safetensors(saved, folder)
-    note = note or (lambda line: None)
     one = step or to == "c"
     if one:
         check_steps(saved.model)

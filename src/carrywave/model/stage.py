@@ -228,7 +228,11 @@ class Stage(nn.Module):
         return {"weights": for_each_target(weights, target, pooled=by_lane)}
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
-        """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], or nothing."""
+        """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], what a linear part
+        says of each lane, which is not for training, or nothing.
+        """
+        if chunk.linear is not None and not self.head.training:
+            return (self._cast_floats(chunk.linear),)
         lengths = (self._lengths(y, chunk),) if self.whole_head else ()
         if not self.past_steps:
             return lengths

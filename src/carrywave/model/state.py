@@ -57,3 +57,4 @@ class Chunk:
     resets: Tensor | None = None  # [T, B] bool, steps with which a lane starts a new sequence; None: none of this chunk's
     weights: Tensor | None = None  # of the targets of this chunk: [B], or [T, B, …]; None: all are 1
     sequences: int | None = None  # the most sequences of a lane in the window, known on the host; None: unknown
+    linear: Tensor | None = None  # [B, answers + 1] what a linear part says of each lane, and how much the network weighs beside it

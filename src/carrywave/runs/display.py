@@ -249,7 +249,7 @@ def row_line(row: Mapping[str, object]) -> str:
     if len(by_column) > MOST_SHOWN:
         rest = {name: value for name, value in rest.items() if name not in by_column}
     # The naive forecast stands for the others, which a line at the end of a run compares with.
-    rest = {name: value for name, value in rest.items() if not name.startswith(PREFIXES) or name.startswith("naive_")}
+    rest = {name: value for name, value in rest.items() if not name.startswith(PREFIXES) or name.startswith(("naive_", "linear_"))}
     return f"{' '.join(head)}: {'  '.join(f'{name} {figure(value)}' for name, value in rest.items())}"
 
 

@@ -35,6 +35,9 @@ class NullRun(Run):
     def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
         """Do nothing."""
 
+    def write_linear(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing."""
+
     def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
         """Do nothing."""
 

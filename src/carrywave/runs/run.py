@@ -31,6 +31,7 @@ from carrywave.runs.history import HISTORY, TIMELINE, drop_torn
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run_place import (
     EVENTS,
+    LINEAR,
     MADE,
     TIMING,
     WEIGHTS,
@@ -238,6 +239,12 @@ class Run:
             return lambda: write_weights(self.weights, copies, metadata)
 
         self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
+
+    def write_linear(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the file of the linear part."""
+        self.make()
+        with self._writing(str(self.path / LINEAR)):
+            write_weights(self.path / LINEAR, tensors, {"format": "pt"})
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""

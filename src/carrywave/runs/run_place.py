@@ -20,6 +20,7 @@ from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 
 SNAPSHOTS, TIMING, EVENTS, WEIGHTS = "snapshots", "timing.jsonl", "tb", "weights.safetensors"
+LINEAR = "linear.safetensors"  # the part of a model that is fitted before the network is trained
 MADE = (
     METRICS,
     TIMING,
@@ -31,11 +32,19 @@ MADE = (
     "plan.json",
     "codec.json",
     "facts.json",
+    LINEAR,
     SNAPSHOTS,
     launch_record.NOTE,
 )  # everything a run writes, except its weights, logs and owner file; without spec.yaml, what follows it is no run
-BEGINNING = ("spec.yaml", "plan.json", "codec.json", "facts.json", SNAPSHOTS)  # what a run without a snapshot is started over from
-INITIAL = ("plan.json", "codec.json", "facts.json", HISTORY, *launch_record.KEPT)  # with snapshots/.none-yet, all that precedes spec.yaml
+BEGINNING = ("spec.yaml", "plan.json", "codec.json", "facts.json", LINEAR, SNAPSHOTS)  # what a run without a snapshot is started over from
+INITIAL = (
+    "plan.json",
+    "codec.json",
+    "facts.json",
+    LINEAR,
+    HISTORY,
+    *launch_record.KEPT,
+)  # with snapshots/.none-yet, all that precedes spec.yaml
 
 
 def free_place(task: str) -> Path:

@@ -31,11 +31,13 @@ from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, join, leave, raise_on_all
 from carrywave.plan.plan import Plan, check_vocabulary, resolve
 from carrywave.runs.checkpoint import own_weights
+from carrywave.runs.checkpoint.atomic_files import read_tensors
 from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import Details, evaluate
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
+from carrywave.runs.run_place import LINEAR
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
 from carrywave.spec.plan_spec import PlanSpec
@@ -44,6 +46,7 @@ from carrywave.step.checks.arguments import check_loss
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.changes import Changes
+from carrywave.tasks.linear.part import LinearPart, kind_of
 from carrywave.tasks.metrics import BY, Confusion, Metric
 from carrywave.tasks.task import Part, Task
 
@@ -87,10 +90,11 @@ def open_run(
             f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
-    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model), _plan_spec_of(run, spec)
+    world = world or World.alone(pick_device(device))
+    linear = None if own_model else read_linear(run.path, spec, world.device)
+    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model, linear=linear), _plan_spec_of(run, spec)
     if whole or spec.task == whole_for:
         plan_spec = plan_spec.model_copy(update={"stages": 1, "cuts": None})
-    world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
         plan = _plan_for(plan_spec, spec.model.layers, world.size)
@@ -120,6 +124,17 @@ def open_run(
     holding = holding_of(mesh, model.units)
     hold(model, holding, dtype)
     return Saved(run, spec, task, model, mesh, Stage(model, holding.first, holding.last), given_codec)
+
+
+def read_linear(folder: Path, spec: Spec, device: torch.device) -> LinearPart | None:
+    """The linear part of a run; None if it has none."""
+    path = folder / LINEAR
+    if not spec.pooled or not spec.model.linear or not path.is_file():
+        return None
+    try:
+        return LinearPart.of(read_tensors(path), kind_of(spec), device)
+    except KeyError as error:
+        raise RunError(f"{path} is damaged: it has no {error.args[0]}; pass a complete run folder") from error
 
 
 def _plan_spec_of(run: Run, spec: Spec) -> PlanSpec:

@@ -7,12 +7,14 @@ cluster will use.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.signal_spec import FrontLayer
 from carrywave.spec.spec import PAST_STEPS, Spec
-from carrywave.spec.task_defaults import FRONT_DROPOUT
+from carrywave.spec.task_defaults import FRONT
 
 AUTO = "auto"
 BF16_CAPABILITY = (8, 0)  # the compute capability from which GPUs have matrix units for bf16; older ones emulate it, slowly
@@ -24,7 +26,10 @@ LARGEST = 1 << 16  # upper limit on tokens per batch, however long the sequences
 LEAST_BATCHES = 16  # per epoch, if the data has enough sequences or steps
 LEAST_WINDOWS = 200  # per epoch of a stream of tokens
 LEAST_SEQUENCES = 16  # of a batch, even if an epoch then has few of them
-LONG = 64  # steps of a sequence on average, from which a front of convolutions is put before the layers
+LONG = 32  # steps of a sequence on average, from which a front of convolutions is put before the layers
+LEFT = 48  # steps that such a front leaves, within a factor of 1.4
+FRONT_LAYERS = ((64, 9), (128, 7), (128, 5))  # channels and kernels
+FEATURES = 20_000  # of random convolutions
 WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "transcription": 3000, "regression": 2000, "forecasting": 3000}
 LEAST_EPOCHS, MOST_EPOCHS = 5, 150
 LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
@@ -36,7 +41,7 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
     spec = with_residual(spec)
     if not facts.steps:
         return spec  # only the facts that shape the model are known, not the amount of data
-    spec = _with_line(_with_front(spec, facts), facts)
+    spec = _with_line(_with_front(_with_linear_part(spec, facts), facts), facts)
     batch, sequences = spec.batch, max(facts.sequences, 1)
     if spec.streams:
         steps = batch.steps or STEPS
@@ -55,11 +60,32 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
     """With a front in place of `auto`: convolutions if sequences of numbers are long, as raw signals are."""
     if spec.model.front != AUTO:
         return spec
-    long = bool(facts.features) and facts.steps >= LONG * max(facts.sequences, 1)
-    # A dropout that is not the default was asked for: it is kept, and refused where there is no front (`idle_keys`).
-    no_front = {"front": "none", **({"front_dropout": 0.0} if spec.model.front_dropout == FRONT_DROPOUT else {})}
-    front = {"front": "deep"} if long else no_front
-    return spec.model_copy(update={"model": spec.model.model_copy(update=front)})
+    mean = facts.steps / max(facts.sequences, 1)
+    if facts.features and mean >= LONG:
+        return _with_model(spec, front=_adapted(mean))
+    # What is not the default was asked for: it is kept, and refused where there is no front (`idle_keys`).
+    idle = {name: type(spec.model).model_fields[name].default for name, value in FRONT.items() if getattr(spec.model, name) == value}
+    return _with_model(spec, front="none", **idle)
+
+
+def _adapted(mean: float) -> tuple[FrontLayer, ...]:
+    """The convolutions of a front, with strides that leave about `LEFT` steps of sequences of this length."""
+    halvings = min(max(round(math.log2(mean / LEFT)), 0), 2 * len(FRONT_LAYERS))
+    strides = [1 << (halvings + place) // len(FRONT_LAYERS) for place in reversed(range(len(FRONT_LAYERS)))]
+    return tuple(
+        FrontLayer(channels=channels, kernel=kernel, stride=stride)
+        for (channels, kernel), stride in zip(FRONT_LAYERS, strides, strict=True)
+    )
+
+
+def _with_linear_part(spec: Spec, facts: DataFacts) -> Spec:
+    """With random convolutions beside the layers that read separate sequences of numbers, unless there was to be no front, which reads the
+    same; the spec of a run says how many.
+    """
+    asked = spec.model.model_fields_set
+    if not spec.pooled or spec.each_step or not facts.features or "linear" in asked or not spec.model.bidirectional:
+        return spec
+    return spec if spec.model.front == "none" else _with_model(spec, linear=FEATURES)
 
 
 def _with_line(spec: Spec, facts: DataFacts) -> Spec:
@@ -69,7 +95,7 @@ def _with_line(spec: Spec, facts: DataFacts) -> Spec:
     room = max(1, (-(-facts.steps // max(facts.sequences, 1)) - spec.data.horizon) // 2)
     if spec.task != "forecasting" or spec.model.linear != PAST_STEPS or room >= PAST_STEPS:
         return spec
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"linear": room})})
+    return _with_model(spec, linear=room)
 
 
 def _with_epochs(spec: Spec, batches: int) -> Spec:
@@ -91,6 +117,10 @@ def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
     if (few or valid is None) and spec.train.early_stop is None:
         update["early_stop"] = 0  # what is too small to choose by is too small to stop by
     return spec.model_copy(update={"train": spec.train.model_copy(update=update)})
+
+
+def _with_model(spec: Spec, **values: Any) -> Spec:
+    return spec.model_copy(update={"model": spec.model.model_copy(update=values)})
 
 
 def _with(spec: Spec, batch: BatchSpec) -> Spec:

@@ -123,7 +123,7 @@ def _dropout_hidden(spec: Spec) -> str | None:
     return "is between layers, but model.layers=1; remove it, or use dropout_output" if spec.model.layers == 1 else None
 
 
-def _front_dropout(spec: Spec) -> str | None:
+def _front(spec: Spec) -> str | None:
     return "is for model.front, which is none; remove it, or set a front" if spec.model.front == "none" else None
 
 
@@ -177,13 +177,13 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("model.character_embedding", "model.character_width"), _characters),
     "model.dropout": _dropout,
     "model.dropout_hidden": _dropout_hidden,
-    "model.front_dropout": _front_dropout,
+    **dict.fromkeys(("model.front_dropout", "model.front_norm", "model.front_scales"), _front),
     "model.locked": _locked,
     "model.init_bias": _init_bias,
     "model.softmax": _tasks("language"),
     "model.pool": lambda spec: "is for one target per sequence, not for data.each_step; remove it" if spec.each_step else _pool(spec),
     "model.upsample": _tasks("transcription"),
-    "model.linear": _tasks("forecasting"),
+    "model.linear": lambda spec: None if spec.pooled else _tasks("forecasting")(spec),
     "batch.windows": _series,
     "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),

@@ -40,6 +40,12 @@ class ModelSpec(Section):
         "transcription and regression, and tagging if every stride is 1",
     )
     front_dropout: Share = Field(0.0, description="dropout after each convolution of the front")
+    front_norm: Literal["step", "sequence"] = Field(
+        "step", description="what follows each convolution of the front: a norm over the channels of each step, or over a whole sequence"
+    )
+    front_scales: bool = Field(
+        False, description="the front reads numbers in the units of their own sequence, too, with that sequence's mean and deviation"
+    )
     dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
     dropout_input: Share | None = Field(
         None, description="dropout on the encoder's output; by default model.dropout for tokens, 0 for numbers"
@@ -103,7 +109,8 @@ class ModelSpec(Section):
     linear: Annotated[int, Field(ge=0)] = Field(
         0,
         description="forecasting: a linear function of the last so many values is added to what the layers forecast; it starts as a ridge "
-        "regression on the training data; 0 for none",
+        "regression on the training data. classification, regression: a ridge on about so many features of random convolutions, whose "
+        "answers are averaged with those of the layers. 0 for none",
     )
     freeze_embedding: bool = Field(False, description="the token embedding stays as it begins: with model.pretrained, as it is in the file")
     pretrained: str | None = Field(

@@ -13,7 +13,7 @@ from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
 
 ADAM = ("adam", "adamw")
-FRONT_DROPOUT = 0.2
+FRONT: dict[str, Any] = {"front_dropout": 0.2, "front_norm": "sequence", "front_scales": True}
 # Language: the learning rate of Adam times the width of the widest layer, of at least 128 units.
 WIDTH_RATE = {"char": 1.28, "byte": 1.28, "word": 0.4, "bpe": 0.4}
 
@@ -58,7 +58,7 @@ def _pooled(spec: Spec) -> Sections:
     if isinstance(spec.model.hidden, tuple):
         del model["layers"]
     if not ("front" in spec.model.model_fields_set and spec.model.front in ("none", ())):
-        model["front_dropout"] = FRONT_DROPOUT
+        model |= FRONT
     smoothing = {"label_smoothing": 0.1} if spec.task == "classification" and not spec.data.multi_label else {}
     train: dict[str, Any] = {"lr": 3e-3, "warmup": 20, **smoothing}
     train |= _decay(spec, 0.02)

@@ -19,8 +19,9 @@ from carrywave.tasks.ridge import Line, fit_line
 from carrywave.tasks.views import FirstRow, Naive, counted
 
 # By the prefix of their metrics, with what they are called; naive is the one of `data.season`, which is the last value if that is 1.
-BASELINES = {"naive": "seasonal naive", "last": "last value", "ridge": "ridge"}
+BASELINES = {"naive": "seasonal naive", "last": "last value", "ridge": "ridge", "linear": "linear part"}
 PREFIXES = tuple(f"{name}_" for name in BASELINES)
+LINEAR_METRICS = ("accuracy", "micro_f1", "mae", "rmse")  # of the linear part of a model, beside those of the whole
 LAGS = "ridge_lags"  # beside the metrics: how many last values the line reads
 MOST_PRODUCTS = 1e11  # multiplications of a line's forecasts for a part; for more there are none
 BLOCK_VALUES = 1 << 22  # what is read of a part at once
@@ -150,12 +151,12 @@ class LineForecast:
 
 def beside(values: Mapping[str, object]) -> str | None:
     """Return one line with the error of a forecast and those of the baselines; None if there are none."""
-    metric = next((name for name in ("mae", "pinball") if isinstance(values.get(name), float)), "")
+    metric = next((name for name in ("accuracy", "micro_f1", "mae", "pinball") if isinstance(values.get(name), float)), "")
     shown = [(what, values.get(f"{name}_{metric}")) for name, what in BASELINES.items()]
     numbers = {what: value for what, value in shown if isinstance(value, float)}
     if not metric or not numbers:
         return None
-    if numbers.get(BASELINES["naive"]) == numbers.get(BASELINES["last"]):
+    if "naive_mae" in values and numbers.get(BASELINES["naive"]) == numbers.get(BASELINES["last"]):
         numbers.pop(BASELINES["naive"], None)  # a season is one row
     return f"{metric} {values[metric]:.4g}; " + ", ".join(f"{what} {value:.4g}" for what, value in numbers.items())
 
@@ -169,6 +170,7 @@ def verdicts(values: Mapping[str, object]) -> list[str]:
     for name, what, metrics, beyond in (
         ("naive", "the naive forecast", ("mae", "rmse", "mase", "pinball"), ""),
         ("ridge", "a straight line", ("mae", "pinball"), read),
+        ("linear", "its linear part alone", ("mae", "rmse"), ""),
     ):
         pairs = [(metric, values.get(metric), values.get(f"{name}_{metric}")) for metric in metrics]
         worse = [

@@ -40,14 +40,14 @@ def head_of(
             if spec.model.crf:
                 return CRF(width, facts.labels, spec.data.scheme)
             kind = Sigmoid if spec.data.multi_label else Softmax
-            return kind(width, len(facts.labels), weights=_class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)
+            return kind(width, len(facts.labels), weights=class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)
         case "classification":
             pooled = PooledSigmoid if spec.data.multi_label else PooledSoftmax
             return pooled(
                 width,
                 len(facts.labels),
                 spec.model.pool,
-                _class_weights(spec, facts, train),
+                class_weights(spec, facts, train),
                 bidirectional=spec.model.bidirectional,
                 label_smoothing=spec.train.label_smoothing,
             )
@@ -80,7 +80,8 @@ def head_of(
             )
 
 
-def _class_weights(spec: Spec, facts: DataFacts, train: Sequences | None) -> Tensor | None:
+def class_weights(spec: Spec, facts: DataFacts, train: Sequences | None) -> Tensor | None:
+    """What the loss of each class is multiplied by; None: 1."""
     setting, labels = spec.train.class_weights, facts.labels
     if setting is None:
         return None

@@ -29,17 +29,19 @@ from carrywave.model.over_time.front import Front
 from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained.embeddings import load_pretrained
 from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
+from carrywave.model.sample_weights import seen
 from carrywave.model.vocabulary.rows import Rows
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
-from carrywave.tasks.baselines import LAGS, Errors, baselines, line_of, without_season
+from carrywave.tasks.baselines import LAGS, LINEAR_METRICS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.distribution_metrics import DistributionErrors
 from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
+from carrywave.tasks.linear.part import LinearPart
 from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.step_metrics import StepErrors
 from carrywave.tasks.transcription import targets as transcripts
@@ -68,6 +70,7 @@ class Task:
     scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
     own_model: bool = False  # the network is the user's: the spec does not say how often it answers
     line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
+    linear: LinearPart | None = None  # classification and regression: the fitted part whose answers are mixed with the network's
 
     @staticmethod
     def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
@@ -103,6 +106,8 @@ class Task:
                 view = views.each_step(data, self.spec.train.loss)
             case "classification" | "regression":
                 view = views.pooled(data)
+                if self.linear is not None and name != "train":
+                    return self._beside_linear(Part(name, data, view), self.linear)
         if self.spec.task != "forecasting":
             return Part(name, data, view)
         view = self._with_history(view, data)
@@ -114,6 +119,22 @@ class Task:
         notes = self._short_of_season(name, data) + unseen + self._without_mase(name, data)
         notes += () if no_line is None else (f"{name}: {no_line}",)
         return Part(name, data, view, simple, self._baseline(simple), notes, change_SC)
+
+    def _beside_linear(self, part: Part, linear: LinearPart) -> Part:
+        """The part with the answers of the linear part for its sequences, and what these score by themselves."""
+        answers_NV = linear(part.data, held=part.name == "valid")
+        part = replace(part, view=replace(part.view, linear=linear.beside(answers_NV)))
+        meter = self.meter(torch.device("cpu"), part)
+        if meter is None or part.view.labels is None:
+            return part
+        targets = torch.from_numpy(np.array(part.view.labels))
+        weights = None if part.view.weights is None else torch.from_numpy(np.array(part.view.weights))
+        numbers_N = torch.arange(len(targets))
+        known = seen(targets, weights, pooled=True)
+        assert known is not None
+        meter.update(torch.from_numpy(answers_NV), known, numbers_N, torch.zeros_like(numbers_N))
+        scores = {f"linear_{name}": value for name, value in meter.values().items() if name in LINEAR_METRICS}
+        return replace(part, baseline=scores)
 
     @cached_property
     def document_ends(self) -> DocumentEnds | None:
@@ -213,7 +234,8 @@ class Task:
         if not spec.front_layers:
             return encoder
         words = isinstance(encoder, Embedding | SpelledWords)
-        return Front(encoder if words else encoder.width, spec.front_layers, spec.front_dropout)
+        scales = spec.front_scales and not words
+        return Front(encoder if words else encoder.width, spec.front_layers, spec.front_dropout, norm=spec.front_norm, scales=scales)
 
     def _words(self, words: Embedding, train: Sequences | None) -> Embedding | SpelledWords:
         """The embedding of tokens, with what reads their characters beside it."""
@@ -235,7 +257,8 @@ class Task:
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
-            return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends))
+            beside = None if self.linear is None else self.linear.beside(self.linear(data))
+            return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends), linear=beside)
         layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
         return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes), data)
 

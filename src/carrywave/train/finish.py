@@ -27,6 +27,7 @@ from carrywave.tasks.baselines import PREFIXES, beside, verdicts
 from carrywave.train.evaluations import Stopped
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
+from carrywave.train.mixture import choose_share
 from carrywave.train.result import Result
 
 
@@ -91,6 +92,8 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     reached = {}
     if loop.state.best is not None:
         reached["valid"] = dict(loop.state.best)
+        if choose_share(loop) and loop.parts.valid is not None:
+            reached["valid"] = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
         reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)

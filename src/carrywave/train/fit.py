@@ -64,6 +64,7 @@ from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.plan_check import Comparison
 from carrywave.train.result import Result
 from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
+from carrywave.train.start.linear_start import linear_part
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.start.run_start import Start, begin, check_idle, noted, prepare_in_turn, spec_of_call
 
@@ -226,6 +227,8 @@ def _train(
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
     unfit = not_made_for_bf16(world)
+    goes_on = None if start.snapshot is None else folder.path
+    linear = None if user_model is not None or dry_run else linear_part(spec, prepared, world, goes_on, watch.say)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
         if start.snapshot is None:
@@ -235,7 +238,8 @@ def _train(
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, built)})
         precision, why_precision = settled(unfit, world.size, built) if spec.train.precision == AUTO else (spec.train.precision, None)
         spec = with_precision(spec, precision)
-        task = replace(Task.of(spec, prepared.codec, prepared.facts, prepared.train), own_model=user_model is not None)
+        task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
+        task = replace(task, own_model=user_model is not None, linear=linear)
         parts = DataParts(
             task.part("train", prepared.train),
             None if prepared.valid is None else task.part("valid", prepared.valid),
@@ -309,6 +313,8 @@ def _train(
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": user_model is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin | {"files": dict(files)})
+                if linear is not None:
+                    folder.write_linear(linear.tensors())
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
                 folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended

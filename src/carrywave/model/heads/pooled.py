@@ -68,9 +68,18 @@ class Pooled(nn.Module):
         """What was pooled of each lane."""
         return pooling.result(self.pooling, *acc).to(self.weight.dtype)
 
-    def forward(self, acc: Accumulator) -> Tensor:
-        """One result per lane."""
+    def forward(self, acc: Accumulator, beside_BV: Tensor | None = None) -> Tensor:
+        """One result per lane; `beside` [B, V + 1]: what a linear part says, and in the last column how much the network weighs."""
+        out_BV = self.found(acc)
+        return out_BV if beside_BV is None else self.mixed(out_BV, beside_BV[:, :-1], beside_BV[:, -1:])
+
+    def found(self, acc: Accumulator) -> Tensor:
+        """What the network says of each lane."""
         return linear(self.over_steps(acc), self.weight, self.bias)
+
+    def mixed(self, out_BV: Tensor, linear_BV: Tensor, share_B1: Tensor) -> Tensor:
+        """The network's result mixed with that of a linear part."""
+        return torch.lerp(linear_BV, out_BV, share_B1)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.weight.shape[0]}, pool={self.pooling!r}, bidirectional={self.bidirectional}"
@@ -99,13 +108,23 @@ class PooledSoftmax(Pooled):
         """Loss sum and count."""
         return score_classes(logits_BV, label_B, self.weights, self.label_smoothing if self.training else 0.0, weights)
 
-    def loss(self, acc: Accumulator, label_B: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def mixed(self, out_BV: Tensor, linear_BV: Tensor, share_B1: Tensor) -> Tensor:
+        """The logarithms of probabilities, of which the linear part gives its own, mixed."""
+        return torch.lerp(linear_BV, out_BV.log_softmax(1), share_B1)
+
+    def loss(
+        self, acc: Accumulator, label_B: Tensor, beside_BV: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
-        return self.score(self(acc), label_B, **keyword(weights))
+        return self.score(self(acc, beside_BV), label_B, **keyword(weights))
 
 
 class PooledSigmoid(PooledSoftmax):
     """Labels of which any number may hold for a sequence: as `Sigmoid` is to `Softmax`."""
+
+    def mixed(self, out_BV: Tensor, linear_BV: Tensor, share_B1: Tensor) -> Tensor:
+        """The log odds of labels, of which the linear part gives its own, mixed."""
+        return torch.lerp(linear_BV, out_BV, share_B1)
 
     def score(self, logits_BV: Tensor, target_BV: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and the number of sequences with a target."""
@@ -120,7 +139,7 @@ class PooledNumbers(Pooled):
         self.outputs = outputs
         self.kind = check_loss(loss)
 
-    def forward(self, acc: Accumulator) -> Tensor:
+    def found(self, acc: Accumulator) -> Tensor:
         """The numbers of each lane."""
         return numbers(self.over_steps(acc), self.weight, self.bias)
 
@@ -130,6 +149,8 @@ class PooledNumbers(Pooled):
         errors_BC, real_BC = score_numbers(out_BC, torch.where(whole_B1, target_BC, torch.nan), self.kind, weights)
         return errors_BC.sum() / self.outputs, count_of(real_BC[:, 0], weights, errors_BC.dtype)
 
-    def loss(self, acc: Accumulator, target_BC: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, acc: Accumulator, target_BC: Tensor, beside_BC: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the accumulator."""
-        return self.score(self(acc), target_BC, **keyword(weights))
+        return self.score(self(acc, beside_BC), target_BC, **keyword(weights))

@@ -69,14 +69,15 @@ def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
     if not layers:
         return plain
     front: list[Convolution] = []
-    width, many = plain.width_out, total_stride(layers)
+    width, many = plain.width_out * (4 if spec.model.front_scales and not facts.vocabulary else 1), total_stride(layers)
+    own_norm = 2 if spec.model.front_norm == "sequence" else 0  # torch's keeps only what it reads
     kept, parameters, work = plain.kept * many, plain.parameters, 0
     for layer in layers:
         many_before, many = many, many // layer.stride
         front.append(Convolution(width * layer.kernel, layer.channels, many, bool(spec.model.front_dropout)))
         parameters += (width * layer.kernel + 3) * layer.channels  # its bias, and the norm's scale and bias
         # What the convolution reads, without padding; what it gives, the norm and ReLU after it, and dropout.
-        of_layer = width * many_before + layer.channels * many * (3 if spec.model.front_dropout else 2)
+        of_layer = width * many_before + layer.channels * many * (own_norm + (3 if spec.model.front_dropout else 2))
         kept, work = kept + of_layer, max(work, of_layer)
         width = layer.channels
     return replace(

@@ -212,7 +212,7 @@ class Units:
         if spec.task == "transcription":  # what each lane reaches of its labels, forwards and backwards, step by step
             alignments = model.upsample * ALIGNED * (2 * facts.most_labels + 1)
         past = spec.past_steps if spec.task == "forecasting" else 0
-        line = facts.outputs * spec.data.horizon * (past + 1) if model.linear else 0
+        line = facts.outputs * spec.data.horizon * (past + 1) if past and model.linear else 0
         read = 2 * width if pooled and model.pool == "mean_max" else width
         query = width if pooled and model.pool == "attention" else 0
         units.append(

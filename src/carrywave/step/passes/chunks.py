@@ -44,8 +44,8 @@ class Chunks:
         return chunk * size, min((chunk + 1) * size, steps)
 
     def at(self, micro_batch: int, chunk: int, key: Tensor | None, *, in_window: bool) -> Chunk:
-        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key, window, past values, resets and
-        weights.
+        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key, window, past values, resets,
+        weights and the answers of a linear part.
         """
         batch = self.batches[micro_batch]
         first, end = self.step_range(micro_batch, chunk)
@@ -66,6 +66,7 @@ class Chunks:
             None if batch.resets is None else batch.resets[first:end],
             batch.weights if batch.weights is None or batch.weights.dim() == 1 else batch.weights[first:end],
             batch.sequences,
+            batch.linear,
         )
 
     def lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:
