@@ -23,28 +23,40 @@ DOUBLE = torch.float64
 LAYERS = st.lists(st.tuples(st.integers(2, 5), st.sampled_from((1, 3, 5, 9)), st.integers(1, 4)), min_size=1, max_size=3)
 
 
-def _front(layers: list[tuple[int, int, int]], features: Any = 3, dropout: float = 0.0) -> cw.Front:
+def _front(layers: list[tuple[int, int, int]], features: Any = 3, dropout: float = 0.0, **more: Any) -> cw.Front:
     named = [dict(zip(("channels", "kernel", "stride"), layer, strict=True)) for layer in layers]
-    return cw.Front(features, named, dropout).double()
+    return cw.Front(features, named, dropout, **more).double()
 
 
 def _alone(front: cw.Front, x_TF: Tensor) -> Tensor:
     """A whole sequence, as one would write it in torch."""
+    if front.scales:
+        mean_F, deviation_F = x_TF.mean(0), (x_TF.var(0, correction=0) + 1e-6).sqrt()
+        facts = torch.cat([mean_F, deviation_F - 1]).clamp(-5, 5).expand(len(x_TF), -1)
+        x_TF = torch.cat([x_TF, (x_TF - mean_F) / deviation_F, facts], 1)
     y_CT = x_TF.T
     for convolution, norm in zip(front.convolutions, front.norms, strict=True):
         assert isinstance(convolution, nn.Conv1d)
         y_CT = functional.conv1d(
             y_CT[None], convolution.weight, convolution.bias, convolution.stride, [size // 2 for size in convolution.kernel_size]
         )[0]
-        y_CT = norm(y_CT.T).relu().T
+        if isinstance(norm, nn.LayerNorm):
+            y_CT = norm(y_CT.T).relu().T
+        else:
+            normed_CT = (y_CT - y_CT.mean()) / (y_CT.var(correction=0) + 1e-6).sqrt()
+            y_CT = (normed_CT * norm.weight[:, None] + norm.bias[:, None]).relu()  # type: ignore[operator, index]
     return y_CT.T
 
 
-@given(LAYERS, st.lists(st.integers(0, 17), min_size=1, max_size=4), st.integers(0, 5))
+@given(
+    LAYERS, st.lists(st.integers(0, 17), min_size=1, max_size=4), st.integers(0, 5), st.sampled_from(("step", "sequence")), st.booleans()
+)
 @settings(max_examples=40)
-def test_a_padded_lane_gives_what_its_sequence_gives_alone(layers: list[tuple[int, int, int]], lengths: list[int], more: int) -> None:
+def test_a_padded_lane_gives_what_its_sequence_gives_alone(
+    layers: list[tuple[int, int, int]], lengths: list[int], more: int, norm: str, scales: bool
+) -> None:
     torch.manual_seed(1)
-    front, steps = _front(layers), max(1, max(lengths) + more)
+    front, steps = _front(layers, norm=norm, scales=scales), max(1, max(lengths) + more)
     x = torch.randn(steps, len(lengths), 3, dtype=DOUBLE)
     dirty = torch.where((torch.arange(steps)[:, None] < torch.tensor(lengths))[..., None], x, torch.nan)
     y, after = front(dirty, torch.tensor(lengths)), shorter(torch.tensor(lengths), front.stride)

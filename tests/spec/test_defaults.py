@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from carrywave.spec.data_spec import BatchSpec
-from carrywave.spec.defaults import fitted, with_kept_weights
+from carrywave.spec.defaults import FEATURES, fitted, with_kept_weights
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 
 
@@ -55,12 +56,34 @@ def test_epochs_and_patience_follow_from_the_size_of_the_data(task: str, steps: 
 
 
 def test_signals_get_a_front_and_short_sequences_none() -> None:
-    asked = Spec.model_validate({"task": "classification", "model": {"front": "auto", "front_dropout": 0.2}})
+    asked = parse({"task": "classification"})
     signals = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=5_000, longest=500)
     words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=5_000, longest=500)
     short = DataFacts(features=1, labels=("a", "b"), sequences=100, steps=2_000, longest=20)
     fronts = [fitted(asked, facts).model for facts in (signals, words, short)]
-    assert [(model.front, model.front_dropout) for model in fronts] == [("deep", 0.2), ("none", 0.0), ("none", 0.0)]
+    assert [layer.stride for layer in fronts[0].front_layers] == [2, 2, 2]
+    assert (fronts[0].front_dropout, fronts[0].front_norm, fronts[0].front_scales) == (0.2, "sequence", True)
+    assert [(model.front, model.front_dropout, model.front_norm, model.front_scales) for model in fronts[1:]] == [
+        ("none", 0.0, "step", False)
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("length", "strides"), [(32, [1, 1, 1]), (80, [2, 1, 1]), (300, [2, 2, 2]), (3_000, [4, 4, 4]), (90_000, [4, 4, 4])]
+)
+def test_strides_leave_about_as_many_steps_of_short_and_of_long_signals(length: int, strides: list[int]) -> None:
+    facts = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=10 * length, longest=length)
+    assert [layer.stride for layer in fitted(parse({"task": "classification"}), facts).model.front_layers] == strides
+
+
+def test_numbers_get_a_linear_part_unless_they_are_to_be_read_step_by_step() -> None:
+    facts = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=200, longest=20)
+    words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=200, longest=20)
+    found = [
+        fitted(parse({"task": "classification", "model": model}), data).model.linear
+        for model, data in (({}, facts), ({"linear": 0}, facts), ({"front": "none"}, facts), ({"bidirectional": False}, facts), ({}, words))
+    ]
+    assert found == [FEATURES, 0, 0, 0, 0]
 
 
 def test_a_linear_part_follows_the_length_of_series_unless_it_is_given() -> None:

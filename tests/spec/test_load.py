@@ -17,10 +17,10 @@ from carrywave.spec.load import dump, load, load_own, of_earlier_version, parse,
 from carrywave.spec.model_spec import WIDEST, ModelSpec
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
-from carrywave.spec.task_defaults import with_task_defaults
+from carrywave.spec.task_defaults import FRONT, with_task_defaults
 from carrywave.spec.train_spec import TrainSpec
 
-OF_SIGNALS: dict[str, Any] = {"pool": "mean_max", "bidirectional": True, "front": "auto", "front_dropout": 0.2}
+OF_SIGNALS: dict[str, Any] = {"pool": "mean_max", "bidirectional": True, "front": "auto", **FRONT}
 OF_CLASSES: dict[str, Any] = {"clip": 1.0, "schedule": "cosine", "warmup": 20, "label_smoothing": 0.1}  # by default
 HIDDEN = "use a whole number >= 1, or a list, each item a whole number >= 1"
 
