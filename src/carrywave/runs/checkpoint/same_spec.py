@@ -11,6 +11,7 @@ from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import of_earlier_version, with_new_names
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
+from carrywave.spec.task_defaults import FRONT
 
 # Settings in the train section that may change when a run is resumed.
 MAY_CHANGE = (
@@ -26,7 +27,7 @@ MAY_CHANGE = (
     "shard_optimizer",
 )
 FILES = ("data.train", "data.valid", "data.test")
-FRONT_DROPOUT = "model.front_dropout"  # goes with the front
+OF_FRONT = tuple(f"model.{name}" for name in FRONT)  # go with the front
 # Chosen to fit the data and the devices if they have these values; a run keeps what was chosen for it.
 OPEN: Mapping[str, object] = {
     **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
@@ -42,11 +43,19 @@ def spec_of(snapshot: Stored) -> Spec:
         return of_earlier_version(Spec.model_validate(with_new_names(snapshot.meta["spec"])))
 
 
+def left_open(spec: Spec) -> set[str]:
+    """The settings that a spec leaves to be chosen: those of a run that goes on stay."""
+    found = {key for key, value in OPEN.items() if getattr(getattr(spec, key.partition(".")[0]), key.partition(".")[2]) == value}
+    found |= set(OF_FRONT) if spec.model.front == AUTO else set()
+    return found | ({"model.linear"} if spec.pooled and "linear" not in spec.model.model_fields_set else set())
+
+
 def check_same(new_spec: Spec, spec: Spec, *, files_move: bool = False) -> None:
     """Refuse to resume with a spec that would change the results; how the work is split, and when it ends, may change.
 
     `files_move`: data files may have other names, because their content is compared with that of the snapshot later.
     """
+    kept = left_open(new_spec)
     before, now = spec.model_dump(mode="json"), new_spec.model_dump(mode="json")
     for section in ("task", "data", "model", "batch", "train"):
         if section == "task" or not isinstance(now[section], dict):
@@ -54,8 +63,8 @@ def check_same(new_spec: Spec, spec: Spec, *, files_move: bool = False) -> None:
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
-            if (name in OPEN and new == OPEN[name]) or (name == FRONT_DROPOUT and new_spec.model.front == AUTO):
-                continue  # left out, it keeps its value
+            if name in kept:
+                continue
             if files_move and name in FILES and old is not None and new is not None:
                 continue
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
@@ -70,13 +79,10 @@ def with_choices_of(new_spec: Spec, snapshot: Stored) -> Spec:
     """
     spec = spec_of(snapshot)
     sections: dict[str, Section] = {}
-    for key, open_value in OPEN.items():
+    for key in left_open(new_spec):
         section, _, name = key.partition(".")
         settings = sections.get(section, getattr(new_spec, section))
-        if getattr(settings, name) == open_value:
-            sections[section] = settings.model_copy(update={name: getattr(getattr(spec, section), name)})
-    if new_spec.model.front == AUTO:
-        sections["model"] = sections["model"].model_copy(update={"front_dropout": spec.model.front_dropout})
+        sections[section] = settings.model_copy(update={name: getattr(getattr(spec, section), name)})
     return new_spec.model_copy(update=sections)
 
 

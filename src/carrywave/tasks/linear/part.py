@@ -93,7 +93,7 @@ class LinearPart:
             ridge.bias_V,
             kind,
             warmth or 1.0,
-            torch.from_numpy(np.array(both.starts[rows[outside]])),
+            torch.tensor(both.starts[rows[outside]].tolist(), dtype=torch.int64),
             torch.zeros(0, answers),
             share,
             share,
