@@ -232,7 +232,7 @@ def test_parts_of_a_table_and_other_tables_have_weights() -> None:
         (frame_of(w=[1.0] * 11 + [None]), {}, r"train: row 12, column w \(data.weight\) is empty"),
         (frame_of(w=0.0), {}, "train: every weight in it is 0, so nothing could be learned or measured"),
         (frame_of(), {"weight": "ds"}, "train: column ds holds the times; remove it from what the other keys name"),
-        (np.zeros((9, 1)), {}, "train is a list of numbers without times and names, but data.weight is w"),
+        (np.zeros((9, 1)), {}, "train has no column 'w' \\(data.weight\\); use one of steps"),
     ],
 )
 def test_what_is_no_weight_of_a_table_is_refused(data: Any, more: dict[str, Any], message: str) -> None:

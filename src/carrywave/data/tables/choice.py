@@ -34,6 +34,7 @@ class ColumnChoice:
     targets: tuple[str, ...] = ()  # to forecast; empty: all that are measured
     weight: str | None = None  # the weight of each row's values as targets
     each_step: bool = False  # targets are estimated at every step from the other columns
+    in_order: bool = False  # rows have no times, and are in their order
 
     @staticmethod
     def of(data: DataSpec, codec: Codec | None, *, labelled: bool = True) -> ColumnChoice:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from carrywave.data.sequences import Ints
-from carrywave.data.tables.choice import ColumnChoice, missing_column, quoted
+from carrywave.data.tables.choice import ColumnChoice, quoted, require
 from carrywave.data.tables.frequency import infer
 from carrywave.data.tables.instants import FIRST_YEAR, LAST_YEAR, NAMES, Instants, calendar_parts, most_regular, readings
 from carrywave.errors import DataError
@@ -98,16 +98,16 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     """Find the roles of the columns of a frame; `name` is that of the file in messages."""
     notes: list[str] = []
     frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
-    if choice.time is None or choice.time not in frame.columns:
+    timeless = choice.in_order or (choice.trained and choice.time is None)
+    if not timeless and (choice.time is None or choice.time not in frame.columns):
         frame = _turned(frame, name, notes, choice)
     if choice.series is None and SERIES_NAME in frame.columns:
         choice = replace(choice, series=(SERIES_NAME,))
     columns = _Columns()
-    frame = _with_time(frame, name, notes, choice, columns)
-    for wanted, key in ((choice.time, "data.time"), *((column, "data.series") for column in choice.series or ())):
-        if wanted is not None and wanted not in frame.columns:
-            raise DataError(missing_column(name, wanted, list(frame.columns), None if choice.trained else key))
-    way = _best(frame, name, choice, columns)
+    frame = frame if timeless else _with_time(frame, name, notes, choice, columns)
+    for wanted, key in (((choice.time,) if choice.time else (), "data.time"), (choice.series or (), "data.series")):
+        require(list(frame.columns), wanted, name, None if choice.trained else key)
+    way = None if timeless else _best(frame, name, choice, columns)
     if way is not None:
         frame, way = _without_repeats(frame, way, name, choice, notes)
         lost = way.instants.times.isna()
@@ -166,8 +166,6 @@ def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnC
 
 def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Columns) -> _Way | None:
     """The reading of times and series that is right; None if there are no times."""
-    if choice.trained and choice.time is None:
-        return None
     if choice.time is not None:
         found = [(choice.time, way) for way in readings(frame[choice.time], told=True)]
     else:

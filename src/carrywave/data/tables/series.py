@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,14 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import check_largest_weight, refuse_resets, steps_of, take, weight_of
-from carrywave.data.files.rows import WEIGHT, Rows
-from carrywave.data.overlap import notes_on_cut, notes_on_series
+from carrywave.data.files.fields import check_largest_weight
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
-from carrywave.data.tables.choice import COVARIATES, ColumnChoice, listed, require
+from carrywave.data.tables.choice import listed
 from carrywave.data.tables.moments import Scale, own_scale, scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
-from carrywave.data.tables.table import Table
+from carrywave.data.tables.table import Open, Table
 from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -203,7 +201,7 @@ def names_of(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
     return tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
 
 
-def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
+def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
     """Build all parts of the data: those cut from train's table, and one for each separate file."""
     table = tables["train"](codec)
     cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
@@ -214,7 +212,6 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, fits in kept.items():
         if part != "train":
             notes += check(fits | ~in_train if fits.any() else fits, cut[part], table, spec, part)
-    notes += notes_on_cut(table, cut, kept)
     reading = TargetReading.from_spec(table, spec) if codec is None else TargetReading.of(codec)
     read_as, read_spans = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
     read_kept = {part: np.repeat(each, reading.many) for part, each in kept.items()}
@@ -235,7 +232,7 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             other = open_table(codec)
             sequences = read(other, codec, spec, new, part=part, labelled=True)
             parts[part] = replace(sequences, notes=())
-            notes += [*notes_on_series(table, cut["train"], other, part), *sequences.notes]
+            notes += sequences.notes
     for part, sequences in parts.items():
         check_weights(sequences, part)
     return Entry(parts, codec, tuple(notes), table.about)
@@ -285,37 +282,3 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
         fact = f"{columns} must be known for {horizon} steps after the last values{of}, but {int(ahead[place])} are given"
         remedy = f"add rows with their times and {columns}, and the other columns empty (or, to a forecaster, pass them as future)"
         raise DataError(f"{table.name}: {fact}; {remedy}")
-
-
-def from_rows(rows: Rows, weight: str | None = None) -> Table:
-    """Make a table from rows with `steps`, one series each; `weight` is the field with the weight of each, or of each of its steps."""
-    matrices: list[NDArray[np.float64]] = []
-    weights: list[NDArray[np.float32]] = []
-    for number, row in rows:
-        where = rows.where(number)
-        refuse_resets(row, where)
-        matrices.append(steps_of(row, where, matrices[0].shape[1] if matrices else None))
-        if weight is not None:
-            row_weights = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)
-            weights.append(np.broadcast_to(np.asarray(row_weights, np.float32), len(matrices[-1])))
-    if not matrices:
-        raise DataError(f"{rows.name} is empty; use data with at least one series")
-    table = from_matrices(matrices, rows.name)
-    return replace(table, weights=np.concatenate(weights)) if weights else table
-
-
-def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
-    """Make a table from matrices [rows, columns], one series each."""
-    lengths = np.array([len(matrix) for matrix in matrices], np.int64)
-    names = tuple(f"{name} item {place}" for place in range(len(matrices))) if len(matrices) > 1 else (name,)
-    columns = tuple(str(place) for place in range(matrices[0].shape[1]))
-    return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names)
-
-
-def choose_columns(table: Table, choice: ColumnChoice) -> Table:
-    """Return a table of unnamed columns restricted to some of them; it has no covariates."""
-    choice.check_unnamed(table.name, "time", "series", "frequency", *COVARIATES, *(("weight",) if table.weights is None else ()))
-    if choice.columns is None:
-        return table
-    require(table.columns, choice.columns, table.name, None if choice.trained else "data.columns")
-    return replace(table, columns=choice.columns, values=table.values[:, [table.columns.index(column) for column in choice.columns]])

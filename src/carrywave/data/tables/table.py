@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
@@ -48,6 +49,7 @@ class Table:
     weights: NDArray[np.float32] | None = None  # [rows] of what a row holds as targets; None: all are 1
     value: str = ""  # the column that holds what is forecast, if each series is a column of the file (`channels`)
     about: dict[str, Any] = field(default_factory=dict)  # how it was read, for programs
+    separate: bool = False  # each series is an example by itself, so that whole ones are held out, not their ends
 
     @property
     def totals(self) -> Ints:
@@ -78,6 +80,12 @@ class Table:
             return None
         lacking = np.isnan(self.unfilled[rows][:, list(columns)])
         return lacking if lacking.any() else None
+
+
+class Open(Protocol):
+    """Opens series as the spec says or, given a codec, as the training data was read; with or without their targets."""
+
+    def __call__(self, codec: Codec | None, labelled: bool = True) -> Table: ...
 
 
 def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tuple[str, ...] = ()) -> Table:
