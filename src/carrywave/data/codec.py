@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -75,7 +75,7 @@ class Codec:
 
     def to_json(self) -> str:
         """Serialise to JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Codec:

@@ -20,7 +20,7 @@ from carrywave.data.files.arrays import Appender, NewArray, token_dtype
 from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows
 from carrywave.data.formats.recognised import NamedRows
 from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
-from carrywave.data.tables.moments import Moments, own_scale, standardise
+from carrywave.data.tables.moments import Moments, scale_of, standardise
 from carrywave.data.text import spelling, vocabulary
 from carrywave.data.text.tally import Tally
 from carrywave.data.text.tokenizers import Words, split_words
@@ -257,7 +257,7 @@ class _Writer:
             # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
             whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
             matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
-            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)))
+            return standardise(matrix, *(scale_of(matrix) if codec.own_scale else (codec.mean, codec.std)))
         text = ended(fields.text_of(row, where), codec.task, codec.kind) if codec.field == "text" else ""
         if isinstance(codec.tokens, Words):
             words = split_words(text) if codec.field == "text" else words_of(row, where)

@@ -99,7 +99,7 @@ def _learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
             of = "data.targets" if column in targets else "input"
             empty = "empty or of weight 0" if column in targets and choice.weight is not None else "empty"
             raise DataError(f"{table.name}: column {column} ({of}) is {empty} in all rows of train; fill it in, or leave it out")
-        (mean,), (std,) = scale_of([values[~np.isnan(values)][:, None]]) if spec.data.standardize else ((0.0,), (1.0,))
+        (mean,), (std,) = scale_of(values[~np.isnan(values)][:, None]) if spec.data.standardize else ((0.0,), (1.0,))
         scale[column] = mean, std
     further = (*mask_columns(masked_columns), *calendar)  # which need no scale
     units = np.array([scale[target][1] for target in targets])

@@ -17,7 +17,7 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.choice import listed
-from carrywave.data.tables.moments import Scale, own_scale, scale_of, standardise
+from carrywave.data.tables.moments import Values, scale_of, scales_of, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Open, Table
 from carrywave.data.tables.transform import LEAST
@@ -73,8 +73,8 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     counted = places if spec.data.counts else ()
     mean, std = (0.0,) * len(table.columns), (1.0,) * len(table.columns)
     if spec.data.standardize:
-        blocks, gaps = train.of(table.values), table.missing(range(len(table.columns) - len(calendar)))
-        mean, std = scale_of(blocks, counted, () if gaps is None else train.of(gaps))
+        rows, gaps = train.rows, table.missing(range(len(table.columns) - len(calendar)))
+        mean, std = scale_of(table.values[rows], counted, None if gaps is None else gaps[rows])
         if calendar:  # which needs no scale, and comes last
             mean, std = (*mean[: -len(calendar)], *(0.0,) * len(calendar)), (*std[: -len(calendar)], *(1.0,) * len(calendar))
     # Series are scaled by their mean absolute seasonal change, as errors of many series are compared.
@@ -96,24 +96,25 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     if not spec.data.standardize or not (by_series or len(table.names) > 1):
         return codec
     codec = replace(codec, scale_season=spec.data.season if by_change and not counted else 0)
-    own = [_own_scale(table, codec, slice(low, low + length)) for low, length in zip(train.starts, train.lengths, strict=True)]
+    means, stds = (tuple(map(tuple, each.tolist())) for each in _own_scales(table, codec, train))
     # A single series shares its scale with any other, so those of its channels are named after these alone.
     names = reading.channels if reading.channels and len(table.names) == reading.many else names
-    return replace(codec, names=names, means=tuple(mean for mean, _ in own), stds=tuple(std for _, std in own))
+    return replace(codec, names=names, means=means, stds=stds)
 
 
-def _own_scale(table: Table, codec: Codec, rows: slice) -> Scale:
-    """The scale of one series, one of which may count in thousands, another in units; but that of all series in columns that are constant
-    within a series, or have a scale by nature.
+def _own_scales(table: Table, codec: Codec, span: SeriesPart) -> tuple[Values, Values]:
+    """The scale of each series, one of which may count in thousands, another in units; but that of all series in columns that are constant
+    within a series, or have a scale by nature: [series, columns].
     """
-    measured = len(table.columns) - len(calendar_columns(codec.calendar))
-    mean, std = own_scale(table.values[rows], codec.scale_season, codec.counted, table.missing(range(measured), rows))
+    gaps = table.missing(range(len(table.columns) - len(calendar_columns(codec.calendar))))
+    season, counted = codec.scale_season, codec.counted
+    mean, std = scales_of(table.values, span.starts, span.lengths, season=season, counted=counted, missing=gaps)
     shared = [name in codec.fixed and name not in codec.known for name in codec.columns]
-    return tuple(np.where(shared, codec.mean, mean).tolist()), tuple(np.where(shared, codec.std, std).tolist())
+    return np.where(shared, codec.mean, mean), np.where(shared, codec.std, std)
 
 
-def scales(table: Table, codec: Codec) -> list[Scale]:
-    """Return the (mean, std) by which each series that a model reads of a table is standardised: in the order of `encoded`.
+def scales(table: Table, codec: Codec) -> tuple[Values, Values]:
+    """Return mean and std [series, columns] by which the series that a model reads of a table are standardised: in the order of `encoded`.
 
     All series share one scale unless the codec holds a scale per series, as it does if train has several. Then each series uses
     the scale of its rows in train or, if train does not contain it, of its rows here.
@@ -121,14 +122,16 @@ def scales(table: Table, codec: Codec) -> list[Scale]:
     return _scales(TargetReading.of(codec)(table), codec)
 
 
-def _scales(table: Table, codec: Codec) -> list[Scale]:
-    learned = codec.scale_of
-    if not learned:
-        return [(codec.mean, codec.std)] * len(table.names)
-    channels = codec.channels or (None,)
+def _scales(table: Table, codec: Codec) -> tuple[Values, Values]:
+    learned, channels = codec.scale_of, codec.channels or (None,)
+    mean, std = (np.tile(np.array(each, np.float64), (len(table.names), 1)) for each in (codec.mean, codec.std))
     known = [learned.get(name) or learned.get(channels[number % len(channels)] or name) for number, name in enumerate(table.names)]
-    bounds = zip(known, table.starts, table.lengths, strict=True)
-    return [scale or _own_scale(table, codec, slice(start, start + length)) for scale, start, length in bounds]
+    new = np.array([each is None for each in known], np.bool_)
+    if learned:
+        mean[~new], std[~new] = (np.array([each[way] for each in known if each is not None]).reshape(-1, mean.shape[1]) for way in (0, 1))
+        if new.any():
+            mean[new], std[new] = _own_scales(table, codec, whole(table).only(new))
+    return mean, std
 
 
 def _told(names: Sequence[str]) -> str:
@@ -147,10 +150,8 @@ def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     contain.
     """
     inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
-    codes = known_codes(table, codec)
-    for start, total, (mean, std) in zip(table.starts, table.totals, _scales(table, codec), strict=True):
-        rows = slice(start, start + total)
-        inputs.append(np.concatenate([standardise(table.values[rows], mean, std), codes[rows].astype(np.float32)], axis=1))
+    mean, std = (np.repeat(each, table.totals, axis=0) for each in _scales(table, codec))
+    inputs.append(np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
     return inputs.close()
 
 
@@ -181,7 +182,7 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
 def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
     """Return one part of the series that are kept, of a table as a model reads it, as sequences."""
     chosen = span.only(kept)
-    means, units = (np.array(each, np.float64)[kept].copy() for each in zip(*_scales(table, codec), strict=True))
+    means, units = (each[kept] for each in _scales(table, codec))
     absolute = codec.transform in LEAST or codec.distribution != "none"
     return Sequences(
         inputs,
@@ -249,8 +250,12 @@ def check_weights(data: Sequences, part: str) -> None:
 
 def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
     """Return which targets of which series never change in a part: [series, targets]."""
-    rows = span.of(table.values[:, list(codec.targets)])
-    return np.array([(part == part[:1]).all(axis=0) for part in rows], np.bool_)
+    flat = np.ones((len(span.lengths), len(codec.targets)), np.bool_)
+    some = span.only(span.lengths > 0)
+    if len(some.starts):
+        values, begins = table.values[some.rows][:, list(codec.targets)], np.cumsum(some.lengths) - some.lengths
+        flat[span.lengths > 0] = np.maximum.reduceat(values, begins, axis=0) == np.minimum.reduceat(values, begins, axis=0)
+    return flat
 
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
