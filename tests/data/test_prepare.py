@@ -14,7 +14,8 @@ import pytest
 
 from carrywave.data import prepare as prepare_module
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import prepare, read, table_of_file
+from carrywave.data.prepare import prepare
+from carrywave.data.python_inputs import read_python, series_of
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -153,7 +154,7 @@ def test_one_more_file_by_the_same_codec(tmp_path: Path) -> None:
     asked = spec(tmp_path, "classification", train="a.jsonl", test="a.jsonl")
     found = prepare(asked)
     entries = len(list((tmp_path / "cache").iterdir()))
-    more = read(str(tmp_path / "a.jsonl"), found.codec, asked)
+    more = read_python(str(tmp_path / "a.jsonl"), found.codec, asked)
     assert found.test is not None
     assert more.labels is not None
     assert found.test.labels is not None
@@ -166,7 +167,7 @@ def test_a_table_is_opened_again_in_the_format_that_is_set(tmp_path: Path) -> No
     (tmp_path / "a.dat").write_text("ds,y\n" + "".join(f"2024-01-{day:02d},{day}.0\n" for day in range(1, 31)))
     asked = spec(tmp_path, "forecasting", train="a.dat", format="csv", horizon=1)
     codec = prepare(asked).codec
-    assert table_of_file(str(tmp_path / "a.dat"), codec, asked).ahead(0, 1) == ["2024-01-31"]
+    assert series_of(str(tmp_path / "a.dat"), codec, asked, labelled=True).ahead(0, 1) == ["2024-01-31"]
 
 
 def test_gaps_of_one_more_table_are_told(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_gaps_of_one_more_table_are_told(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("ds,y\n" + "".join(days[:9] + days[10:]))
     asked = spec(tmp_path, "forecasting", train="a.csv", horizon=1)
     codec = prepare(asked).codec
-    [said] = read(str(tmp_path / "b.csv"), codec, asked).notes
+    [said] = read_python(str(tmp_path / "b.csv"), codec, asked).notes
     assert said.endswith("1 missing row (every D) counts as empty, the first at 2024-01-10")
 
 
@@ -184,19 +185,19 @@ def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:
     asked = spec(tmp_path, "classification", train="a.jsonl")
     codec = prepare(asked).codec
     (tmp_path / "p.txt").write_text("bad\n\ngo\n")
-    data = read(str(tmp_path / "p.txt"), codec, asked, labelled=False)
+    data = read_python(str(tmp_path / "p.txt"), codec, asked, labelled=False)
     assert [codec.decode(data.inputs[s : s + n]) for s, n in zip(data.starts, data.lengths, strict=True)] == ["bad", "go"]
     with pytest.raises(DataError, match=r"p\.txt is text, and no labels are found in it or in a file beside it"):
-        read(str(tmp_path / "p.txt"), codec, asked)
+        read_python(str(tmp_path / "p.txt"), codec, asked)
 
 
 def test_a_prompt_of_one_token_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     codec = prepare(spec(tmp_path, train="a.txt")).codec
     (tmp_path / "p.txt").write_text("t")
-    assert read(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"), labelled=False).lengths.tolist() == [1]
+    assert read_python(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"), labelled=False).lengths.tolist() == [1]
     with pytest.raises(DataError, match="has 1 token, but a language model needs 2"):
-        read(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"))
+        read_python(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"))
 
 
 def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:

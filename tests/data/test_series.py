@@ -116,18 +116,6 @@ def test_scale_is_of_train_alone(tmp_path: Path) -> None:
     assert run(tmp_path, wide(30), split=[3, 10]).codec.mean == (1.0, -1.0)
 
 
-def test_a_series_that_changes_only_after_train_is_said_to_have_no_scale(tmp_path: Path) -> None:
-    def long(sold: int) -> str:
-        rows = [(name, day, sold if name == "new" and day > 7 else 5, day) for name in ("new", "old") for day in range(10)]
-        return "unique_id,ds,y,z\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
-
-    said = "valid: series new is constant in train but not here, which leaves no scale for the change: it counts in the units of the file"
-    assert any(note.startswith(said) for note in run(tmp_path, long(900), split=[8, 2]).notes)
-    assert not any("constant" in note for note in run(tmp_path, long(5), split=[8, 2]).notes)
-    assert not any("constant" in note for note in run(tmp_path, long(900), split=[8, 2], standardize=False).notes)
-    assert not any("constant" in note for note in run(tmp_path, long(900), split=[8, 2], targets=["z"]).notes)
-
-
 def test_without_valid_the_last_share_is_held_out(tmp_path: Path) -> None:
     found = run(tmp_path, wide(30), share=0.2)
     assert found.valid is not None

@@ -14,7 +14,7 @@ import pandas as pd
 from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes, hub_datasets
-from carrywave.data.files.arrays import MemoryAppender, NewArray
+from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.label_sets import NONE
@@ -23,8 +23,7 @@ from carrywave.data.formats.opening import labels_beside, open_rows
 from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
 from carrywave.data.formats.series_formats import tsf
 from carrywave.data.sequences import Ints, Sequences
-from carrywave.data.steps import step_series
-from carrywave.data.tables import series
+from carrywave.data.tables import series, step_series
 from carrywave.data.tables.series_rows import choice_of, table_of_rows
 from carrywave.data.tables.table import Open, Table, arrange
 from carrywave.data.text import token_stream
@@ -202,13 +201,6 @@ def _firsts(train: Sequences, part: Sequences) -> Ints | None:
     return np.array([starts.get(name, start) for name, start in zip(part.names, part.starts.tolist(), strict=True)], np.int64)
 
 
-def table_of_file(path: str, codec: Codec | None, spec: Spec, *, labelled: bool = True) -> Table:
-    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was. If not
-    `labelled`, without the weights of targets.
-    """
-    return opener(FileInput.of(str(path), spec, "data"))(codec, labelled)
-
-
 def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
@@ -298,8 +290,3 @@ def encode(
     rows = rows or given.rows(codec, labelled=labelled)
     join = spec.task == "language" and spec.streams and rows.join
     return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
-
-
-def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
-    """Read one more file with the codec of a run; if not `labelled`, labels may be missing and are not read."""
-    return encode(FileInput.of(str(path), spec, part), codec, spec, MemoryAppender, labelled=labelled, part=part)

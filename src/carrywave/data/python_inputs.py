@@ -86,7 +86,7 @@ def rows_for(data: Any, spec: Spec, codec: Codec | None = None, *, part: str = "
     return _input(data, spec, part).rows(codec, labelled=False)
 
 
-def series_of(data: Any, codec: Codec, spec: Spec, *, labelled: bool = False) -> Table:
+def series_of(data: Any, codec: Codec | None, spec: Spec, *, labelled: bool = False) -> Table:
     """Return the series in a file or an object, in their original units; if `labelled`, with the weights of targets."""
     return series_opener(data, spec)(codec, labelled)
 

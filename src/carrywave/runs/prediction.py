@@ -24,7 +24,7 @@ from carrywave.data.files.rows import Row, Rows
 from carrywave.data.formats.opening import open_rows
 from carrywave.data.prepare import told_by
 from carrywave.data.python_inputs import read_python, rows_for, series_of, series_opener
-from carrywave.data.steps import step_series
+from carrywave.data.tables import step_series
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.text.tally import Tally
 from carrywave.errors import PlanError, RunError, UserError, option

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.tables.channels import backward
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
-from carrywave.data.tables.transform import backward
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks.quantile_functions import Quantiles
 from carrywave.tasks.views import Naive

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import json
 import re
 import warnings
 from collections import Counter
@@ -22,6 +21,7 @@ import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files.frames import with_index
 from carrywave.data.files.numbers import DATE, MISSING, NUMBER, as_numbers
+from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import Source
 from carrywave.errors import DataError, UserError, one_line
 from carrywave.spec.data_spec import DataSpec
@@ -48,7 +48,7 @@ def read_frame(source: Source, data: DataSpec, *, as_text: bool = False) -> tupl
         if source.format == "parquet":
             frame = _columnar(source)
         elif source.format == "jsonl":
-            frame = pd.DataFrame.from_records(_records(source))
+            frame = pd.DataFrame.from_records([row for _, row in json_rows(source)])
         else:
             frame, notes = _text_table(source, data, as_text=as_text)
     except UserError:
@@ -70,14 +70,6 @@ def _columnar(source: Source) -> pd.DataFrame:
         with pa.memory_map(str(source.path)) as file:
             table = source.guard(lambda: pa.ipc.open_file(file).read_all())
     return with_index(table.to_pandas())
-
-
-def _records(source: Source) -> Any:
-    """The objects of a JSON array, or of JSON lines."""
-    text = "".join(source.texts())
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:

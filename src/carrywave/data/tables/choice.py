@@ -57,14 +57,6 @@ class ColumnChoice:
         weight = () if self.weight is None else (self.weight,)
         return frozenset((*(self.columns or ()), *self.targets, *self.known, *self.categorical, *self.static, *weight))
 
-    def check_unnamed(self, name: str, *keys: str) -> None:
-        """Refuse keys about columns where a list of numbers has none."""
-        for key in keys:
-            value = None if self.trained and key in ("time", "series", "frequency") else getattr(self, key)
-            if value and value != "none":
-                fact = f"{name} is a list of numbers without times and names, but data.{key} is {value}"
-                raise DataError(f"{fact}; use a CSV or Parquet file, or a frame, or remove it")
-
 
 def require(names: Sequence[str], wanted: Sequence[str], file: str, field: str | None) -> None:
     """Reject a missing column; `field` is the key that names it, None if the training data had it."""

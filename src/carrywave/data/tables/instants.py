@@ -30,18 +30,8 @@ NAMES = re.compile(  # of columns that may hold times as plain numbers
 )
 COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx", re.IGNORECASE)
 MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
-MONTHS_OF_YEARS = (
-    "%b-%y",
-    "%b %y",
-    "%b-%Y",
-    "%b %Y",
-    "%B %Y",
-    "%B-%Y",
-    "%y-%b",
-    "%Y-%b",
-    "%Y %b",
-    "%Y %B",
-)  # Jan-02 is no second of January
+# Jan-02 is no second of January.
+MONTHS_OF_YEARS = ["%b-%y", "%b %y", "%b-%Y", "%b %Y", "%B %Y", "%B-%Y", "%y-%b", "%Y-%b", "%Y %b", "%Y %B"]
 ISO = r"\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?)?"  # which Arrow reads, many times faster than pandas
 OFFSET = r"(?:[+-]\d\d:?(?:\d\d)?|Z)$"
 

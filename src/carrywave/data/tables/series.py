@@ -15,12 +15,11 @@ from carrywave.data.files.cache import Entry
 from carrywave.data.files.fields import check_largest_weight
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
-from carrywave.data.tables.channels import TargetReading
+from carrywave.data.tables.channels import LEAST, TargetReading
 from carrywave.data.tables.choice import listed
 from carrywave.data.tables.moments import Values, scale_of, scales_of, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
 from carrywave.data.tables.table import Open, Table
-from carrywave.data.tables.transform import LEAST
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -134,15 +133,12 @@ def _scales(table: Table, codec: Codec) -> tuple[Values, Values]:
     return mean, std
 
 
-def _told(names: Sequence[str]) -> str:
-    return f"series {names[0]} is" if len(names) == 1 else f"{len(names):,} series ({', '.join(names[:3])}{', …' * (len(names) > 3)}) are"
-
-
 def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
     """Return a line about series that train does not contain, if every series has its own scale; names are those in the file."""
     new = [] if codec.own_scale else [name for name in names if not codec.knows_scale(name)]  # own_scale asks for this
     fact = "not in the training data; the scale is computed from the rows given here, so pass enough of them"
-    return (f"{where}: {_told(new)} {fact}",) if new else ()
+    many = f"{len(new):,} series ({', '.join(new[:3])}{', …' * (len(new) > 3)}) are" if len(new) > 1 else f"series {''.join(new)} is"
+    return (f"{where}: {many} {fact}",) if new else ()
 
 
 def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
@@ -216,18 +212,10 @@ def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec
     reading = TargetReading.from_spec(table, spec) if codec is None else TargetReading.of(codec)
     read_as, read_spans = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
     read_kept = {part: np.repeat(each, reading.many) for part, each in kept.items()}
-    learned = codec is None
     codec = codec or learn(read_as, read_spans["train"].only(read_kept["train"]), spec, reading, names_of(read_as, read_kept["train"]))
     inputs = _encode(read_as, codec, new)
     parts = {part: _sequences(inputs, span, read_kept[part], read_as, codec) for part, span in read_spans.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
-    if learned and spec.data.standardize:
-        flat = _constant(read_as, read_spans["train"], codec)
-        for part, each in read_kept.items():
-            changed = np.any(flat & each[:, None] & ~_constant(read_as, read_spans[part], codec), axis=1)
-            if part != "train" and changed.any():
-                fact = f"{_told(names_of(read_as, changed))} constant in train but not here, which leaves no scale for the change"
-                notes.append(f"{part}: {fact}: it counts in the units of the file in loss, mae and rmse, and may outweigh all others")
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
@@ -246,16 +234,6 @@ def check_weights(data: Sequences, part: str) -> None:
     if weights is not None:
         largest = max((float(weights[low:high].max(initial=0.0)) for low, high in bounds), default=1.0)
         check_largest_weight(largest, f"{part}: every weight in it", "remove data.weight")
-
-
-def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
-    """Return which targets of which series never change in a part: [series, targets]."""
-    flat = np.ones((len(span.lengths), len(codec.targets)), np.bool_)
-    some = span.only(span.lengths > 0)
-    if len(some.starts):
-        values, begins = table.values[some.rows][:, list(codec.targets)], np.cumsum(some.lengths) - some.lengths
-        flat[span.lengths > 0] = np.maximum.reduceat(values, begins, axis=0) == np.minimum.reduceat(values, begins, axis=0)
-    return flat
 
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:

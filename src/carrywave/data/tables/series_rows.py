@@ -11,7 +11,7 @@ import pandas as pd
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields
 from carrywave.data.files.rows import WEIGHT, Row, Rows
-from carrywave.data.tables.choice import COVARIATES, ColumnChoice
+from carrywave.data.tables.choice import ColumnChoice
 from carrywave.data.tables.reading import SERIES_NAME
 from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
@@ -38,9 +38,6 @@ def table_of_rows(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool
     """A series for each row with `steps` and, where every step has targets, a number or several for each step in `labels`."""
     data = spec.data
     choice = ColumnChoice.of(data, codec, labelled=labelled)
-    if codec is None:
-        own = ("columns", "targets") if spec.each_step else ("series",)
-        choice.check_unnamed(rows.name, "time", "frequency", *own, *COVARIATES)
     frame, targets = _long_table(rows, spec, codec, labelled=labelled)
     weight = WEIGHT if WEIGHT in frame.columns else None
     choice = replace(choice, series=(SERIES_NAME,), frequency="none", weight=weight, in_order=True)
@@ -53,7 +50,7 @@ def table_of_rows(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool
 
 def _long_table(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Rows with steps as one table with a row for each step, and the names of its targets."""
-    each_step, named = labelled and spec.each_step, spec.data.series if spec.each_step else None
+    each_step, named = labelled and spec.each_step, spec.data.series
     columns = None if codec is None else len(codec.measured)
     outputs = None if codec is None else len(codec.step_targets)
     name_field = (named or (SERIES_NAME,))[0]

@@ -17,8 +17,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.holdout import held_out
-from carrywave.data.sequences import Sequences
-from carrywave.data.steps.gaps import mask_columns, masked
+from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
@@ -29,6 +28,8 @@ from carrywave.spec.spec import Spec
 
 # Added to a series' deviation in the NSE loss, as in Kratzert et al. (2019): a nearly dry one does not outweigh all others.
 LEAST_SPREAD = 0.1
+
+SEEN, AGE = "_seen", "_age"
 
 Cut = dict[str, SeriesPart]
 
@@ -184,3 +185,23 @@ def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:
 
 def _after(spec: Spec) -> str:
     return f" after the first {spec.data.warmup} (data.warmup)" if spec.data.warmup else ""
+
+
+def mask_columns(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of the further columns: whether each value is there, then how long ago the last one was."""
+    return (*(name + SEEN for name in names), *(name + AGE for name in names))
+
+
+def masked(values_NC: NDArray[np.float32], starts: Ints, totals: Ints) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What a GRU-D reads of each value, for any cell: standardised values with their gaps closed, 0 before the first; and further columns
+    [N, 2 C]: 1 or 0, and the logarithm of 1 + the steps since the last value. Series begin at `starts` and have `totals` rows.
+    """
+    present_NC = ~np.isnan(values_NC)
+    row_N1 = np.arange(len(values_NC))[:, None]
+    start_N1 = np.repeat(starts, totals)[:, None]
+    last_NC = np.maximum.accumulate(np.where(present_NC, row_N1, -1), axis=0)
+    preceded_NC = last_NC >= start_N1  # otherwise it is of an earlier series, or of none
+    repeated_NC = np.take_along_axis(values_NC, np.maximum(last_NC, 0), axis=0)
+    age_NC = np.where(preceded_NC, row_N1 - last_NC, row_N1 - start_N1 + 1)
+    further = np.concatenate([present_NC, np.log1p(age_NC)], axis=1).astype(np.float32)
+    return np.where(preceded_NC, repeated_NC, np.float32(0.0)), further
