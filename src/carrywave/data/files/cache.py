@@ -112,7 +112,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
             return array
 
     def layout(array: NDArray[Any]) -> list[Any]:
-        """The file of an array, its dtype and its columns; what parts share is stored once."""
+        """The file of an array, its dtype, columns and rows; what parts share is stored once."""
         columns = None if array.ndim == 1 else array.shape[1]
         if id(array) not in files:
             writer = FileAppender(draft / f"b{len(files)}", array.dtype, columns)
@@ -120,7 +120,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
             writer.append(array)
             writer.close()
             files[id(array)] = (array, writer.path.name)
-        return [files[id(array)][1], array.dtype.str, columns]
+        return [files[id(array)][1], array.dtype.str, columns, len(array)]
 
     try:
         built = build(Kept).fingerprinted()
@@ -154,9 +154,9 @@ def _open(place: Path) -> Entry:
     content = json.loads((place / CONTENT).read_text())
     opened: dict[str, NDArray[Any]] = {}
 
-    def array(name: str, dtype: str, columns: int | None) -> NDArray[Any]:
-        if name not in opened:
-            opened[name] = open_array(place / name, dtype, columns)
+    def array(name: str, dtype: str, columns: int | None, rows: int) -> NDArray[Any]:
+        if name not in opened and len(opened.setdefault(name, open_array(place / name, dtype, columns))) != rows:
+            raise ValueError(f"{name} does not have {rows} rows")
         return opened[name]
 
     parts: dict[str, Sequences] = {}

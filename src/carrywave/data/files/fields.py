@@ -87,7 +87,7 @@ def matrix_of(value: Any, field: str, where: str, columns: int | None, *, gaps: 
     if bad.any():
         step, column = np.argwhere(bad)[0]
         fact = f"step {step}, column {column} of {field} is {matrix[step, column]}, not a finite number (below 1e25)"
-        raise DataError(f"{where}: {fact}; correct it, or fill the gap")
+        raise DataError(f"{where}: {fact}; {'correct it' if gaps else 'fill the gap'}")
     return matrix
 
 
