@@ -51,7 +51,7 @@ def table_of_rows(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool
 def _long_table(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Rows with steps as one table with a row for each step, and the names of its targets."""
     each_step, named = labelled and spec.each_step, spec.data.series
-    columns = None if codec is None else len(codec.measured)
+    columns = None if codec is None else len(codec.read_columns)
     outputs = None if codec is None else len(codec.step_targets)
     name_field = (named or (SERIES_NAME,))[0]
     made: dict[str, Any] = {}
