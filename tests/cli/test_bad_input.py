@@ -127,7 +127,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "null": ([[0, None]], "valid.jsonl:2: step 0, column 1 of steps is nan, not a finite number (below 1e25); fill the gap"),
     "infinite": ([[float("-inf"), 1]], "valid.jsonl:2: step 0, column 0 of steps is -inf, not a finite number (below 1e25); fill the gap"),
     "ragged": ([[0, 1], [1]], "valid.jsonl:2: steps cannot be read as numbers (setting an array element with a sequence."),
-    "features": ([[0, 1, 2]], "valid.jsonl:2: a step has 3 features, but the training data has 2; use 2 in every step"),
+    "features": ([[0, 1, 2]], "valid.jsonl:2: a step has 3 numbers in steps, but others have 2; use 2 in every step"),
     "text": ([[0, "one"]], "valid.jsonl:2: steps cannot be read as numbers (could not convert string to float: 'one'); write a number"),
 }
 
@@ -535,9 +535,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "codec key": (lambda run: edit(run / "codec.json", more=1), "run/codec.json is damaged: "),
     "codec type": (lambda run: edit(run / "codec.json", vocabulary=5), "run/codec.json is damaged"),
     "codec kind": (lambda run: edit(run / "codec.json", kind="letters"), "run/codec.json is damaged"),
-    "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json is damaged: "),
-    "codec size": (lambda run: edit(run / "codec.json", size=3), "run/codec.json is damaged: "),
-    "codec targets": (lambda run: edit(run / "codec.json", targets=[2]), "run/codec.json is damaged: targets is [2] for 0 columns"),
+    "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json does not match the codec that "),
+    "codec size": (lambda run: edit(run / "codec.json", size=3), "run/facts.json is damaged (vocabulary is 15, but 3 in codec.json)"),
     "codec task": (
         lambda run: edit(run / "codec.json", task="tagging"),
         "run/codec.json has task tagging, but run/spec.yaml has language; ",
@@ -629,20 +628,14 @@ def test_a_benchmark_that_is_not_there() -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [
-        lambda entry: flip(entry / "a0.npy", -1),
-        lambda entry: cut(entry / "a0.npy"),
-        lambda entry: (entry / "manifest.json").write_text("{"),
-        lambda entry: (entry / "a0.npy").rename("moved.npy") and (entry / "a0.npy").symlink_to(Path("moved.npy").absolute()),
-        lambda entry: edit(entry / "manifest.json", files={"../../train.txt": {"bytes": len(TEXT), "sha256": ""}}),
-    ],
-    ids=["bit", "truncated", "manifest", "link", "path"],
+    [lambda entry: (entry / "a0").unlink(), lambda entry: cut(entry / "a0"), lambda entry: (entry / "content.json").write_text("{")],
+    ids=["missing", "truncated", "content"],
 )
-def test_a_cache_that_does_not_match_its_hash(spoil: Callable[[Path], object], work: Path) -> None:
+def test_a_cache_that_is_damaged(spoil: Callable[[Path], object], work: Path) -> None:
     assert call("train", *LANGUAGE, "--dry-run")[:2] == (0, "")
-    [entry] = (path.parent for path in (work / "cache").glob("*/manifest.json"))  # hashes of files may be beside it
+    [entry] = (path.parent for path in (work / "cache").glob("*/content.json"))
     spoil(entry)
-    assert refused("train", *LANGUAGE) == f"the cache {entry} does not match its hash; delete the folder {entry}"
+    assert refused("train", *LANGUAGE) == f"the cache {entry} is damaged; delete the folder {entry}"
 
 
 # The disk.
@@ -798,8 +791,11 @@ def test_no_room_keeps_what_was_there(where: str, run: Path, disk: Disk) -> None
     assert call("train", "--resume", "--run", "run", *edit_spec)[:2] == (0, "")
 
 
-def test_no_room_for_the_cache(disk: Disk, work: Path) -> None:
-    disk.full("cache/")
+def test_no_room_for_the_cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("carrywave.data.files.arrays.FileAppender.append", full)
     message = f"no disk space left for the cache {work}/cache; free some, or set $CARRYWAVE_CACHE to a folder with enough space"
     assert refused("train", *LANGUAGE, expected=74) == message
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.buckets import CANDIDATES, length_grid
+from carrywave.data.order import CANDIDATES, length_grid
 
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=40).map(lambda values: np.array(values))
 

@@ -131,7 +131,7 @@ BAD_ROWS = [
     ({"text": "x", "label": "a"}, "has text, expected steps; use the same field"),
     ({"steps": [[1, 2], [3]], "label": "a"}, "steps cannot be read as numbers"),
     ({"steps": [[1, 2], 3], "label": "a"}, "steps cannot be read as numbers"),
-    ({"steps": [[1, 2, 3]], "label": "a"}, "a step has 3 features, but the training data has 2; use 2"),
+    ({"steps": [[1, 2, 3]], "label": "a"}, "a step has 3 numbers in steps, but others have 2; use 2"),
     ({"steps": [[1, 2], [1, float("nan")]], "label": "a"}, "step 1, column 1 of steps is nan, not a finite number"),
     ({"steps": [[float("-inf"), 2]], "label": "a"}, "step 0, column 0 of steps is -inf"),
     ({"steps": [[1, None]], "label": "a"}, "step 0, column 1 of steps is nan"),

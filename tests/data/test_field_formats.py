@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from carrywave.data.formats.field_formats import Asked, conll, conllu, fasttext, label_first, paired, trees
-from carrywave.data.prepare import Prepared, prepare, read
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.python_inputs import read_python
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -159,7 +160,7 @@ def test_later_files_are_read_by_the_labels_of_train(tmp_path: Path) -> None:
     spec = asked(tmp_path, "classification", "TREC.train")
     for content in ("NUM how many ?\n", "how many ?\n"):
         (tmp_path / "more.txt").write_text(content)
-        again = read(str(tmp_path / "more.txt"), found.codec, spec, labelled=False)
+        again = read_python(str(tmp_path / "more.txt"), found.codec, spec, labelled=False)
         assert found.codec.decode(again.inputs) == "how many ?"
 
 

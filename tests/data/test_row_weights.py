@@ -14,7 +14,7 @@ import torch
 
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor
-from carrywave.data.prepare import prepare, read
+from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import from_python, read_python
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, SpecError
@@ -156,10 +156,10 @@ def test_weights_of_a_file_to_evaluate_on_are_read_and_those_to_predict_from_are
     written(tmp_path, [{"text": "a", "weight": "heavy"}], "new.jsonl")
     spec = spec_of("classification", tmp_path)
     codec = prepare(spec).codec
-    found = read(str(tmp_path / "more.jsonl"), codec, spec)
+    found = read_python(str(tmp_path / "more.jsonl"), codec, spec)
     assert found.weights is not None
     assert found.weights.tolist() == [7.0]
-    assert read(str(tmp_path / "new.jsonl"), codec, spec, labelled=False).weights is None
+    assert read_python(str(tmp_path / "new.jsonl"), codec, spec, labelled=False).weights is None
     with pytest.raises(DataError, match="data item 0: the weight is None; write a finite number from 0 on"):  # it does not mean 1
         read_python([{"text": "a", "label": "x", "weight": None}], codec, spec)
 
@@ -232,7 +232,7 @@ def test_parts_of_a_table_and_other_tables_have_weights() -> None:
         (frame_of(w=[1.0] * 11 + [None]), {}, r"train: row 12, column w \(data.weight\) is empty"),
         (frame_of(w=0.0), {}, "train: every weight in it is 0, so nothing could be learned or measured"),
         (frame_of(), {"weight": "ds"}, "train: column ds holds the times; remove it from what the other keys name"),
-        (np.zeros((9, 1)), {}, "train is a list of numbers without times and names, but data.weight is w"),
+        (np.zeros((9, 1)), {}, "train has no column 'w' \\(data.weight\\); use one of steps"),
     ],
 )
 def test_what_is_no_weight_of_a_table_is_refused(data: Any, more: dict[str, Any], message: str) -> None:

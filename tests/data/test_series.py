@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.data.prepare import Prepared, prepare, read
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.python_inputs import read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -116,18 +117,6 @@ def test_scale_is_of_train_alone(tmp_path: Path) -> None:
     assert run(tmp_path, wide(30), split=[3, 10]).codec.mean == (1.0, -1.0)
 
 
-def test_a_series_that_changes_only_after_train_is_said_to_have_no_scale(tmp_path: Path) -> None:
-    def long(sold: int) -> str:
-        rows = [(name, day, sold if name == "new" and day > 7 else 5, day) for name in ("new", "old") for day in range(10)]
-        return "unique_id,ds,y,z\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
-
-    said = "valid: series new is constant in train but not here, which leaves no scale for the change: it counts in the units of the file"
-    assert any(note.startswith(said) for note in run(tmp_path, long(900), split=[8, 2]).notes)
-    assert not any("constant" in note for note in run(tmp_path, long(5), split=[8, 2]).notes)
-    assert not any("constant" in note for note in run(tmp_path, long(900), split=[8, 2], standardize=False).notes)
-    assert not any("constant" in note for note in run(tmp_path, long(900), split=[8, 2], targets=["z"]).notes)
-
-
 def test_without_valid_the_last_share_is_held_out(tmp_path: Path) -> None:
     found = run(tmp_path, wide(30), share=0.2)
     assert found.valid is not None
@@ -148,16 +137,16 @@ def test_files_of_their_own_have_no_context(tmp_path: Path) -> None:
     assert found.valid is not None
     assert (found.train.lengths.tolist(), found.valid.lengths.tolist(), found.valid.warm) == ([9], [5], None)
     np.testing.assert_allclose(found.valid.inputs * found.codec.std + found.codec.mean, [[row, -row] for row in range(5)], atol=1e-6)
-    again = read(str(tmp_path / "v.csv"), found.codec, spec(tmp_path, "t.csv"))
+    again = read_python(str(tmp_path / "v.csv"), found.codec, spec(tmp_path, "t.csv"))
     np.testing.assert_array_equal(again.inputs, found.valid.inputs)
 
 
 def test_prediction_needs_no_horizon(tmp_path: Path) -> None:
     found = run(tmp_path, wide(9))
     (tmp_path / "p.csv").write_text(wide(1))
-    assert read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"), labelled=False).lengths.tolist() == [1]
+    assert read_python(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"), labelled=False).lengths.tolist() == [1]
     with pytest.raises(DataError, match="has 1 row in data, but a horizon of 2 needs 3"):
-        read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"))
+        read_python(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"))
 
 
 def test_text_times_in_order_are_kept(tmp_path: Path) -> None:

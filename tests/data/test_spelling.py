@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from carrywave.data.codec import Codec
-from carrywave.data.prepare import prepare, read
+from carrywave.data.prepare import prepare
+from carrywave.data.python_inputs import read_python
 from carrywave.data.text.spelling import Spelling, learn
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.load import parse
@@ -66,7 +67,7 @@ def test_text_and_data_that_come_later_are_spelled_as_well(spec_of: Any, tmp_pat
     spec = spec_of()
     codec = prepare(spec).codec
     (tmp_path / "new.jsonl").write_text(json.dumps({"tokens": ["Was", "swann"]}))
-    new = read(str(tmp_path / "new.jsonl"), codec, spec, labelled=False)
+    new = read_python(str(tmp_path / "new.jsonl"), codec, spec, labelled=False)
     assert new.inputs.tolist() == [[4, 1, 3, 5], [4, 5, 6, 4]]  # W is not in train, swann has no middle
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "so is\nthis", "label": "x"}))
     files = {"train": str(tmp_path / "text.jsonl"), "share": 0.0, "tokens": "word", "cache": str(tmp_path / "cache")}

@@ -12,7 +12,7 @@ import pytest
 
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import from_python, read_python
-from carrywave.data.steps.gaps import masked
+from carrywave.data.tables.step_series import masked
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -243,8 +243,7 @@ def test_rows_that_are_refused(rows: list[dict[str, Any]], message: str) -> None
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"frequency": "D"}, "train is a list of numbers without times and names, but data.frequency is D; use a CSV"),
-        ({"time": "ds"}, "train is a list of numbers without times and names, but data.time is ds; use a CSV"),
+        ({"time": "ds"}, r"train has no column 'ds' \(data.time\); use one of 0, label"),
         ({"series": "basin"}, "item 0: the field basin is missing"),
         ({"context": 8}, "data.context is for a part that is cut from every series, but rows of steps are held out whole; remove it"),
     ],

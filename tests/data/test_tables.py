@@ -23,7 +23,8 @@ import pytest
 
 from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.source import find
-from carrywave.data.prepare import prepare, table_of_file
+from carrywave.data.prepare import prepare
+from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.choice import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
@@ -362,6 +363,6 @@ def test_a_file_to_predict_from_is_read_as_the_training_data_was(tmp_path: Path)
     (tmp_path / "new.csv").write_text(rows("ds,id,y", "{t:%d/%m/%Y},p,{n}", pd.date_range("2021-05-04", periods=4)))
     data = {"train": str(tmp_path / "t.csv"), "cache": str(tmp_path / "cache"), "horizon": 2}
     spec = Spec.model_validate({"task": "forecasting", "data": data})
-    table = table_of_file(str(tmp_path / "new.csv"), prepare(spec).codec, spec)
+    table = series_of(str(tmp_path / "new.csv"), prepare(spec).codec, spec, labelled=True)
     assert (table.series, table.names, table.frequency, table.values[:, 0].tolist()) == (("id",), ("p",), "D", [0, 1, 2, 3])
     assert table.ahead(0, 2) == ["2021-05-08", "2021-05-09"]

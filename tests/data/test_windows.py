@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrywave.data.order import Cursor
-from carrywave.data.windows import WindowOrder
+from carrywave.data.order import Cursor, WindowOrder
 
 
 @settings(max_examples=60, deadline=None)

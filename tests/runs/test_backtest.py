@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import carrywave as cw
 from carrywave.cli.main import app
-from carrywave.data.prepare import table_of_file
-from carrywave.data.tables.series import from_matrices
+from carrywave.data.python_inputs import series_of
+from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
 from carrywave.runs.backtest import picture, rolled
 from carrywave.runs.backtest.origins import Rolling, at_origin, cut, long_enough
@@ -24,6 +24,14 @@ from carrywave.runs.backtest.rolled import Rolled
 from carrywave.runs.backtest.scores import scores
 from carrywave.spec.load import parse
 from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
+
+
+def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
+    """A table of matrices [rows, columns], one series each."""
+    lengths = np.array([len(matrix) for matrix in matrices], np.int64)
+    names = tuple(f"{name} item {place}" for place in range(len(matrices)))
+    columns = tuple(str(place) for place in range(matrices[0].shape[1]))
+    return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names)
 
 
 def test_the_last_origin_leaves_a_horizon() -> None:
@@ -201,7 +209,7 @@ ENDS = {"b": "2024-02-03", "gone": "2024-01-25"}
 
 def test_origins_are_the_same_times_for_all_series(tmp_path: Path) -> None:
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "gone": 20, "new": 9}, end=ENDS)
-    whole = table_of_file(str(file), None, parse(spec_for(file)))
+    whole = series_of(str(file), None, parse(spec_for(file)), labelled=True)
     kept, origins, told = long_enough(whole, Rolling(4, 2, 3), before=9)
     assert kept.names == ("a", "b", "gone")
     assert origins.last_O is not None
@@ -224,7 +232,7 @@ def test_origins_are_the_same_times_for_all_series(tmp_path: Path) -> None:
     # A series that goes on alone, and is too short itself, leaves none to forecast.
     late = table(tmp_path / "late.csv", {"b": 33, "c": 9}, end={"b": "2024-01-20"})
     with pytest.raises(DataError, match="counted back from the last time of all series, but no series has 9 rows before the first and 4"):
-        long_enough(table_of_file(str(late), None, parse(spec_for(late))), Rolling(4, 2, 2), before=9)
+        long_enough(series_of(str(late), None, parse(spec_for(late)), labelled=True), Rolling(4, 2, 2), before=9)
 
 
 @pytest.mark.parametrize("retrain", [False, pytest.param(True, marks=pytest.mark.slow)])

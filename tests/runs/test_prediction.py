@@ -324,7 +324,7 @@ def test_named_columns_are_read_from_frames_pipes_and_plain_texts(tmp_path: Path
         with piped.open() as stream:
             monkeypatch.setattr("sys.stdin", stream)
             assert cw.predict(run, "-", format=named_format, device="cpu") == expected
-    with pytest.raises(UserError, match=r"data item 0 has no column 'review', which the training data has \(here there are text\); add it"):
+    with pytest.raises(UserError, match=r"data item 0 has no column 'review', which the training data has; use one of text"):
         cw.predict(run, pd.DataFrame({"text": ["ab"]}), device="cpu")
     pair = cw.fit({"hidden": 4, "layers": 1}, (list(frame.review), list(frame.stars)), run=tmp_path / "pair", **how).run
     assert cw.predict(pair, ["ab", "ba"] * 10, device="cpu") == expected

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import carrywave as cw
-from carrywave.data.tables.transform import backward, forward
+from carrywave.data.tables.channels import backward, forward
 from carrywave.errors import DataError, SpecError
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse

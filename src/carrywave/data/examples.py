@@ -6,8 +6,8 @@ and standard deviations only from the rows that are trained on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,18 +16,18 @@ from numpy.typing import DTypeLike, NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields, label_sets
-from carrywave.data.files.arrays import Appender, NewArray, token_dtype
+from carrywave.data.files.arrays import NewArray, token_dtype
 from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows
 from carrywave.data.formats.recognised import NamedRows
-from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
-from carrywave.data.tables.moments import Moments, own_scale, standardise
+from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Ints, Sequences
+from carrywave.data.tables.moments import Moments, scale_of, standardise
 from carrywave.data.text import spelling, vocabulary
 from carrywave.data.text.tally import Tally
 from carrywave.data.text.tokenizers import Words, split_words
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
-Held = NDArray[np.bool_]
+Flags = NDArray[np.bool_]
 Content = TypeVar("Content")
 INSIDE = ("I-", "E-", "M-", "L-")  # how labels begin that go on with a span
 RESETS = ("language", "tagging")  # tasks with a target for each step, in which a row may hold several sequences, each with a new state
@@ -39,7 +39,7 @@ class _Learned:
 
     rows: NamedRows
     spec: Spec
-    held: Held
+    held: Flags
     labels: dict[str, str] = field(default_factory=dict)  # name -> kind
     sets: label_sets.LabelSets = field(default_factory=label_sets.LabelSets)
     features: Moments = field(default_factory=Moments)
@@ -89,7 +89,7 @@ def weightless(row: Row) -> bool:
     return weight is not None and not isinstance(weight, str) and bool(np.all(np.asarray(weight) == 0))
 
 
-def learn(rows: NamedRows, spec: Spec, held: Held) -> Codec:
+def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
     """Learn the codec from training rows; `held` marks the rows that are held out."""
     first = next(iter(rows), None)
     if first is None:
@@ -187,154 +187,102 @@ def encode(
 
     `tally` counts what train does not have, and is otherwise told in the notes of the sequences, of a part by this name.
     """
-    told = tally is None
-    tally = tally or Tally(counted=codec.task != "transcription" and codec.label_sets == label_sets.NONE)
-    writer = _Writer(codec, new, labelled, tally, documents=join and documents)
+    told, several = tally is None, codec.label_sets != label_sets.NONE
+    tally = tally or Tally(counted=codec.task != "transcription" and not several)
     shortest = 0 if join else 2 if codec.task == "language" and labelled else 1
+    targeted, per_step = labelled and codec.task != "language", codec.task in RESETS
+    outputs = len(codec.labels) if several else codec.outputs if codec.task == "regression" else None
+    columns = len(codec.columns) if codec.kind is None else 1 + codec.word_length if codec.word_length else None
+    inputs = new(np.float32 if codec.kind is None else token_dtype(max(codec.size, codec.character_codes)), columns)
+    targets = new(np.int64 if outputs is None else np.float32, outputs) if targeted else None
+    sizes, numbers = list[int](), list[int]()  # the steps and the labels of each row
+    resets, weights = list[Flags | None](), list[float | fields.Matrix | None]()
     for number, row in rows:
         where = rows.where(number)
-        steps = writer.content(row, where)
-        if len(steps) < shortest:
-            raise DataError(f"{where}: {codec.field} has {len(steps)} steps, and needs {shortest}; extend the row, or remove it")
-        writer.add(steps, row, where)
-    tally.left_out += getattr(rows, "left_out", 0)
-    if not writer.rows and not may_be_empty:
-        raise _empty(rows)
-    if join and writer.rows < (2 if labelled else 1):
-        raise DataError(f"{rows.name} has 1 token, but a language model needs 2 to have a target; add more text")
-    notes = tuple(tally.lines(part or rows.name, train=part == "train")) if told else ()
-    return replace(writer.close(join=join, name=rows.name), notes=notes)
-
-
-class _Late:
-    """An array that is made when the first row has something for it; rows without it, also those before, have the default."""
-
-    def __init__(self, new: NewArray, dtype: DTypeLike, default: float) -> None:
-        self.new, self.dtype, self.default, self.count = new, dtype, default, 0
-        self.made: Appender | None = None
-
-    def add(self, value: Any, count: int) -> None:
-        """Append `count` values, or one for all of them; None: the default."""
-        if value is not None and self.made is None:
-            self.made = self.new(self.dtype, None)
-            self.made.append(np.full(self.count, self.default, self.dtype))
-        if self.made is not None:
-            self.made.append(np.broadcast_to(np.asarray(self.default if value is None else value, self.dtype), (count,)))
-        self.count += count
-
-    def close(self) -> NDArray[Any] | None:
-        """The whole array, if it was made."""
-        return None if self.made is None else self.made.close()
-
-
-class _Writer:
-    """Appends rows to the arrays of one `Sequences`."""
-
-    def __init__(self, codec: Codec, new: NewArray, labelled: bool, tally: Tally, *, documents: bool = False) -> None:
-        self.codec, self.labelled, self.tally, self.documents = codec, labelled, tally, documents
-        self.rows = self.num_labels = 0
-        if codec.kind is None:
-            self.inputs = new(np.float32, len(codec.columns))
-        else:
-            columns = 1 + codec.word_length if codec.word_length else None
-            self.inputs = new(token_dtype(max(codec.size, codec.character_codes)), columns)
-        self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
-        self.several = codec.label_sets != label_sets.NONE
-        outputs = len(codec.labels) if self.several else codec.outputs if codec.task == "regression" else None
-        targeted = labelled and codec.task != "language"
-        self.targets = new(np.int64 if outputs is None else np.float32, outputs) if targeted else None
-        self.spans = new(np.int64, 2) if targeted and codec.task == "transcription" else None
-        self.resets = _Late(new, np.bool_, False)
-        self.weights, self.step_weights = _Late(new, np.float32, 1.0), _Late(new, np.float32, 1.0)
-        self.listed = False  # True if the steps of some row have weights of their own
-
-    def content(self, row: Row, where: str) -> NDArray[Any]:
-        """Return a row's inputs: tokens [steps], those of words with the codes of their characters if they are read, or numbers
-        [steps, features].
-        """
-        codec = self.codec
-        if codec.kind is None:
-            # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
-            whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
-            matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
-            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)))
-        text = ended(fields.text_of(row, where), codec.task, codec.kind) if codec.field == "text" else ""
-        if isinstance(codec.tokens, Words):
-            words = split_words(text) if codec.field == "text" else words_of(row, where)
-            ids = codec.tokens.word_ids(words)
-            self.tally.read(ids, codec.tokens.unknown, words)
-            return codec.spelled(ids, words)
-        unknown = codec.tokens.unknown
-        ids = codec.tokens.ids(text) if codec.field == "text" else np.minimum(ids_of(row, where), unknown).astype(np.int32)
-        self.tally.read(ids, unknown)
-        return ids
-
-    def add(self, content: NDArray[Any], row: Row, where: str) -> None:
-        """Append one row."""
-        steps = len(content)
-        if self.targets is not None:
-            target = self._target(row, steps, where)
-            self.targets.append(target)
-            if self.spans is not None:
-                self.spans.append(np.array([[self.num_labels, self.num_labels + len(target)]], np.int64))
-            self.num_labels += len(target)
-        if self.codec.task not in RESETS:
+        content = _content(codec, row, where, tally)
+        sizes.append(len(content))
+        if sizes[-1] < shortest:
+            raise DataError(f"{where}: {codec.field} has {sizes[-1]} steps, and needs {shortest}; extend the row, or remove it")
+        inputs.append(content)
+        if targets is not None:
+            target = _target(codec, row, sizes[-1], where, tally)
+            targets.append(target)
+            numbers.append(len(target))
+        if not per_step:
             fields.refuse_resets(row, where)
-        resets = fields.resets_of(row, steps, where)
-        if self.documents and steps:
-            resets = np.zeros(steps, np.bool_) if resets is None else resets
-            resets = np.concatenate(([True], resets[1:]))
-        self.resets.add(resets, steps)
-        if self.labelled:
-            per_step = self.codec.task in RESETS
-            weight = fields.weight_of(row, steps, where, per_step=per_step)
-            listed = isinstance(weight, np.ndarray)
-            self.listed |= listed
-            self.weights.add(1.0 if listed else weight, 1)
-            self.step_weights.add(weight if per_step else None, steps)
-        self.inputs.append(content)
-        self.starts.append(np.array([self.rows], np.int64))
-        self.lengths.append(np.array([steps], np.int64))
-        self.rows += steps
+        resets.append(fields.resets_of(row, sizes[-1], where))
+        weights.append(fields.weight_of(row, sizes[-1], where, per_step=per_step) if labelled else None)
+    tally.left_out += getattr(rows, "left_out", 0)
+    lengths = np.array(sizes, np.int64)
+    if not (total := int(lengths.sum())) and not may_be_empty:
+        raise _empty(rows)
+    if join and total < (2 if labelled else 1):
+        raise DataError(f"{rows.name} has 1 token, but a language model needs 2 to have a target; add more text")
+    starts, made = np.cumsum(lengths) - lengths, None if targets is None else targets.close()
+    begins = _each_step(resets, lengths, False, np.bool_)
+    if join and documents:
+        begins = np.zeros(total, np.bool_) if begins is None else begins.copy()
+        begins[starts[lengths > 0]] = True
+    by_step = _each_step(weights, lengths, 1.0, np.float32) if per_step else None
+    listed = join or any(isinstance(weight, np.ndarray) for weight in weights)
+    by_row = None if listed else _each_step(weights, np.ones_like(lengths), 1.0, np.float32)
+    if (largest := by_step if by_step is not None else by_row) is not None:
+        fields.check_largest_weight(float(np.max(largest, initial=0.0)), f"{rows.name}: every weight", "remove data.weight")
+    ends = np.cumsum(np.array(numbers, np.int64))
+    return Sequences(
+        inputs.close(),
+        np.zeros(1, np.int64) if join else starts,
+        np.array([total], np.int64) if join else lengths,
+        labels=None if codec.task == "tagging" else made,
+        tags=made if codec.task == "tagging" else None,
+        resets=begins,
+        weights=by_row,
+        step_weights=by_step if listed else None,
+        spans=np.stack([ends - numbers, ends], axis=1) if targeted and codec.task == "transcription" else None,
+        notes=tuple(tally.lines(part or rows.name, train=part == "train")) if told else (),
+    )
 
-    def _target(self, row: Row, steps: int, where: str) -> NDArray[Any]:
-        codec = self.codec
-        if self.several:
-            sets = label_sets.sets_of(row, codec.task, where, steps)
-            return label_sets.encode(sets, codec.label_sets, codec.label_numbers, where, self.tally.labels)
-        if codec.task == "regression":
-            return standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std)[None]
-        labels = fields.labels_of(row, codec.task, where, steps)
-        numbers = np.array([fields.IGNORED if label is None else self._class(label[1]) for label in labels], np.int64)
-        return numbers[numbers >= 0] if codec.task == "transcription" else numbers
 
-    def _class(self, label: str) -> int:
-        number = self.codec.label_numbers.get(label)
-        if number is not None:
-            return number
-        self.tally.labels[label] += 1
-        return UNSEEN_INSIDE if label.startswith(INSIDE) else UNSEEN
+def _each_step(values: Sequence[Any], lengths: Ints, default: float, dtype: DTypeLike) -> NDArray[Any] | None:
+    """The values of rows as those of their steps, one for all or one for each; None if no row has any."""
+    if all(value is None for value in values):
+        return None
+    each = (np.broadcast_to(default if value is None else value, many) for value, many in zip(values, lengths.tolist(), strict=True))
+    return np.concatenate(list(each)).astype(dtype)
 
-    def close(self, *, join: bool, name: str) -> Sequences:
-        """Finish the arrays and return the sequences."""
-        starts, lengths = self.starts.close(), self.lengths.close()
-        if join:
-            starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
-        targets, spans = (None if each is None else each.close() for each in (self.targets, self.spans))
-        labels, tags = (None, targets) if self.codec.task == "tagging" else (targets, None)
-        by_row, by_step = self.weights.close(), self.step_weights.close()
-        if by_row is not None:
-            largest = float(np.max(by_row if by_step is None else by_step, initial=0.0))
-            fields.check_largest_weight(largest, f"{name}: every weight", "remove data.weight")
-        weights, step_weights = (None, by_step) if self.listed or join else (by_row, None)
-        return Sequences(
-            self.inputs.close(),
-            starts,
-            lengths,
-            labels,
-            tags,
-            self.resets.close(),
-            weights=weights,
-            step_weights=step_weights,
-            spans=spans,
-        )
+
+def _content(codec: Codec, row: Row, where: str, tally: Tally) -> NDArray[Any]:
+    """Return a row's inputs: tokens [steps], those of words with the codes of their characters if they are read, or numbers
+    [steps, features].
+    """
+    if codec.kind is None:
+        # An array of whole numbers, which by itself would be tokens, is numbers where the training data had numbers.
+        whole = row.get("steps") is None and isinstance(row.get("tokens"), np.ndarray)
+        matrix = fields.steps_of({"steps": row["tokens"]} if whole else row, where, len(codec.columns))
+        return standardise(matrix, *(scale_of(matrix) if codec.own_scale else (codec.mean, codec.std)))
+    text = ended(fields.text_of(row, where), codec.task, codec.kind) if codec.field == "text" else ""
+    if isinstance(codec.tokens, Words):
+        words = split_words(text) if codec.field == "text" else words_of(row, where)
+        ids = codec.tokens.word_ids(words)
+        tally.read(ids, codec.tokens.unknown, words)
+        return codec.spelled(ids, words)
+    unknown = codec.tokens.unknown
+    ids = codec.tokens.ids(text) if codec.field == "text" else np.minimum(ids_of(row, where), unknown).astype(np.int32)
+    tally.read(ids, unknown)
+    return ids
+
+
+def _target(codec: Codec, row: Row, steps: int, where: str, tally: Tally) -> NDArray[Any]:
+    """Return a row's target, or those of its steps; a label that train does not have is counted."""
+    if codec.label_sets != label_sets.NONE:
+        sets = label_sets.sets_of(row, codec.task, where, steps)
+        return label_sets.encode(sets, codec.label_sets, codec.label_numbers, where, tally.labels)
+    if codec.task == "regression":
+        return standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std)[None]
+    labels = [None if label is None else label[1] for label in fields.labels_of(row, codec.task, where, steps)]
+    numbers = [fields.IGNORED if label is None else codec.label_numbers.get(label, UNSEEN) for label in labels]
+    for place, label in enumerate(labels):
+        if label is not None and numbers[place] == UNSEEN:
+            tally.labels[label] += 1
+            numbers[place] = UNSEEN_INSIDE if label.startswith(INSIDE) else UNSEEN
+    return np.array([number for number in numbers if number >= 0] if codec.task == "transcription" else numbers, np.int64)

@@ -26,11 +26,6 @@ def held_out(count: int, share: float, seed: int) -> NDArray[np.bool_]:
     return held
 
 
-def split_keyed(sequences: Sequences, held: NDArray[np.bool_]) -> tuple[Sequences, Sequences | None]:
-    """Split into train and valid, which share the flat arrays."""
-    return (sequences, None) if not held.any() else (pick(sequences, ~held), pick(sequences, held))
-
-
 def pick(sequences: Sequences, wanted: NDArray[np.bool_]) -> Sequences:
     """Return the selected sequences."""
     return replace(

@@ -1,8 +1,8 @@
 """The order of training data: a pure function of (lengths, seed, epoch), free of torch and independent of the number of workers.
 
 `StreamOrder` walks through contiguous streams in parallel lanes, window by window. `SequenceOrder` batches separate sequences
-of similar length under a budget of steps. Both compute window k of epoch e directly, so resuming replays nothing. `windows` has another
-order: random windows of series.
+of similar length under a budget of steps, `WindowOrder` random windows of series. All compute window k of epoch e directly, so resuming
+replays nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.buckets import length_grid
 from carrywave.data.dealing import deal
 from carrywave.data.sequences import Ints
-from carrywave.data.shuffle import BATCHES, MEMBERS, permutation, varied_steps
+from carrywave.data.shuffle import BATCHES, MEMBERS, PHASES, draw_words, permutation, varied_steps
 from carrywave.errors import DataError
 
 MOST_SHAPES = 64  # of the batches of an epoch
+CANDIDATES = 512  # the search for a grid of lengths is quadratic in this; rounding to so many first costs well under 1% of padding
 
 
 class Cursor(NamedTuple):
@@ -200,3 +200,101 @@ def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:
             steps.append(np.full(len(begins), top))
             position = int(begins[-1]) + lanes
     return np.concatenate([*starts, [int(counts.sum())]]), np.concatenate(steps)
+
+
+def length_grid(lengths: Ints, *, most: int, edge: int, waste: float = 0.03) -> Ints:
+    """Return at most `most` increasing values that lengths are rounded up to; the last is the longest length.
+
+    No bucket spans `edge`, the largest length that must be kept apart from all longer ones, if two values are allowed at all.
+    The result is the smallest number of values that makes at most `waste` of all steps padding, found exactly by dynamic programming: fewer
+    values give larger buckets, so that in a small data set the composition of batches stays random.
+    """
+    values = _candidates(lengths, edge)
+    bucket = np.searchsorted(values, lengths)
+    number = np.concatenate([[0], np.cumsum(np.bincount(bucket, minlength=len(values)))]).astype(np.float64)
+    # bincount sums in float64, which is exact for integers below 2**53.
+    steps = np.concatenate([[0.0], np.cumsum(np.bincount(bucket, weights=lengths, minlength=len(values)))])
+    # padding[i, j]: cost of rounding candidates i … j-1 up to the last of them
+    tops = np.concatenate([[0.0], values.astype(np.float64)])
+    padding = tops[None, :] * (number[None, :] - number[:, None]) - (steps[None, :] - steps[:, None])
+    padding[np.tril_indices(len(tops))] = np.inf
+    if most >= 2:
+        within = int(np.searchsorted(values, edge, side="right"))
+        padding[:within, within + 1 :] = np.inf
+    allowed = steps[-1] * waste / (1.0 - waste)
+    best = np.full(len(tops), np.inf)
+    best[0] = 0.0
+    came_from: list[Ints] = []
+    while len(came_from) < min(most, len(values)) and not best[-1] <= allowed:
+        through = best[:, None] + padding
+        back = through.argmin(axis=0)
+        came_from.append(back.astype(np.int64))
+        best = through[back, np.arange(len(tops))]
+    chosen, top = [], len(values)
+    for back in reversed(came_from):
+        chosen.append(values[top - 1])
+        top = int(back[top])
+    return np.array(chosen[::-1], dtype=np.int64)
+
+
+def _candidates(lengths: Ints, edge: int) -> Ints:
+    """Return all lengths that occur or, if there are too many, a subset: half dense where most steps are, half spaced geometrically."""
+    values, counts = np.unique(lengths, return_counts=True)
+    if len(values) <= CANDIDATES:
+        return values
+    each = CANDIDATES // 2 - 1
+    mass = np.cumsum(values * counts, dtype=np.float64)
+    by_mass = np.searchsorted(mass, np.linspace(0.0, mass[-1], each + 1)[1:])
+    by_ratio = np.searchsorted(values, np.geomspace(values[0], values[-1], each))
+    forced = [len(values) - 1, max(0, int(np.searchsorted(values, edge, side="right")) - 1)]
+    picked = np.unique(np.concatenate([by_mass, by_ratio, forced]).clip(0, len(values) - 1))
+    chosen: Ints = values[picked]
+    return chosen
+
+
+class WindowOrder:
+    """Windows of `steps` scored steps of series after up to `warm` others, `lanes` at a time, in random order.
+
+    A batch of neighbouring streams sees a few places of each series; one of random windows sees many, so that its gradient says more about
+    the whole. The price is the warm-up: steps that bring the carry up to date and are not scored. Every step of a series is scored once an
+    epoch; where windows begin is drawn anew each epoch.
+    """
+
+    def __init__(self, lengths: Ints, *, lanes: int, steps: int, warm: int, seed: int = 0) -> None:
+        self._lengths = lengths
+        self.steps, self.warm, self._seed = steps, warm, seed
+        self._counts = -(-self._lengths // steps) + 1  # windows begin at a phase below `steps`, so there may be one more
+        self.lanes = min(lanes, int(self._counts.sum() - len(self._counts)))
+        self._epoch = lru_cache(maxsize=2)(self._lay_out)
+
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of batches in an epoch."""
+        return -(-len(self._epoch(epoch)[0]) // self.lanes)
+
+    def window(self, cursor: Cursor) -> Window:
+        """Return the batch at a cursor; lanes that are left over are idle."""
+        at = slice(cursor.step * self.lanes, (cursor.step + 1) * self.lanes)
+        held = [each[at] for each in self._epoch(cursor.epoch)]
+        sequence, first, scored = (np.pad(each, (0, self.lanes - len(each))) for each in held)
+        skip = np.minimum(first, self.warm)
+        active = scored > 0
+        return Window(
+            steps=self.warm + self.steps,
+            sequence=np.where(active, sequence, -1),
+            offset=np.where(active, first - skip, 0),
+            length=np.where(active, skip + scored, 0),
+            fresh=active,
+            skip=np.where(active, skip, 0),
+        )
+
+    def _lay_out(self, epoch: int) -> tuple[Ints, Ints, Ints]:
+        """Cut each sequence at its phase and every `steps` after it, and shuffle: sequence, first scored step and scored steps of each."""
+        counts = self._counts
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+        phases = (draw_words(self._seed, epoch, PHASES, np.arange(len(counts))) % np.uint64(self.steps)).astype(np.int64)
+        first = np.maximum(phases[sequence] + (place - 1) * self.steps, 0)
+        end = np.minimum(phases[sequence] + place * self.steps, self._lengths[sequence])
+        some = np.flatnonzero(end > first)
+        order = some[permutation(len(some), seed=self._seed, epoch=epoch, site=MEMBERS)]
+        return sequence[order], first[order], (end - first)[order]

@@ -5,10 +5,9 @@ Nothing here imports torch, pandas, polars or datasets: objects are recognised b
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from carrywave.data import examples, overlap
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hub_datasets
-from carrywave.data.files.arrays import MemoryAppender, NewArray
-from carrywave.data.files.cache import ARRAYS, Entry
-from carrywave.data.files.fields import FIELDS, as_plain, steps_of
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.fields import FIELDS, as_plain
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
 from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, ITEM, WEIGHT, ReadRows, Row, Rows, table_rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.formats.recognised import NamedRows, target_field
-from carrywave.data.holdout import held_out
-from carrywave.data.prepare import (
-    Prepared,
-    bundle,
-    check_codec,
-    hold_out,
-    key_of,
-    prepare,
-    read,
-    rows_of_file,
-    series_of_file,
-    table_of_file,
-    told_by,
-)
+from carrywave.data.prepare import FileInput, Frame, Input, Prepared, build, bundle, check_codec, encode, key_of, opener, prepare, told_by
 from carrywave.data.sequences import Sequences
-from carrywave.data.steps import series_source, step_series
-from carrywave.data.steps.series_source import SeriesSource
-from carrywave.data.tables import series
-from carrywave.data.tables.choice import ColumnChoice
-from carrywave.data.tables.table import Table, arrange
-from carrywave.data.text.documents import ROW
+from carrywave.data.tables.table import Open, Table
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -72,20 +51,11 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     named = naming(data, spec)
     if named.data.train is not None:
         return prepare(named, codec=codec)
-    if spec.task == "forecasting":
-        openers = {part: _table_opener(value, part, spec) for part, value in by_part.items()}
-        entry = series.build(openers, spec, MemoryAppender, codec=codec)
-    elif spec.each_step:
-        sources = {part: _series_source(value, part, spec) for part, value in by_part.items()}
-        entry = step_series.build(sources, spec, MemoryAppender, codec=codec)
-    else:
-        rows = {part: _named(_rows(value, part, spec), spec, codec) for part, value in by_part.items()}
-        if all(map(hub_datasets.is_dataset, by_part.values())):  # it may be larger than memory
-            key = key_of({part: hub_datasets.key(value) for part, value in by_part.items()}, spec, codec)
-            entry = cache.fetch(cache.folder(spec.data.cache), key, lambda new: _examples(rows, spec, codec, new))
-        else:
-            entry = _examples(rows, spec, codec, MemoryAppender)
-    return bundle(entry, _fingerprint(entry.parts, entry.codec), lambda _: None)
+    inputs = {part: ObjectInput(value, part, spec) for part, value in by_part.items()}
+    if not spec.reads_series and all(map(hub_datasets.is_dataset, by_part.values())):  # it may be larger than memory
+        key = key_of({part: hub_datasets.key(value) for part, value in by_part.items()}, spec, codec)
+        return bundle(cache.fetch(cache.folder(spec.data.cache), key, lambda new: build(inputs, spec, new, codec)))
+    return bundle(build(inputs, spec, MemoryAppender, codec).fingerprinted())
 
 
 def naming(data: Any, spec: Spec) -> Spec:
@@ -108,46 +78,48 @@ def naming(data: Any, spec: Spec) -> Spec:
 
 def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
     """Read one more part, a file or an object, with the codec of a run; if not `labelled`, labels may be missing and are not read."""
-    file = file_of(data, spec)
-    if file is not None:
-        return read(file, codec, spec, labelled=labelled, part=part)
-    if spec.task == "forecasting":
-        table = _table_opener(data, part, spec, labelled=labelled)(codec)
-        sequences = series.read(table, codec, spec, MemoryAppender, part=part, labelled=labelled)
-    elif spec.each_step:
-        sequences = step_series.read(_series_source(data, part, spec), codec, spec, MemoryAppender, part=part, labelled=labelled)
-    else:
-        rows = _named(_rows(data, part, spec), spec, codec, labelled=labelled)
-        sequences = _encoded(rows, spec, codec, MemoryAppender, part, labelled=labelled)
-    return replace(sequences, fingerprint=_fingerprint({part: sequences}, codec))
+    return encode(_input(data, spec, part), codec, spec, MemoryAppender, labelled=labelled, part=part)
 
 
 def rows_for(data: Any, spec: Spec, codec: Codec | None = None, *, part: str = "data") -> Rows:
     """Return the rows of a file or an object, to be read one at a time without their labels, as the training data was read."""
-    file = file_of(data, spec)
-    return _named(_rows(data, part, spec), spec, codec, labelled=False) if file is None else rows_of_file(file, spec, codec, part=part)
+    return _input(data, spec, part).rows(codec, labelled=False)
 
 
-def series_of(data: Any, codec: Codec, spec: Spec, *, labelled: bool = False) -> Table:
+def series_of(data: Any, codec: Codec | None, spec: Spec, *, labelled: bool = False) -> Table:
     """Return the series in a file or an object, in their original units; if `labelled`, with the weights of targets."""
+    return series_opener(data, spec)(codec, labelled)
+
+
+def series_opener(data: Any, spec: Spec) -> Open:
+    """Return a function that reads the series in a file or an object, given the codec of a run, and whether they have targets."""
+    return opener(_input(data, spec, "data"))
+
+
+def _input(data: Any, spec: Spec, part: str) -> Input:
     file = file_of(data, spec)
-    if file is not None:
-        return table_of_file(file, codec, spec, labelled=labelled)
-    return _table_opener(data, "data", spec, labelled=labelled)(codec)
+    return ObjectInput(data, part, spec) if file is None else FileInput.of(file, spec, part)
 
 
-def step_series_of(data: Any, spec: Spec) -> SeriesSource:
-    """Return the series in a file or an object, to estimate what `data.targets` are at every step."""
-    file = file_of(data, spec)
-    return series_of_file(file, spec) if file is not None else _series_source(data, "data", spec)
+@dataclass(frozen=True)
+class ObjectInput:
+    """An object of Python."""
 
+    data: Any
+    name: str
+    spec: Spec
+    stream: None = None
 
-def _series_source(data: Any, part: str, spec: Spec) -> SeriesSource:
-    """The series of an object whose steps have targets: of a table, or of rows with steps."""
-    frame = to_pandas(data, part) if is_frame(data) else None
-    if frame is None or "steps" in frame.columns:
-        return series_source.of_rows(lambda labelled: _named(_rows(data, part, spec), spec, None, labelled=labelled), spec.data)
-    return series_source.of_frame(lambda: (frame, ()), part, spec.data)
+    def rows(self, codec: Codec | None, *, labelled: bool) -> NamedRows:
+        """Its rows, with the fields that tasks read."""
+        return NamedRows(_rows(self.data, self.name, self.spec), self.spec, labelled, told_by(codec))
+
+    def frame(self) -> Frame | Table | None:
+        """The table that it is; None for lists of numbers, and for rows with `steps`."""
+        if isinstance(self.data, Table):  # read already, as the spec says
+            return self.data
+        frame = to_pandas(self.data, self.name)
+        return None if frame is None or "steps" in frame.columns else (frame, ())
 
 
 def file_of(value: Any, spec: Spec) -> str | None:
@@ -180,29 +152,6 @@ def _by_part(data: Any) -> dict[str, Any]:
     return {PARTS[name]: value for name, value in data.items() if value is not None}
 
 
-def _examples(rows: dict[str, NamedRows], spec: Spec, codec: Codec | None, new: NewArray) -> Entry:
-    share = 0.0 if "valid" in rows else spec.data.share
-    held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
-    codec = codec or examples.learn(rows["train"], spec, held)
-    encoded = {part: _encoded(value, spec, codec, new, part) for part, value in rows.items()}
-    parts = hold_out(encoded, spec, share, held, "train")
-    notes = (*rows["train"].notes(), *(line for each in encoded.values() for line in each.notes), *overlap.notes(parts, rows))
-    if codec.kind == "int" and codec.task != "language" and not rows["train"].join:  # which is how many counts and measurements look
-        how = "to read them as numbers, pass floats, as in x.astype(float)"
-        notes = (f"train: whole numbers are read as tokens, {codec.size - 1:,} different ones at most; {how}", *notes)
-    return Entry(parts, codec, notes)
-
-
-def _encoded(rows: NamedRows, spec: Spec, codec: Codec, new: NewArray, part: str, *, labelled: bool = True) -> Sequences:
-    join = spec.task == "language" and spec.streams and rows.join
-    return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
-
-
-def _named(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool = True) -> NamedRows:
-    """Rows with the fields that tasks read."""
-    return NamedRows(rows, spec, labelled, told_by(codec))
-
-
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
@@ -218,8 +167,8 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
     if isinstance(data, tuple):
         return _pairs(data, part, spec)
     plain = as_plain(data)
-    if (isinstance(plain, np.ndarray) and plain.ndim < 2) or _is_flat(plain):
-        plain = [plain]  # tokens are one stream, not many sequences of one token
+    if (isinstance(plain, np.ndarray) and plain.ndim < (3 if spec.task == "forecasting" else 2)) or _is_flat(plain):
+        plain = [plain]  # one stream or series, not many sequences of one token
     if not hasattr(plain, "__len__") or not hasattr(plain, "__getitem__"):
         fact = f"{part} is a {type(data).__name__}, which has no length or cannot be indexed"
         raise DataError(f"{fact}; pass a list, an array, a frame or a map-style Dataset (of a DataLoader, loader.dataset)")
@@ -281,32 +230,3 @@ def _content(item: Any, spec: Spec) -> Row:
         return {"steps": plain}
     flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and not spec.reads_series
     return {"tokens": array} if flat_tokens or spec.task == "language" else {"steps": plain}
-
-
-def _table_opener(data: Any, part: str, spec: Spec, *, labelled: bool = True) -> Callable[[Codec | None], Table]:
-    """Return a function that reads series as the spec says or, given a codec, as the training data was read."""
-
-    def open_table(codec: Codec | None) -> Table:
-        choice = ColumnChoice.of(spec.data, codec, labelled=labelled)
-        if isinstance(data, Table):  # read already, as the spec says
-            return data
-        frame = to_pandas(data, part)
-        if frame is not None:
-            return arrange(frame, part, choice)
-        plain = as_plain(data)
-        if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
-            return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice)
-        return series.choose_columns(series.from_rows(_rows(data, part, spec), choice.weight), choice)
-
-    return open_table
-
-
-def _fingerprint(parts: dict[str, Sequences], codec: Codec) -> str:
-    """Return a hash of the arrays and the codec."""
-    digest = hashlib.sha256(codec.to_json().encode())
-    for part, sequences in parts.items():
-        for field in ARRAYS:
-            if (array := getattr(sequences, field)) is not None:
-                digest.update(f"{part} {field} {array.dtype} {array.shape}".encode())
-                digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()[:32]

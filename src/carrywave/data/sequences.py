@@ -44,7 +44,6 @@ class Sequences:
     spreads: NDArray[np.float64] | None = None  # [n, targets] the deviation of each series' targets in train, if steps have numbers
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
     notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
-    fingerprint: str = ""  # hash of content and reading; equal for equal data
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -60,7 +60,7 @@ def samples_of(folder: Path, device: str = "auto") -> Samples:
             return Samples("No samples: the run has neither validation nor test data.")
         if not saved.model.has_output:
             return Samples("No samples: the model's head has no forward method.")
-        changed = changed_since(saved, prepared, name)
+        changed = changed_since(saved, name)
         samples = _computed(replace(saved, task=saved.task.with_line(prepared.train)), name, data)
         return replace(samples, note=" ".join([samples.note, *(f"{line}." for line in changed)]))
     except UserError as error:

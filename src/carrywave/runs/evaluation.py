@@ -10,9 +10,8 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader
-from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
+from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, WindowOrder
 from carrywave.data.sequences import View
-from carrywave.data.windows import WindowOrder
 from carrywave.errors import DataError
 from carrywave.kernels import random
 from carrywave.model.heads.ctc import Ctc

@@ -23,8 +23,8 @@ from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row, Rows
 from carrywave.data.formats.opening import open_rows
 from carrywave.data.prepare import told_by
-from carrywave.data.python_inputs import read_python, rows_for, series_of, step_series_of
-from carrywave.data.steps.step_series import table_of
+from carrywave.data.python_inputs import read_python, rows_for, series_of, series_opener
+from carrywave.data.tables import step_series
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.text.tally import Tally
 from carrywave.errors import PlanError, RunError, UserError, option
@@ -283,8 +283,9 @@ def _estimate(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sin
     with ExitStack() as stack:
         data = kept_on_all(world, stack, lambda: spec) if is_standard(request.data) else request.data
         with raise_on_all(world, no_timeout=True):
-            source = step_series_of(data, spec)
-            read = [table_of(source, member.task.codec, spec, MemoryAppender) for member in members]
+            open_table = series_opener(data, spec)
+            tables = [(open_table(member.task.codec, labelled=False), member.task.codec) for member in members]
+            read = [(table, step_series.read(table, codec, spec, MemoryAppender, part="data", labelled=False)) for table, codec in tables]
         if world.rank == 0:
             for line in read[0][1].notes:
                 request.note(line)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from carrywave.data.codec import Codec
-from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.prepare import Prepared, digests_of, prepare
 from carrywave.data.python_inputs import file_of, read_python
 from carrywave.data.text.tag_scheme import tags_of
 from carrywave.errors import DataError, RunError, UserError, option
@@ -326,7 +326,7 @@ def _part(saved: Saved, data: Any) -> Part:
     prepared = own_data(saved)
     for name, part_data in (("test", prepared.test), ("valid", prepared.valid)):
         if part_data is not None:
-            notes = changed_since(saved, prepared, name)
+            notes = changed_since(saved, name)
             part = saved.task.with_line(prepared.train).part(name, part_data)
             return replace(part, notes=(*notes, *part.notes))
     raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
@@ -353,13 +353,13 @@ def files_of(run: Run) -> dict[str, str]:
     return files if isinstance(files, dict) else {}
 
 
-def changed_since(saved: Saved, prepared: Prepared, part: str) -> tuple[str, ...]:
+def changed_since(saved: Saved, part: str) -> tuple[str, ...]:
     """A line if the file of a part is no longer that of training. Refuse a part of the training file then: it may hold rows that were
     trained on.
     """
     setting = getattr(saved.spec.data, part)
     before, of = files_of(saved.run), "train" if setting is None else part
-    if before.get(of, prepared.files.get(of)) == prepared.files.get(of):
+    if of not in before or before[of] == digests_of(saved.spec)[f"data.{of}"][1]:
         return ()
     name = setting or saved.spec.data.train
     fact = f"{name} has changed since {saved.run.path} was trained"

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.tables.channels import backward
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
-from carrywave.data.tables.transform import backward
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks.quantile_functions import Quantiles
 from carrywave.tasks.views import Naive
@@ -39,8 +39,7 @@ class ForecastValues:
 
     def unit(self, series: int) -> Reals:
         """Return the size of a standardised unit of each column [C] of a series, before the transform is undone."""
-        scales = self._scales[series * self.many : (series + 1) * self.many]
-        return np.concatenate([np.array(std)[self._targets] for _, std in scales])
+        return self._scales[1][series * self.many : (series + 1) * self.many][:, self._targets].ravel()
 
     def last(self, series: int, known_O: Ints) -> Reals:
         """Return the values [O, C] of a series in the last of its first `known_O` rows."""
@@ -61,7 +60,7 @@ class ForecastValues:
         parts = []
         for place, out in enumerate(outs):
             number = series * self.many + place
-            mean, std = (np.array(values)[self._targets] for values in self._scales[number])
+            mean, std = (values[number][self._targets] for values in self._scales)
             if self._counts:
                 mean, std = np.zeros_like(mean), np.ones_like(std)
             relative_OHCQ = out.reshape(*out.shape[:3], -1) + self._naive(self.data.starts[number] + known_O - 1)[..., None]

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from carrywave.data.batch import IGNORED
 from carrywave.data.sequences import UNSEEN
-from carrywave.data.tables.transform import LARGEST
+from carrywave.data.tables.channels import LARGEST
 from carrywave.model.sample_weights import known
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec

@@ -114,18 +114,23 @@ def _windows(train: Sequences, columns: Ints, lags: int, horizon: int, stride: i
     the share that the penalty is chosen on.
     """
     size = lags + horizon
+    if len(train.inputs) < size:
+        return
+    windows_RCN = np.lib.stride_tricks.sliding_window_view(train.inputs[:, columns], size, axis=0)
     for start, length in zip(train.starts, train.lengths, strict=True):
         rows = np.arange(start, start + length - size + 1, stride, dtype=np.int64)
         cut = len(rows) - int(len(rows) * HELD_OUT)
         for part, is_held in ((rows[:cut], False), (rows[cut:], True)):
             for first in range(0, len(part), BLOCK_ROWS):
                 block = part[first : first + BLOCK_ROWS]
-                rows_RS = block[:, None] + np.arange(size)
-                yield np.asarray(train.inputs[rows_RS][..., columns], np.float64), _weights(train, rows_RS[:, lags:]), is_held
+                rows_RK = block[:, None] + np.arange(lags, size)
+                yield np.asarray(windows_RCN[block].swapaxes(1, 2), np.float64), _weights(train, rows_RK), is_held
 
 
 def _weights(train: Sequences, rows_RK: Ints) -> Reals | None:
     """The weights of targets, 0 for those that are missing."""
+    if train.step_weights is None and train.missing is None:
+        return None
     weights = None if train.step_weights is None else np.asarray(train.step_weights[rows_RK], np.float64)[..., None]
     if train.missing is None:
         return weights

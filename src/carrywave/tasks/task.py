@@ -13,9 +13,8 @@ from torch import Tensor
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import History, Sequences, View
-from carrywave.data.tables.channels import series_names
+from carrywave.data.tables.channels import LARGEST, LEAST, series_names
 from carrywave.data.tables.series import unseen_series
-from carrywave.data.tables.transform import LARGEST, LEAST
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.data.text.tokenizers import UNKNOWN

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences, View
-from carrywave.data.steps.step_series import LEAST_SPREAD
+from carrywave.data.tables.step_series import LEAST_SPREAD
 from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.spec.data_spec import DataSpec

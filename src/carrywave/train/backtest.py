@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from carrywave.data.prepare import digests_of, table_of_file
+from carrywave.data.prepare import digests_of
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables import series
 from carrywave.data.tables.parts import spans
@@ -115,7 +115,7 @@ def backtest_spec(
         if request.horizon is not None:
             spec = spec.model_copy(update={"data": spec.data.model_copy(update={"horizon": request.horizon})})
         rolling = request.rolling(spec.data.horizon, reads_ahead=bool(spec.data.known))
-        whole = table_of_file(file, None, spec)
+        whole = series_of(file, None, spec, labelled=True)
         # Train needs a horizon and a row, and valid another horizon.
         table, placed, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
         alone = _alone(spec)

@@ -19,7 +19,8 @@ import torch
 from carrywave.benchmarks.peers import simple_baselines, torch_defaults
 from carrywave.benchmarks.quality_runs.data_sets import HIGHER
 from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.prepare import prepare, table_of_file
+from carrywave.data.prepare import prepare
+from carrywave.data.python_inputs import series_of
 from carrywave.data.tables import series
 from carrywave.spec.defaults import fitted
 from carrywave.spec.load import load
@@ -62,7 +63,7 @@ def read(words: Sequence[str], follows: str | None = None) -> tuple[Task, dict[s
     task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
     found = {"train": prepared.train, "valid": prepared.valid, "test": prepared.test}
     if follows is not None:
-        whole = series.encoded(table_of_file(follows, prepared.codec, spec), prepared.codec, MemoryAppender)
+        whole = series.encoded(series_of(follows, prepared.codec, spec, labelled=True), prepared.codec, MemoryAppender)
         found["test"] = replace(whole, warm=whole.lengths - spec.data.horizon)
     return task, {name: task.part(name, data) for name, data in found.items() if data is not None}
 

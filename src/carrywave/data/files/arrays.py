@@ -1,4 +1,4 @@
-"""Arrays that grow by appending, in memory or directly in a .npy file, so that memory use stays flat for large files."""
+"""Arrays that grow by appending, in memory or in a file that is mapped into memory, so that memory use stays flat for large files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-
-FLUSH_BYTES = 1 << 20
 
 
 class Appender(Protocol):
@@ -39,47 +37,25 @@ class MemoryAppender:
 
     def close(self) -> NDArray[Any]:
         """Return all rows as one array."""
-        return np.concatenate([self._empty, *self._parts])
+        return self._parts[0] if len(self._parts) == 1 else np.concatenate([self._empty, *self._parts])
 
 
 class FileAppender:
-    """Write rows to a .npy file as they arrive; the header, which holds the row count, is rewritten at the end."""
+    """Write the numbers of rows to a file as they arrive."""
 
     def __init__(self, path: Path, dtype: DTypeLike, columns: int | None) -> None:
-        self._path, self._dtype, self._columns = path, np.dtype(dtype), columns
-        self._rows = 0
-        self._pending = bytearray()
-        self._file = path.open("wb")
-        self._write_header()
-
-    def _write_header(self) -> None:
-        shape = (self._rows,) if self._columns is None else (self._rows, self._columns)
-        # NumPy pads this header so that the first dimension can grow without moving the data.
-        np.lib.format.write_array_header_1_0(self._file, {"descr": self._dtype.str, "fortran_order": False, "shape": shape})
+        self.path, self._dtype, self._columns = path, np.dtype(dtype), columns
+        self._file = path.open("wb", buffering=1 << 20)
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Append rows, buffering small writes."""
-        self._rows += len(rows)
-        self._pending += np.ascontiguousarray(rows, self._dtype).data.cast("B") if rows.size else b""
-        if len(self._pending) >= FLUSH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._file.write(self._pending)
-        self._pending = bytearray()
+        """Append rows."""
+        if rows.size:
+            self._file.write(np.ascontiguousarray(rows, self._dtype).data.cast("B"))
 
     def close(self) -> NDArray[Any]:
         """Finish the file and return it as a memory-mapped array."""
-        self._flush()
-        end = self._file.tell()
-        self._file.seek(0)
-        self._write_header()
-        header_bytes = self._file.tell()
         self._file.close()
-        expected = header_bytes + self._rows * self._dtype.itemsize * (1 if self._columns is None else self._columns)
-        if end != expected:
-            raise RuntimeError(f"{self._path} has {end} bytes, expected {expected}")
-        return open_array(self._path)
+        return open_array(self.path, self._dtype.str, self._columns)
 
     def abandon(self) -> None:
         """Close the file without finishing it."""
@@ -87,10 +63,10 @@ class FileAppender:
             self._file.close()
 
 
-def open_array(path: Path) -> NDArray[Any]:
-    """Open a .npy file memory-mapped and read-only, as a plain array (indexing np.memmap itself is slow)."""
-    mapped: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    return mapped
+def open_array(path: Path, dtype: str, columns: int | None) -> NDArray[Any]:
+    """Open a file of numbers memory-mapped and read-only, as a plain array (indexing np.memmap itself is slow)."""
+    mapped: NDArray[Any] = np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)
+    return mapped if columns is None else mapped.reshape(-1, columns)
 
 
 def token_dtype(size: int) -> DTypeLike:

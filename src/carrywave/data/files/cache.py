@@ -1,20 +1,20 @@
-"""On-disk cache of parsed data, keyed by a hash of the files and of how they are read: memory-mapped .npy files, each with a SHA-256.
+"""On-disk cache of parsed data, keyed by the files (path, size, time) and by how they are read: arrays that are mapped into memory.
 
-An entry is a directory. It is written to a temporary directory next to its final place, synced to disk, and published with a
-single rename; a process that loses the race to publish an entry uses the winner's. Every file is verified before it is opened.
+An entry is a directory. It is written to a temporary directory next to its final place, and published with a single rename; a process that
+loses the race to publish an entry uses the winner's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,32 +23,41 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.files import hashes
 from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError, ResourceError, UserError, from_system, remedy_for, unwinding
+from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
 
-FORMAT = 11  # part of every key, so that entries of another format, or read in another way, are never used
-CHECKS = 5  # part of every entry's name, but not of its key, which runs remember: entries read with fewer checks are never used
+FORMAT = 12  # part of every key, so that entries of another format, or read in another way, are never used
 ARRAYS = (
     *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),
     *("units", "means", "spreads", "missing"),
 )
 STALE_SECONDS = 7 * 24 * 3600
-MANIFEST, CONTENT, DRAFT = "manifest.json", "content.json", ".draft-"
-PLAIN_NAME = re.compile(r"[a-z0-9_]+\.(npy|json)")
-
-Parts = dict[str, Sequences]
+CONTENT, DRAFT = "content.json", ".draft-"
 
 
 @dataclass(frozen=True)
 class Entry:
     """The contents of a cache entry."""
 
-    parts: Parts
+    parts: dict[str, Sequences]
     codec: Codec
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
     about: Mapping[str, Any] = field(default_factory=dict)  # how a table was read, for programs
+    fingerprint: str = ""  # equal for equal data
+
+    def fingerprinted(self) -> Entry:
+        """The entry with a hash of its arrays and its codec."""
+        digest = hashlib.blake2b(self.codec.to_json().encode(), digest_size=16)
+        hashed: set[int] = set()
+        for part, sequences in sorted(self.parts.items()):
+            for kind in ARRAYS:
+                if (array := getattr(sequences, kind)) is not None:
+                    digest.update(f"{part} {kind} {array.dtype} {array.shape}".encode())
+                    if id(array) not in hashed:  # parts share their rows
+                        digest.update(np.ascontiguousarray(array).data)
+                        hashed.add(id(array))
+        return Entry(self.parts, self.codec, self.notes, self.about, digest.hexdigest())
 
 
 Build = Callable[[NewArray], Entry]
@@ -62,56 +71,71 @@ def folder(setting: str | None) -> Path:
     return Path(path)
 
 
-def place_of(where: Path, key: str) -> Path:
-    """Return the directory of an entry."""
-    return where / f"{key}-{CHECKS}"
+def key_of(value: Any) -> str:
+    """A hash of plain values."""
+    return hashlib.sha256(json.dumps([FORMAT, value], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def fetch(where: Path, key: str, build: Build) -> Entry:
     """Return the entry for `key`, building it first if it does not exist."""
-    place = place_of(where, key)
+    place = where / key
     try:
-        exists = place.exists()
+        if not place.exists():
+            with unwinding():
+                _write(where, place, build)
     except OSError as error:
         _refuse(where, error)
-    if not exists:
-        with unwinding():
-            _write(where, place, build)
-    return _open(place)
+    try:
+        return _open(place)
+    except (ValueError, KeyError, FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"the cache {place} is damaged; delete the folder {place}") from error
+    except PermissionError as error:
+        raise DataError(f"the cache {place} cannot be read ({error.strerror}); set $CARRYWAVE_CACHE to a readable folder") from error
 
 
 def _write(where: Path, place: Path, build: Build) -> None:
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        _sweep(where)
-        draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{place.name}-", dir=where))
-        draft.chmod(where.stat().st_mode & 0o777)  # anyone who may read the cache may read its entries
-    except OSError as error:
-        _refuse(where, error)
+    where.mkdir(parents=True, exist_ok=True)
+    _sweep(where)
+    draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{place.name}-", dir=where))
+    draft.chmod(where.stat().st_mode & 0o777)  # anyone who may read the cache may read its entries
     writers: list[FileAppender] = []
-    names: dict[int, tuple[NDArray[Any], str]] = {}  # by id(); holding the array keeps its id from being reused
+    files: dict[int, tuple[NDArray[Any], str]] = {}  # by id(); holding the array keeps its id from being reused
 
-    class Named(FileAppender):
+    class Kept(FileAppender):
         def __init__(self, dtype: DTypeLike, columns: int | None) -> None:
-            self.file_name = f"a{len(writers)}.npy"
-            super().__init__(draft / self.file_name, dtype, columns)
+            super().__init__(draft / f"a{len(writers)}", dtype, columns)
             writers.append(self)
 
         def close(self) -> NDArray[Any]:
             array = super().close()
-            names[id(array)] = (array, self.file_name)
+            files[id(array)] = (array, self.path.name)
             return array
 
+    def layout(array: NDArray[Any]) -> list[Any]:
+        """The file of an array, its dtype, columns and rows; what parts share is stored once."""
+        columns = None if array.ndim == 1 else array.shape[1]
+        if id(array) not in files:
+            writer = FileAppender(draft / f"b{len(files)}", array.dtype, columns)
+            writers.append(writer)
+            writer.append(array)
+            writer.close()
+            files[id(array)] = (array, writer.path.name)
+        return [files[id(array)][1], array.dtype.str, columns, len(array)]
+
     try:
-        built = build(Named)
-        layouts = {part: _layout(draft, part, value, names) for part, value in built.parts.items()}
-        content = {"codec": built.codec.to_json(), "parts": layouts, "notes": built.notes, "about": dict(built.about)}
-        (draft / CONTENT).write_text(json.dumps(content))
-        _seal(draft, content)
-        _publish(draft, place)
-    except OSError as error:
+        built = build(Kept).fingerprinted()
+        parts = {
+            part: {"names": data.names} | {kind: layout(array) for kind in ARRAYS if (array := getattr(data, kind)) is not None}
+            for part, data in built.parts.items()
+        }
+        content = {"codec": built.codec.to_json(), "parts": parts, "notes": built.notes, "about": dict(built.about)}
+        (draft / CONTENT).write_text(json.dumps(content | {"fingerprint": built.fingerprint}))
+        draft.rename(place)
+        for other in where.glob(f"{DRAFT}{place.name}-*"):  # of a process that was killed, or of one that will find this entry
+            shutil.rmtree(other, ignore_errors=True)
+    except OSError:
         if not place.exists():  # else another process was faster, and has cleared this draft away
-            _refuse(where, error)
+            raise
     finally:
         for writer in writers:
             writer.abandon()
@@ -126,107 +150,27 @@ def _sweep(where: Path) -> None:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
-def _layout(draft: Path, part: str, sequences: Sequences, names: dict[int, tuple[NDArray[Any], str]]) -> dict[str, Any]:
-    """Map each array of a part to its file; an array shared between parts is stored once."""
-    layout: dict[str, Any] = {"names": sequences.names}
-    for kind in ARRAYS:
-        array = getattr(sequences, kind)
-        if array is None:
-            continue
-        if id(array) not in names:
-            file_name = f"{part}{kind}.npy"
-            np.save(draft / file_name, array, allow_pickle=False)
-            names[id(array)] = (array, file_name)
-        layout[kind] = names[id(array)][1]
-    return layout
-
-
-def _seal(draft: Path, content: dict[str, Any]) -> None:
-    """Delete unused files, sync the rest to disk, and record the size and hash of each."""
-    used = {CONTENT} | {layout[field] for layout in content["parts"].values() for field in ARRAYS if field in layout}
-    files = {}
-    for path in sorted(draft.iterdir()):
-        if path.name not in used:
-            path.unlink()
-            continue
-        _sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": hashes.sha256(path)}
-    manifest = draft / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "files": files}))
-    _sync(manifest)
-    _sync(draft)
-
-
-def _publish(draft: Path, place: Path) -> None:
-    try:
-        draft.rename(place)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return  # another process published the same entry first
-    _sync(place.parent)
-    for other in place.parent.glob(f"{DRAFT}{place.name}-*"):  # of a process that was killed, or of one that will find this entry
-        shutil.rmtree(other, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _open(place: Path) -> Entry:
-    with _matching(place):
-        files = json.loads((place / MANIFEST).read_text())["files"]
-        for name, recorded in files.items():
-            path = place / name
-            # A manifest must not point outside its directory, neither by path nor by symlink.
-            if (
-                not PLAIN_NAME.fullmatch(name)
-                or path.is_symlink()
-                or path.stat().st_size != recorded["bytes"]
-                or hashes.sha256(path) != recorded["sha256"]
-            ):
-                raise ValueError(name)
-        if CONTENT not in files:
-            raise ValueError(CONTENT)
-        content = json.loads((place / CONTENT).read_text())
-        arrays = {name: open_array(place / name) for name in files if name.endswith(".npy")}
-        parts = {part: _sequences(layout, arrays) for part, layout in content["parts"].items()}
-        return Entry(parts, Codec.from_json(content["codec"]), tuple(str(note) for note in content["notes"]), content["about"])
+    content = json.loads((place / CONTENT).read_text())
+    opened: dict[str, NDArray[Any]] = {}
 
+    def array(name: str, dtype: str, columns: int | None, rows: int) -> NDArray[Any]:
+        if name not in opened and len(opened.setdefault(name, open_array(place / name, dtype, columns))) != rows:
+            raise ValueError(f"{name} does not have {rows} rows")
+        return opened[name]
 
-def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sequences:
-    names = layout["names"]
-    fields: dict[str, Any] = {field: arrays[layout[field]] for field in ARRAYS if field in layout}
-    return Sequences(**fields, names=None if names is None else tuple(names))
-
-
-@contextlib.contextmanager
-def _matching(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise  # a lack of resources; the file itself is fine
-        if isinstance(error, OSError) and number in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE):
-            why = os.strerror(number)
-            raise from_system(error, DataError)(
-                f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a readable folder"
-            ) from error
-        raise DataError(f"the cache {place} does not match its hash; delete the folder {place}") from error
+    parts: dict[str, Sequences] = {}
+    for part, layout in content["parts"].items():
+        names = layout.pop("names")
+        arrays: dict[str, Any] = {kind: array(*where) for kind, where in layout.items()}
+        parts[part] = Sequences(**arrays, names=None if names is None else tuple(names))
+    return Entry(parts, Codec.from_json(content["codec"]), tuple(content["notes"]), content["about"], content["fingerprint"])
 
 
 def _refuse(where: Path, error: OSError) -> NoReturn:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise ResourceError(
-            f"no disk space left for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with enough space"
-        ) from error
+        fact, remedy = f"no disk space left for the cache {where}", "free some, or set $CARRYWAVE_CACHE to a folder with enough space"
+        raise ResourceError(f"{fact}; {remedy}") from error
     remedy = "set $CARRYWAVE_CACHE to a writable folder"
     if error.errno != errno.EROFS:
         remedy = remedy_for(error, remedy)

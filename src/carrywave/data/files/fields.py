@@ -71,15 +71,23 @@ def tokens_of(row: Row, where: str, *, words: bool | None = None) -> Any:
 
 def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
     """Return the numbers of a row, [steps, features]; a flat list is one feature per step."""
-    matrix = numbers(take(row, "steps", where), "steps", where)
+    return matrix_of(take(row, "steps", where), "steps", where, columns)
+
+
+def matrix_of(value: Any, field: str, where: str, columns: int | None, *, gaps: bool = False) -> Matrix:
+    """Return the numbers of each step, `columns` of them if that is known; with `gaps`, NaN for those that are missing."""
+    matrix = numbers(value, field, where)
     matrix = matrix[:, None] if matrix.ndim == 1 else matrix
     if matrix.ndim != 2 or not matrix.size:
-        raise DataError(f"{where}: steps has shape {list(matrix.shape)}; write a list of steps, each a list of numbers")
+        raise DataError(f"{where}: {field} has shape {list(matrix.shape)}; write a list of steps, each a number or a list of numbers")
     if columns is not None and matrix.shape[1] != columns:
-        raise DataError(f"{where}: a step has {matrix.shape[1]} features, but the training data has {columns}; use {columns} in every step")
-    for step, column in np.argwhere(unusable(matrix))[:1]:
-        fact = f"step {step}, column {column} of steps is {matrix[step, column]}, not a finite number (below 1e25)"
-        raise DataError(f"{where}: {fact}; fill the gap")
+        fact = f"a step has {matrix.shape[1]} numbers in {field}, but others have {columns}"
+        raise DataError(f"{where}: {fact}; use {columns} in every step")
+    bad = unusable(matrix) & ~np.isnan(matrix) if gaps else unusable(matrix)
+    if bad.any():
+        step, column = np.argwhere(bad)[0]
+        fact = f"step {step}, column {column} of {field} is {matrix[step, column]}, not a finite number (below 1e25)"
+        raise DataError(f"{where}: {fact}; {'correct it' if gaps else 'fill the gap'}")
     return matrix
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import json
 import re
 import warnings
 from collections import Counter
@@ -22,6 +21,7 @@ import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files.frames import with_index
 from carrywave.data.files.numbers import DATE, MISSING, NUMBER, as_numbers
+from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import Source
 from carrywave.errors import DataError, UserError, one_line
 from carrywave.spec.data_spec import DataSpec
@@ -48,7 +48,7 @@ def read_frame(source: Source, data: DataSpec, *, as_text: bool = False) -> tupl
         if source.format == "parquet":
             frame = _columnar(source)
         elif source.format == "jsonl":
-            frame = pd.DataFrame.from_records(_records(source))
+            frame = pd.DataFrame.from_records([row for _, row in json_rows(source)])
         else:
             frame, notes = _text_table(source, data, as_text=as_text)
     except UserError:
@@ -72,16 +72,8 @@ def _columnar(source: Source) -> pd.DataFrame:
     return with_index(table.to_pandas())
 
 
-def _records(source: Source) -> Any:
-    """The objects of a JSON array, or of JSON lines."""
-    text = "".join(source.texts())
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
-
-
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    content = b"".join(source.blocks()).removeprefix(codecs.BOM_UTF8)  # in UTF-8, whatever the file's encoding
+    content = source.content().removeprefix(codecs.BOM_UTF8)  # in UTF-8, whatever the file's encoding
     if not content[:HEAD_BYTES].strip():
         raise DataError(f"{source.name} is empty; use a table with a line of column names and at least one row")
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
@@ -90,8 +82,8 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     comments = COMMENTS.match(content)
     assert comments is not None  # it matches nothing, too
     begin = 0 if "skiprows" in told else comments.end()
-    lines = [line.rstrip("\r") for line in content[begin : begin + HEAD_BYTES].decode(errors="ignore").split("\n")]
-    lines = (lines if len(content) <= begin + HEAD_BYTES else lines[:-1])[:LOOKED_AT]
+    head = content[begin : begin + HEAD_BYTES].decode(errors="ignore").split("\n", LOOKED_AT)
+    lines = [line.rstrip("\r") for line in (head if len(head) <= LOOKED_AT and len(content) <= begin + HEAD_BYTES else head[:-1])]
     separator = told.get("sep") or told.get("delimiter") or data.mark or (comments["sep"] or b"").decode() or separator_of(lines)
     rows = _cells(lines, separator)
     first = 0 if told.keys() & {"skiprows", "header", "names"} else _first_row(rows)
@@ -103,7 +95,7 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         "header": 0 if header else None,
         "skiprows": first,
         "quoting": csv.QUOTE_NONE if separator == "\t" and not _quoted(content) else csv.QUOTE_MINIMAL,
-        "skipinitialspace": True,
+        "skipinitialspace": any(f"{separator} " in line for line in lines),
         "index_col": False,
         "engine": "c",
     }

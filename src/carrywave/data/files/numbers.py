@@ -7,33 +7,9 @@ import re
 import numpy as np
 import pandas as pd
 
-MISSING = frozenset(
-    {
-        "",
-        "?",
-        "-",
-        "--",
-        "---",
-        "–",
-        "—",
-        ".",
-        "..",
-        "...",
-        ":",
-        "\\n",  # as databases write it, in lower case as all are compared
-        "*",
-        "#",
-        "n/a",
-        "na",
-        "nan",
-        "none",
-        "null",
-        "nil",
-        "nat",
-        "missing",
-    }
-    | {"#n/a", "#na", "-nan", "<na>", "n.a.", "#value!", "#div/0!", "unknown", "not available"}
-)
+# Marks of missing values, in lower case as all are compared; databases write \\N.
+MARKS = r"? - -- --- – — . .. ... : \n * # n/a na nan none null nil nat missing #n/a #na -nan <na> n.a. #value! #div/0! unknown"
+MISSING = frozenset(["", "not available", *MARKS.split()])
 MOSTLY = 0.9  # a column of numbers may hold some words, which are then missing values
 SAMPLE = 200
 SIZES = {"K": 1e3, "M": 1e6, "B": 1e9}  # as in 25.3K

@@ -24,7 +24,6 @@ MARKS = ("ETag", "etag", "md5Hash", "md5", "content_md5", "crc32c", "checksum", 
 TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 # How paths begin that were made from addresses of the usual stores.
 FIRST_PARTS = ("s3:", "s3a:", "gs:", "gcs:", "az:", "abfs:", "abfss:", "oss:", "oci:", "tos:", "memory:", "file:", "http:", "https:")
-TRIES = 3  # to fetch a file that changes while it is fetched
 
 
 def is_address(name: object) -> bool:
@@ -150,28 +149,17 @@ class Store:
 def fetch(address: str, where: Path) -> Path:
     """A copy of a data file, in the cache folder `where`: fetched if there is none yet, or if the store's has changed since."""
     store = Store(address)
-    for _ in range(TRIES):
-        marks = store.marks()
-        key = hashlib.sha256(json.dumps([store.address, marks], sort_keys=True).encode()).hexdigest()[:32]
-        place = where / "fetched" / key / (PurePosixPath(store.address.partition("://")[2]).name or "data")
-        if place.is_file():
-            return place
-        if _fetch(store, place, marks):
-            return place
-    raise DataError(f"{address} changes while it is fetched; wait until it is complete, then try again")
-
-
-def _fetch(store: Store, place: Path, marks: dict[str, str]) -> bool:
-    """Fetch a file to its place in the cache; False if it changed meanwhile."""
+    marks = store.marks()
+    key = hashlib.sha256(json.dumps([store.address, marks], sort_keys=True).encode()).hexdigest()[:32]
+    place = where / "fetched" / key / (PurePosixPath(store.address.partition("://")[2]).name or "data")
     draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        store.get("", draft)
-        if store.marks() != marks or marks["size"] not in (str(draft.stat().st_size), "None"):
-            return False
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(place)
+        if not place.is_file():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            store.get("", draft)
+            if store.marks() != marks:
+                raise DataError(f"{address} changes while it is fetched; wait until it is complete, then try again")
+            draft.replace(place)
     except OSError as error:
         reason = error.strerror or str(error)
         fact, remedy = f"{store.address} cannot be kept in {place.parent} ({reason})", "set $CARRYWAVE_CACHE to another folder"
@@ -179,7 +167,7 @@ def _fetch(store: Store, place: Path, marks: dict[str, str]) -> bool:
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-    return True
+    return place
 
 
 def _kinds(files: Any) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Rows can be iterated repeatedly; each can be located in an error message. JSON l
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,18 +113,3 @@ def parquet_rows(source: Source) -> ReadRows:
                 yield batch
 
     return ReadRows(source.name, lambda: table_rows(batches(), start=1), ROW)
-
-
-def missing_column(where: str, column: str, names: Sequence[str], setting: str | None) -> str:
-    """Return the message; `setting` is the key that names the column, None if the training data had it."""
-    fact = f"{where} has no column {column!r}" + (f" ({setting})" if setting else ", which the training data has")
-    near = difflib.get_close_matches(column, names, n=1, cutoff=0.6) or [name for name in names if name.lower() == column.lower()]
-    if near:
-        return f"{fact}; did you mean {quoted(near[0])}?" if setting else f"{fact}; if it is {quoted(near[0])}, rename that"
-    shown = ", ".join(map(quoted, names[:SHOWN])) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-    return f"{fact}; use one of {shown}" if setting else f"{fact} (here there are {shown}); add it"
-
-
-def quoted(column: str) -> str:
-    """Return a name as it is, or in quotes if it would not be seen."""
-    return column if column.strip() else repr(column)

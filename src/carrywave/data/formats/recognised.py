@@ -13,7 +13,8 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from carrywave.data.files.fields import FIELDS
-from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows, missing_column
+from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows
+from carrywave.data.tables.choice import missing_column
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 

@@ -34,6 +34,7 @@ class ColumnChoice:
     targets: tuple[str, ...] = ()  # to forecast; empty: all that are measured
     weight: str | None = None  # the weight of each row's values as targets
     each_step: bool = False  # targets are estimated at every step from the other columns
+    in_order: bool = False  # rows have no times, and are in their order
 
     @staticmethod
     def of(data: DataSpec, codec: Codec | None, *, labelled: bool = True) -> ColumnChoice:
@@ -55,14 +56,6 @@ class ColumnChoice:
         """The columns that are named."""
         weight = () if self.weight is None else (self.weight,)
         return frozenset((*(self.columns or ()), *self.targets, *self.known, *self.categorical, *self.static, *weight))
-
-    def check_unnamed(self, name: str, *keys: str) -> None:
-        """Refuse keys about columns where a list of numbers has none."""
-        for key in keys:
-            value = None if self.trained and key in ("time", "series", "frequency") else getattr(self, key)
-            if value and value != "none":
-                fact = f"{name} is a list of numbers without times and names, but data.{key} is {value}"
-                raise DataError(f"{fact}; use a CSV or Parquet file, or a frame, or remove it")
 
 
 def require(names: Sequence[str], wanted: Sequence[str], file: str, field: str | None) -> None:

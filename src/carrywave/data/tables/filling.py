@@ -15,14 +15,13 @@ MOST_TIMES, MOST_ROWS = 10, 1 << 20  # gaps may multiply the rows by this, and a
 Values = NDArray[np.float64]
 
 
-def complete(times: Times, codes: Ints) -> tuple[Times, Ints, Ints] | None:
-    """Insert the rows that are missing between sorted rows of a regular table: the times, the series and the former row of each, -1 for a
-    new one. None if none are missing, if times are irregular, or if nearly all would be new.
+def complete(times: Times, codes: Ints, places: Ints) -> tuple[Times, Ints, Ints] | None:
+    """Insert the rows that are missing between sorted rows at these places of the grid: the times, the series and the former row of each,
+    -1 for a new one. None if none are missing, if times are irregular, or if nearly all would be new.
     """
     frequency = times.frequency
     if frequency is None or len(codes) < 2:
         return None
-    places = frequency.places(times.keys, codes)
     units = np.where(np.diff(codes) == 0, np.diff(places), 1)
     missing = int((units - 1).sum())
     if (places < 0).any() or (units < 1).any() or not missing or missing > max(MOST_TIMES * len(codes), MOST_ROWS):

@@ -131,7 +131,7 @@ def infer(keys: Keys) -> tuple[Frequency | None, float]:
         warnings.simplefilter("ignore")
         name = pd.infer_freq(moments)
     if name is not None:
-        return _named(name), 1.0
+        return told(name, keys), 1.0
     ways: list[tuple[Frequency, float]] = []
     if ((moments - moments.normalize()) == (moments[0] - moments[0].normalize())).all():
         ways += [found for name in ANCHORED if (found := _on(name, keys)) is not None]
@@ -143,12 +143,3 @@ def infer(keys: Keys) -> tuple[Frequency | None, float]:
         ways.append((_equal(pd.Timedelta(step, unit="us")), len(keys) / (span / step + 1)))
     best, full = max(ways, key=lambda way: way[1], default=(None, 0.0))
     return (best, full) if full > LEAST_FULL else (None, 0.0)
-
-
-def _named(name: str) -> Frequency:
-    offset = pd.tseries.frequencies.to_offset(name)
-    if isinstance(offset, pd.offsets.Tick):
-        return _equal(pd.Timedelta(offset))
-    if name == "D" or isinstance(offset, pd.offsets.Day):
-        return _equal(pd.Timedelta(days=offset.n))
-    return Frequency(offset.freqstr)

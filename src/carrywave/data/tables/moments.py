@@ -13,6 +13,7 @@ LEAST_CHANGE = 1e-3  # of a deviation: the scale of a series that is nearly the 
 NOISE = 8 * float(np.finfo(np.float64).eps)  # relative to the largest magnitude: a standard deviation below this is rounding error
 
 Values = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of each column
 
 
@@ -59,43 +60,60 @@ class Moments:
         return tuple((self._first + self._mean).tolist()), tuple(std.tolist())
 
 
-def scale_of(blocks: Sequence[Values], counted: Sequence[int] = (), missing: Sequence[NDArray[np.bool_]] = ()) -> Scale:
-    """Return (mean, std) of the columns of all rows of some blocks. Values that are `missing` do not count; columns that are `counted` are
-    not shifted, and in units of their mean absolute value, so that 0 stays 0.
+def scales_of(
+    rows: Values, starts: Ints, lengths: Ints, *, season: int = 0, counted: Sequence[int] = (), missing: NDArray[np.bool_] | None = None
+) -> tuple[Values, Values]:
+    """Return the mean and the std [series, columns] of series that are rows of `rows`: with a season, the mean absolute change over it in
+    place of std. Values that are `missing` do not count; columns that are `counted` are not shifted, and in units of their mean absolute
+    value, so that 0 stays 0.
     """
-    moments = Moments()
-    for rows in blocks:
-        moments.add(rows)
-    mean, std = map(list, moments.scale(wanted=True, columns=blocks[0].shape[1]))
-    lacking = np.concatenate(missing) if missing else np.zeros((0, 0), np.bool_)
-    for column in np.flatnonzero(lacking.any(axis=0)):
-        present = Moments()
-        present.add(np.concatenate([rows[:, column] for rows in blocks])[~lacking[:, column], None])
-        if present.count:
-            (mean[column],), (std[column],) = present.scale(wanted=True, columns=1)
-    if counted:
-        size = np.sum([np.abs(rows).sum(axis=0) for rows in blocks], axis=0) / max(moments.count, 1)
-        for place in counted:
-            mean[place], std[place] = 0.0, float(size[place]) or 1.0
-    return tuple(mean), tuple(std)
-
-
-def own_scale(rows: Values, season: int = 0, counted: Sequence[int] = (), missing: NDArray[np.bool_] | None = None) -> Scale:
-    """Return the scale of one sequence, as `scale_of` does; with a season, the mean absolute change over it in place of std."""
-    mean, std = scale_of([rows], counted, [] if missing is None else [missing])
-    if counted or not season or len(rows) <= season:
-        return mean, std
-    changes = np.abs(rows[season:] - rows[:-season])
-    change = changes.mean(axis=0)
+    if len(rows) > (total := int(lengths.sum())):
+        at = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(total)
+        rows, missing = rows[at], None if missing is None else missing[at]
+    begins = np.cumsum(lengths) - lengths
+    sizes = np.maximum(lengths, 1)[:, None].astype(np.float64)
+    present = np.ones(rows.shape, np.bool_)
+    first = rows[begins]
     if missing is not None:
-        for column in np.flatnonzero(missing.any(axis=0)):
-            both = ~(missing[season:, column] | missing[:-season, column])
-            change[column] = changes[both, column].mean() if both.any() else 0.0
-    # A column that repeats every season up to rounding error has no change to speak of.
-    return mean, tuple(float(each) if each > LEAST_CHANGE * one else one for each, one in zip(change, std, strict=True))
+        present[:, : missing.shape[1]] = ~missing
+        there = np.add.reduceat(present, begins, axis=0, dtype=np.int64)
+        present |= np.repeat(there == 0, lengths, axis=0)  # what is missing throughout is as it was filled in
+        sizes = np.where(there == 0, sizes, there)
+        places = np.where(present, np.arange(len(rows))[:, None], len(rows))
+        first = np.take_along_axis(rows, np.minimum.reduceat(places, begins, axis=0), axis=0)
+    # Relative to the first value, so that a constant column has a deviation of exactly zero, without rounding error.
+    beyond = np.where(present, rows - np.repeat(first, lengths, axis=0), 0.0)
+    mean = np.add.reduceat(beyond, begins, axis=0) / sizes
+    spread = np.where(present, beyond - np.repeat(mean, lengths, axis=0), 0.0)
+    std = np.sqrt(np.add.reduceat(spread * spread, begins, axis=0) / sizes)
+    std = np.where(std > NOISE * np.maximum.reduceat(np.where(present, np.abs(rows), 0.0), begins, axis=0), std, 1.0)
+    mean = first + mean
+    for place in counted:
+        size = np.add.reduceat(np.abs(rows[:, place]), begins) / lengths
+        mean[:, place], std[:, place] = 0.0, np.where(size > 0, size, 1.0)
+    if season and not counted:
+        # A column that repeats every season up to rounding error has no change to speak of.
+        change = _changes(rows, begins, lengths, season, present)
+        std = np.where(change > LEAST_CHANGE * std, change, std)
+    return mean, std
 
 
-def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+def _changes(rows: Values, begins: Ints, lengths: Ints, season: int, present: NDArray[np.bool_]) -> Values:
+    """The mean absolute change over a season, [series, columns]; 0 if there is none."""
+    later = np.arange(len(rows)) - np.repeat(begins, lengths) >= season
+    before = np.maximum(np.arange(len(rows)) - season, 0)
+    both = later[:, None] & present & present[before]
+    changes = np.add.reduceat(np.where(both, np.abs(rows - rows[before]), 0.0), begins, axis=0)
+    return np.asarray(changes / np.maximum(np.add.reduceat(both, begins, axis=0, dtype=np.int64), 1), np.float64)
+
+
+def scale_of(rows: Values, counted: Sequence[int] = (), missing: NDArray[np.bool_] | None = None) -> Scale:
+    """Return (mean, std) of each column of some rows, as `scales_of`."""
+    mean, std = scales_of(rows, np.zeros(1, np.int64), np.array([len(rows)]), counted=counted, missing=missing)
+    return tuple(mean[0].tolist()), tuple(std[0].tolist())
+
+
+def standardise(rows: NDArray[Any], mean: tuple[float, ...] | Values, std: tuple[float, ...] | Values) -> NDArray[np.float32]:
     """Shift and scale in float64, so that large offsets lose no precision, then cast to float32; NaN stays NaN."""
     scaled: NDArray[np.float32] = ((rows - np.array(mean)) / np.array(std)).astype(np.float32)
     return scaled

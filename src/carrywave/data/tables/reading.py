@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from carrywave.data.sequences import Ints
-from carrywave.data.tables.choice import ColumnChoice, missing_column, quoted
+from carrywave.data.tables.choice import ColumnChoice, quoted, require
 from carrywave.data.tables.frequency import infer
 from carrywave.data.tables.instants import FIRST_YEAR, LAST_YEAR, NAMES, Instants, calendar_parts, most_regular, readings
 from carrywave.errors import DataError
@@ -29,6 +29,7 @@ MOST_SERIES_COLUMNS = 3
 MOST_REPEATS = 0.01  # of the rows of series may have the time of another: a mistake in the file
 MOST_TRIED = 8  # columns that may name series
 MOST_NUMBERED = 2000  # series named by numbers
+MOST_SPARSE = 8  # combinations of values and times for each row
 LEAST_WIDE = 8  # headers that are times
 MOST_NAMES = 6  # columns beside these
 LEAST_COUNTED = 20  # headers that are numbers of steps
@@ -45,6 +46,7 @@ class TableReading:
     numbers: tuple[str, ...] = ()  # columns of numbers
     left: dict[str, str] = field(default_factory=dict)  # columns that are not read, and why
     notes: tuple[str, ...] = ()
+    columns: _Columns = field(default_factory=lambda: _Columns())
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class _Columns:
             self._ways[name] = readings(frame[name])
         return self._ways[name]
 
+    def __len__(self) -> int:
+        """The rows of the table."""
+        return max((len(codes) for codes, _ in self._codes.values()), default=0)
+
     def codes(self, frame: pd.DataFrame, name: str) -> tuple[Ints, Any]:
         """The place of each row's value among the distinct values, and these."""
         if name not in self._codes:
@@ -98,16 +104,16 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     """Find the roles of the columns of a frame; `name` is that of the file in messages."""
     notes: list[str] = []
     frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
-    if choice.time is None or choice.time not in frame.columns:
+    timeless = choice.in_order or (choice.trained and choice.time is None)
+    if not timeless and (choice.time is None or choice.time not in frame.columns):
         frame = _turned(frame, name, notes, choice)
     if choice.series is None and SERIES_NAME in frame.columns:
         choice = replace(choice, series=(SERIES_NAME,))
     columns = _Columns()
-    frame = _with_time(frame, name, notes, choice, columns)
-    for wanted, key in ((choice.time, "data.time"), *((column, "data.series") for column in choice.series or ())):
-        if wanted is not None and wanted not in frame.columns:
-            raise DataError(missing_column(name, wanted, list(frame.columns), None if choice.trained else key))
-    way = _best(frame, name, choice, columns)
+    frame = frame if timeless else _with_time(frame, name, notes, choice, columns)
+    for wanted, key in (((choice.time,) if choice.time else (), "data.time"), (choice.series or (), "data.series")):
+        require(list(frame.columns), wanted, name, None if choice.trained else key)
+    way = None if timeless else _best(frame, name, choice, columns)
     if way is not None:
         frame, way = _without_repeats(frame, way, name, choice, notes)
         lost = way.instants.times.isna()
@@ -120,7 +126,7 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     used = {*series, *(() if way is None else (way.name,))}
     numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
     reading = TableReading(
-        frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes)
+        frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes), columns
     )
     if way is not None and way.instants.day_first is not None and not choice.trained:
         first = "day" if way.instants.day_first else "month"
@@ -149,7 +155,7 @@ def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnC
     if choice.time is not None and (choice.time in frame.columns or choice.time != TIME):
         return frame
     texts = [column for column in frame.columns if not pd.api.types.is_numeric_dtype(frame[column])]
-    dated = any(ways and not ways[0].times.dropna().duplicated().any() for ways in (columns.ways(frame, column) for column in texts))
+    dated = any(ways and not ways[0].repeats for ways in (columns.ways(frame, column) for column in texts))
     if not dated and (made := calendar_parts(frame)) is not None:
         times, used = made
         notes.append(f"{name}: times are put together from {' and '.join(map(quoted, used))}")
@@ -166,8 +172,6 @@ def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnC
 
 def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Columns) -> _Way | None:
     """The reading of times and series that is right; None if there are no times."""
-    if choice.trained and choice.time is None:
-        return None
     if choice.time is not None:
         found = [(choice.time, way) for way in readings(frame[choice.time], told=True)]
     else:
@@ -185,7 +189,7 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         if choice.series is not None or choice.trained:
             tries = [(choice.series or (), -1)]
         else:
-            tries = _series(frame, column, instants.times, labels, columns)
+            tries = _series(frame, column, instants, labels, columns)
         for series, repeats in tries:
             regular, full = _regularity(frame, instants, series, columns)
             if series and choice.series is None and not regular:
@@ -207,32 +211,36 @@ def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str], 
     """Whether the times of the longest series are regular, and how much of their grid is there."""
     times = instants.times
     if series:
-        codes = pd.factorize(columns.joined(frame, series))[0]
+        codes = columns.codes(frame, series[0])[0] if len(series) == 1 else pd.factorize(columns.joined(frame, series))[0]
         times = times[codes == np.bincount(codes).argmax()]
     found, full = infer(times.dropna().to_numpy())
     return found is not None, full
 
 
-def codes_of(frame: pd.DataFrame, names: Sequence[str]) -> tuple[Ints, list[tuple[Any, ...]]]:
+def codes_of(reading: TableReading) -> tuple[Ints, list[tuple[Any, ...]]]:
     """The series of each row, numbered as they first appear, and their names, a value of each column."""
-    codes, distinct = pd.factorize(_Columns().joined(frame, names))
-    first = np.full(len(distinct), len(codes), np.int64)
-    np.minimum.at(first, codes, np.arange(len(codes)))
-    return codes.astype(np.int64), list(frame[list(names)].iloc[first].itertuples(index=False, name=None))
+    frame, names = reading.frame, list(reading.series)
+    if not names:
+        return np.zeros(len(frame), np.int64), [()]
+    columns = reading.columns if len(reading.columns) == len(frame) else _Columns()
+    codes = columns.codes(frame, names[0])[0] if len(names) == 1 else pd.factorize(columns.joined(frame, names))[0].astype(np.int64)
+    first = np.flatnonzero(np.diff(np.maximum.accumulate(codes), prepend=-1))
+    return codes, list(frame[names].iloc[first].itertuples(index=False, name=None))
 
 
 def _series(
-    frame: pd.DataFrame, time: str, times: pd.Series, labels: Sequence[str], columns: _Columns
+    frame: pd.DataFrame, time: str, instants: Instants, labels: Sequence[str], columns: _Columns
 ) -> list[tuple[tuple[str, ...], int]]:
     """The fewest columns that, with the time, name each row, and those that name all but a few, each with how many they do not.
 
     A column of names recurs.
     """
+    times = instants.times
     present = times.notna().to_numpy()
+    if not present.any() or not instants.repeats:
+        return [((), 0)]
     moments = pd.factorize(times[present])[0].astype(np.int64)
     rows = len(moments)
-    if not rows or int(moments.max()) + 1 == rows:
-        return [((), 0)]
     able: dict[str, Ints] = {}
     for column in labels:
         if column == time or CALENDAR.fullmatch(column.strip()):
@@ -248,7 +256,8 @@ def _series(
             joined = moments
             for column in chosen:
                 joined = joined * len(columns.codes(frame, column)[1]) + able[column]
-            repeats = int(pd.Index(joined).duplicated().sum())
+            few = int(joined.max()) <= MOST_SPARSE * rows  # then counting is faster than hashing
+            repeats = rows - int(np.count_nonzero(np.bincount(joined))) if few else int(pd.Index(joined).duplicated().sum())
             if not repeats:
                 return [(chosen, 0), *nearly]
             if repeats <= MOST_REPEATS * rows and not nearly:
@@ -355,7 +364,7 @@ def _turned(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoi
         if not ways:
             dated = pd.to_datetime(maybe, errors="coerce", format="mixed").notna().to_numpy(bool)
     clocks = heads.str.fullmatch(r"\d{1,2}:\d\d(:\d\d)?").to_numpy(bool) & numeric
-    days = [column for column, chosen in zip(frame.columns, clocks, strict=True) if not chosen and readings(frame[column])]
+    days = [column for column, chosen in zip(frame.columns, clocks, strict=True) if clocks.any() and not chosen and readings(frame[column])]
     if clocks.sum() >= LEAST_WIDE and len(days) == 1:  # a day a row, with times of day as headers
         rest = [column for column, chosen in zip(frame.columns, clocks, strict=True) if not chosen]
         long = frame.melt(rest, list(heads[clocks]), "\0", "value")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,14 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import check_largest_weight, refuse_resets, steps_of, take, weight_of
-from carrywave.data.files.rows import WEIGHT, Rows
-from carrywave.data.overlap import notes_on_cut, notes_on_series
+from carrywave.data.files.fields import check_largest_weight
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
-from carrywave.data.tables.channels import TargetReading
-from carrywave.data.tables.choice import COVARIATES, ColumnChoice, listed, require
-from carrywave.data.tables.moments import Scale, own_scale, scale_of, standardise
+from carrywave.data.tables.channels import LEAST, TargetReading
+from carrywave.data.tables.choice import listed
+from carrywave.data.tables.moments import Values, scale_of, scales_of, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
-from carrywave.data.tables.table import Table
-from carrywave.data.tables.transform import LEAST
+from carrywave.data.tables.table import Open, Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -75,8 +72,8 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     counted = places if spec.data.counts else ()
     mean, std = (0.0,) * len(table.columns), (1.0,) * len(table.columns)
     if spec.data.standardize:
-        blocks, gaps = train.of(table.values), table.missing(range(len(table.columns) - len(calendar)))
-        mean, std = scale_of(blocks, counted, () if gaps is None else train.of(gaps))
+        rows, gaps = train.rows, table.missing(range(len(table.columns) - len(calendar)))
+        mean, std = scale_of(table.values[rows], counted, None if gaps is None else gaps[rows])
         if calendar:  # which needs no scale, and comes last
             mean, std = (*mean[: -len(calendar)], *(0.0,) * len(calendar)), (*std[: -len(calendar)], *(1.0,) * len(calendar))
     # Series are scaled by their mean absolute seasonal change, as errors of many series are compared.
@@ -98,24 +95,25 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     if not spec.data.standardize or not (by_series or len(table.names) > 1):
         return codec
     codec = replace(codec, scale_season=spec.data.season if by_change and not counted else 0)
-    own = [_own_scale(table, codec, slice(low, low + length)) for low, length in zip(train.starts, train.lengths, strict=True)]
+    means, stds = (tuple(map(tuple, each.tolist())) for each in _own_scales(table, codec, train))
     # A single series shares its scale with any other, so those of its channels are named after these alone.
     names = reading.channels if reading.channels and len(table.names) == reading.many else names
-    return replace(codec, names=names, means=tuple(mean for mean, _ in own), stds=tuple(std for _, std in own))
+    return replace(codec, names=names, means=means, stds=stds)
 
 
-def _own_scale(table: Table, codec: Codec, rows: slice) -> Scale:
-    """The scale of one series, one of which may count in thousands, another in units; but that of all series in columns that are constant
-    within a series, or have a scale by nature.
+def _own_scales(table: Table, codec: Codec, span: SeriesPart) -> tuple[Values, Values]:
+    """The scale of each series, one of which may count in thousands, another in units; but that of all series in columns that are constant
+    within a series, or have a scale by nature: [series, columns].
     """
-    measured = len(table.columns) - len(calendar_columns(codec.calendar))
-    mean, std = own_scale(table.values[rows], codec.scale_season, codec.counted, table.missing(range(measured), rows))
+    gaps = table.missing(range(len(table.columns) - len(calendar_columns(codec.calendar))))
+    season, counted = codec.scale_season, codec.counted
+    mean, std = scales_of(table.values, span.starts, span.lengths, season=season, counted=counted, missing=gaps)
     shared = [name in codec.fixed and name not in codec.known for name in codec.columns]
-    return tuple(np.where(shared, codec.mean, mean).tolist()), tuple(np.where(shared, codec.std, std).tolist())
+    return np.where(shared, codec.mean, mean), np.where(shared, codec.std, std)
 
 
-def scales(table: Table, codec: Codec) -> list[Scale]:
-    """Return the (mean, std) by which each series that a model reads of a table is standardised: in the order of `encoded`.
+def scales(table: Table, codec: Codec) -> tuple[Values, Values]:
+    """Return mean and std [series, columns] by which the series that a model reads of a table are standardised: in the order of `encoded`.
 
     All series share one scale unless the codec holds a scale per series, as it does if train has several. Then each series uses
     the scale of its rows in train or, if train does not contain it, of its rows here.
@@ -123,25 +121,24 @@ def scales(table: Table, codec: Codec) -> list[Scale]:
     return _scales(TargetReading.of(codec)(table), codec)
 
 
-def _scales(table: Table, codec: Codec) -> list[Scale]:
-    learned = codec.scale_of
-    if not learned:
-        return [(codec.mean, codec.std)] * len(table.names)
-    channels = codec.channels or (None,)
+def _scales(table: Table, codec: Codec) -> tuple[Values, Values]:
+    learned, channels = codec.scale_of, codec.channels or (None,)
+    mean, std = (np.tile(np.array(each, np.float64), (len(table.names), 1)) for each in (codec.mean, codec.std))
     known = [learned.get(name) or learned.get(channels[number % len(channels)] or name) for number, name in enumerate(table.names)]
-    bounds = zip(known, table.starts, table.lengths, strict=True)
-    return [scale or _own_scale(table, codec, slice(start, start + length)) for scale, start, length in bounds]
-
-
-def _told(names: Sequence[str]) -> str:
-    return f"series {names[0]} is" if len(names) == 1 else f"{len(names):,} series ({', '.join(names[:3])}{', …' * (len(names) > 3)}) are"
+    new = np.array([each is None for each in known], np.bool_)
+    if learned:
+        mean[~new], std[~new] = (np.array([each[way] for each in known if each is not None]).reshape(-1, mean.shape[1]) for way in (0, 1))
+        if new.any():
+            mean[new], std[new] = _own_scales(table, codec, whole(table).only(new))
+    return mean, std
 
 
 def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
     """Return a line about series that train does not contain, if every series has its own scale; names are those in the file."""
     new = [] if codec.own_scale else [name for name in names if not codec.knows_scale(name)]  # own_scale asks for this
     fact = "not in the training data; the scale is computed from the rows given here, so pass enough of them"
-    return (f"{where}: {_told(new)} {fact}",) if new else ()
+    many = f"{len(new):,} series ({', '.join(new[:3])}{', …' * (len(new) > 3)}) are" if len(new) > 1 else f"series {''.join(new)} is"
+    return (f"{where}: {many} {fact}",) if new else ()
 
 
 def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
@@ -149,10 +146,8 @@ def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     contain.
     """
     inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
-    codes = known_codes(table, codec)
-    for start, total, (mean, std) in zip(table.starts, table.totals, _scales(table, codec), strict=True):
-        rows = slice(start, start + total)
-        inputs.append(np.concatenate([standardise(table.values[rows], mean, std), codes[rows].astype(np.float32)], axis=1))
+    mean, std = (np.repeat(each, table.totals, axis=0) for each in _scales(table, codec))
+    inputs.append(np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
     return inputs.close()
 
 
@@ -183,7 +178,7 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
 def _sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
     """Return one part of the series that are kept, of a table as a model reads it, as sequences."""
     chosen = span.only(kept)
-    means, units = (np.array(each, np.float64)[kept].copy() for each in zip(*_scales(table, codec), strict=True))
+    means, units = (each[kept] for each in _scales(table, codec))
     absolute = codec.transform in LEAST or codec.distribution != "none"
     return Sequences(
         inputs,
@@ -203,7 +198,7 @@ def names_of(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
     return tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
 
 
-def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
+def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
     """Build all parts of the data: those cut from train's table, and one for each separate file."""
     table = tables["train"](codec)
     cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
@@ -214,28 +209,19 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, fits in kept.items():
         if part != "train":
             notes += check(fits | ~in_train if fits.any() else fits, cut[part], table, spec, part)
-    notes += notes_on_cut(table, cut, kept)
     reading = TargetReading.from_spec(table, spec) if codec is None else TargetReading.of(codec)
     read_as, read_spans = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
     read_kept = {part: np.repeat(each, reading.many) for part, each in kept.items()}
-    learned = codec is None
     codec = codec or learn(read_as, read_spans["train"].only(read_kept["train"]), spec, reading, names_of(read_as, read_kept["train"]))
     inputs = _encode(read_as, codec, new)
     parts = {part: _sequences(inputs, span, read_kept[part], read_as, codec) for part, span in read_spans.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
-    if learned and spec.data.standardize:
-        flat = _constant(read_as, read_spans["train"], codec)
-        for part, each in read_kept.items():
-            changed = np.any(flat & each[:, None] & ~_constant(read_as, read_spans[part], codec), axis=1)
-            if part != "train" and changed.any():
-                fact = f"{_told(names_of(read_as, changed))} constant in train but not here, which leaves no scale for the change"
-                notes.append(f"{part}: {fact}: it counts in the units of the file in loss, mae and rmse, and may outweigh all others")
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
             sequences = read(other, codec, spec, new, part=part, labelled=True)
             parts[part] = replace(sequences, notes=())
-            notes += [*notes_on_series(table, cut["train"], other, part), *sequences.notes]
+            notes += sequences.notes
     for part, sequences in parts.items():
         check_weights(sequences, part)
     return Entry(parts, codec, tuple(notes), table.about)
@@ -248,12 +234,6 @@ def check_weights(data: Sequences, part: str) -> None:
     if weights is not None:
         largest = max((float(weights[low:high].max(initial=0.0)) for low, high in bounds), default=1.0)
         check_largest_weight(largest, f"{part}: every weight in it", "remove data.weight")
-
-
-def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
-    """Return which targets of which series never change in a part: [series, targets]."""
-    rows = span.of(table.values[:, list(codec.targets)])
-    return np.array([(part == part[:1]).all(axis=0) for part in rows], np.bool_)
 
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
@@ -285,37 +265,3 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
         fact = f"{columns} must be known for {horizon} steps after the last values{of}, but {int(ahead[place])} are given"
         remedy = f"add rows with their times and {columns}, and the other columns empty (or, to a forecaster, pass them as future)"
         raise DataError(f"{table.name}: {fact}; {remedy}")
-
-
-def from_rows(rows: Rows, weight: str | None = None) -> Table:
-    """Make a table from rows with `steps`, one series each; `weight` is the field with the weight of each, or of each of its steps."""
-    matrices: list[NDArray[np.float64]] = []
-    weights: list[NDArray[np.float32]] = []
-    for number, row in rows:
-        where = rows.where(number)
-        refuse_resets(row, where)
-        matrices.append(steps_of(row, where, matrices[0].shape[1] if matrices else None))
-        if weight is not None:
-            row_weights = weight_of({WEIGHT: take(row, weight, where)}, len(matrices[-1]), where)
-            weights.append(np.broadcast_to(np.asarray(row_weights, np.float32), len(matrices[-1])))
-    if not matrices:
-        raise DataError(f"{rows.name} is empty; use data with at least one series")
-    table = from_matrices(matrices, rows.name)
-    return replace(table, weights=np.concatenate(weights)) if weights else table
-
-
-def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
-    """Make a table from matrices [rows, columns], one series each."""
-    lengths = np.array([len(matrix) for matrix in matrices], np.int64)
-    names = tuple(f"{name} item {place}" for place in range(len(matrices))) if len(matrices) > 1 else (name,)
-    columns = tuple(str(place) for place in range(matrices[0].shape[1]))
-    return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names)
-
-
-def choose_columns(table: Table, choice: ColumnChoice) -> Table:
-    """Return a table of unnamed columns restricted to some of them; it has no covariates."""
-    choice.check_unnamed(table.name, "time", "series", "frequency", *COVARIATES, *(("weight",) if table.weights is None else ()))
-    if choice.columns is None:
-        return table
-    require(table.columns, choice.columns, table.name, None if choice.trained else "data.columns")
-    return replace(table, columns=choice.columns, values=table.values[:, [table.columns.index(column) for column in choice.columns]])

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
 from carrywave.data.tables.filling import Values, complete, constant, fill
-from carrywave.data.tables.frequency import infer, told
+from carrywave.data.tables.frequency import Keys, infer, told
 from carrywave.data.tables.moments import unusable
 from carrywave.data.tables.reading import TableReading, codes_of, read
 from carrywave.data.tables.times import Times
@@ -48,6 +49,7 @@ class Table:
     weights: NDArray[np.float32] | None = None  # [rows] of what a row holds as targets; None: all are 1
     value: str = ""  # the column that holds what is forecast, if each series is a column of the file (`channels`)
     about: dict[str, Any] = field(default_factory=dict)  # how it was read, for programs
+    separate: bool = False  # each series is an example by itself, so that whole ones are held out, not their ends
 
     @property
     def totals(self) -> Ints:
@@ -80,20 +82,26 @@ class Table:
         return lacking if lacking.any() else None
 
 
+class Open(Protocol):
+    """Opens series as the spec says or, given a codec, as the training data was read; with or without their targets."""
+
+    def __call__(self, codec: Codec | None, labelled: bool = True) -> Table: ...
+
+
 def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tuple[str, ...] = ()) -> Table:
     """Convert a frame to series sorted by time; `notes` are remarks about how it was read so far."""
     reading = read(frame, name, choice)
     columns, categorical = _columns(reading, name, choice)
     remarks: list[str] = [*notes, *reading.notes]
     reading = replace(reading, frame=reading.frame.assign(**{column: _whole(reading.frame[column]) for column in reading.series}))
-    codes, labels = codes_of(reading.frame, reading.series) if reading.series else (np.zeros(len(reading.frame), np.int64), [()])
+    codes, labels = codes_of(reading)
     names = tuple("/".join("NA" if pd.isna(value) else str(value) for value in label) for label in labels) if reading.series else (name,)
     coded = [_categories(reading.frame[column], name, column) for column in categorical]
     cells = np.column_stack([*(_numbers(reading.frame[column], name, column) for column in columns), *(places for places, _ in coded)])
-    order, times = _in_time(reading, codes, choice, name, remarks)
+    order, times, places = _in_time(reading, codes, choice, name, remarks)
     about = _about(reading, columns, cells, times, len(labels))
     rows = _Rows(name, (*columns, *categorical), cells[order], codes[order], order, times, np.zeros(len(order), np.bool_))
-    rows = _cut_to_values(_regular(rows, names, choice, remarks), choice, len(columns))
+    rows = _cut_to_values(_regular(rows, places, names, choice, remarks), choice, len(columns))
     totals, ahead = (np.bincount(which, minlength=len(names)) for which in (rows.codes, rows.codes[rows.ahead]))
     kept = np.flatnonzero(totals)  # the others have no value at all
     if not len(kept):
@@ -202,15 +210,19 @@ def _categories(column: pd.Series, name: str, label: str) -> tuple[Values, tuple
     return np.where(codes < 0, np.nan, codes), tuple(map(str, values))
 
 
-def _in_time(reading: TableReading, codes: Ints, choice: ColumnChoice, name: str, remarks: list[str]) -> tuple[Ints, Times | None]:
-    """The order of rows by series and time, and the times in that order, with their frequency."""
+def _in_time(
+    reading: TableReading, codes: Ints, choice: ColumnChoice, name: str, remarks: list[str]
+) -> tuple[Ints, Times | None, Ints | None]:
+    """The order of rows by series and time, the times in that order, with their frequency, and their places on its grid."""
     if reading.instants is None:
-        return np.argsort(codes, kind="stable"), None
+        return np.argsort(codes, kind="stable"), None, None
     times = Times.of(reading.instants)
-    order = np.lexsort((times.keys, codes))
-    times, codes = times.sorted(order), codes[order]
+    order = np.arange(len(codes))
+    if not _in_order(times.keys, codes):
+        order = np.lexsort((times.keys, codes))
+        times, codes = times.sorted(order), codes[order]
     if choice.frequency == "none":
-        return order, times
+        return order, times, None
     begins = np.append(np.flatnonzero(np.append(True, np.diff(codes) != 0)), len(codes))
     longest = int(np.argmax(np.diff(begins)))
     keys = times.keys[begins[longest] : begins[longest + 1]]
@@ -218,8 +230,9 @@ def _in_time(reading: TableReading, codes: Ints, choice: ColumnChoice, name: str
     if frequency is None:
         if len(codes) > 2:
             remarks.append(f"{name}: times in column {reading.time} are irregular: rows are taken in their order, forecasts have no times")
-        return order, times
-    off = frequency.places(times.keys, codes) < 0
+        return order, times, None
+    places = frequency.places(times.keys, codes)
+    off = places < 0
     if off.any():
         at = int(np.argmax(off))
         first = times.written(slice(at, at + 1))[0]
@@ -227,12 +240,18 @@ def _in_time(reading: TableReading, codes: Ints, choice: ColumnChoice, name: str
         if choice.frequency is not None and not choice.trained:
             raise DataError(f"{name}: {fact} (data.frequency) from others; correct them, or set data.frequency=none to count rows")
         remarks.append(f"{name}: {fact} from others: rows are taken in their order")
-    return order, replace(times, frequency=frequency)
+    return order, replace(times, frequency=frequency), places
 
 
-def _regular(rows: _Rows, names: Sequence[str], choice: ColumnChoice, remarks: list[str]) -> _Rows:
+def _in_order(keys: Keys, codes: Ints) -> bool:
+    """True for rows that are sorted already."""
+    steps = np.diff(codes)
+    return bool(((steps > 0) | ((steps == 0) & (keys[1:] >= keys[:-1]))).all())
+
+
+def _regular(rows: _Rows, places: Ints | None, names: Sequence[str], choice: ColumnChoice, remarks: list[str]) -> _Rows:
     """The rows with those that are missing between them."""
-    if rows.times is None or (made := complete(rows.times, rows.codes)) is None:
+    if rows.times is None or places is None or (made := complete(rows.times, rows.codes, places)) is None:
         return rows
     times, codes, source = made
     new = source < 0
@@ -255,7 +274,10 @@ def _cut_to_values(rows: _Rows, choice: ColumnChoice, numbers: int) -> _Rows:
         return rows
     never = (*choice.known, *choice.static)
     measured = rows.places(choice.targets) or [at for at in range(numbers) if rows.columns[at] not in never]
-    valued = np.flatnonzero(~np.isnan(rows.cells[:, measured]).all(axis=1))
+    empty = np.isnan(rows.cells[:, measured])
+    if not empty.any():
+        return rows
+    valued = np.flatnonzero(~empty.all(axis=1))
     at = np.arange(len(rows.codes))
     firsts, lasts = np.full(len(at), len(at), np.int64), np.full(len(at), -1, np.int64)  # of each series, by its number
     firsts[rows.codes[valued[::-1]]] = valued[::-1]  # what is written last stays

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from carrywave import __version__
-from carrywave.data.tables.transform import LEAST
+from carrywave.data.tables.channels import LEAST
 from carrywave.exporting.comparison import SIZES, TOLERANCE, check_difference, largest_step_difference, with_rounding
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.single_step import c_library

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from carrywave.data.codec import Codec
-from carrywave.data.tables.transform import LARGEST
+from carrywave.data.tables.channels import LARGEST
 from carrywave.errors import UserError
 from carrywave.exporting.portable import BATCH, Port, Portable
 from carrywave.exporting.single_step.formula import Formula, Value

@@ -17,8 +17,8 @@ from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
+from carrywave.data.tables.channels import forward
 from carrywave.data.tables.table import Table
-from carrywave.data.tables.transform import forward
 from carrywave.runs.backtest.origins import Origins, at_origin, same_past
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.trained_run import Saved

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import IGNORED, Batch
-from carrywave.data.tables.transform import LEAST
+from carrywave.data.tables.channels import LEAST
 from carrywave.errors import DataError, option
 from carrywave.model.sample_weights import for_each_target, known
 from carrywave.runs.ensemble.averages import mean_of_odds, mean_of_shares

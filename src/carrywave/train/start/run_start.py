@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.data.codec import Codec
-from carrywave.data.files import hashes
 from carrywave.data.files.remote import is_address
 from carrywave.data.order import Order, SequenceOrder
-from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.prepare import Prepared, digests_of, prepare
 from carrywave.errors import SpecError
 from carrywave.launch import exit_reports, launch_record
 from carrywave.model.model import Model
@@ -39,7 +38,7 @@ from carrywave.tasks.doubts import doubts
 from carrywave.train.checkpointer import receive_snapshot
 from carrywave.train.evaluations import DataParts
 from carrywave.train.start.planning import plan_before
-from carrywave.train.start.same_data import compare, hashed_on_this_host
+from carrywave.train.start.same_data import compare
 
 
 @dataclass(frozen=True)
@@ -120,21 +119,20 @@ def begin(
 
 
 def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
-    """Read the data into the cache on one worker of each host; the others then find it there, and reuse the hashes it computed.
+    """Read the data into the cache on one worker of each host; the others then find it there.
 
     Files that differ between workers are refused before that. Also returns the SHA-256 of each part's file.
     """
     world = start.world
     prepared: Prepared | None = None
-    with hashes.keeping() as hashed:
-        compare(world, start.spec, hashed)
-        for turn in (world.local_rank == 0, True):
-            alike = hashed_on_this_host(world, hashed)
-            with raise_on_all(world, same_message=True, no_timeout=True), hashes.knowing(alike):
-                if turn and prepared is None:
-                    prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
+    compare(world, start.spec)
+    for turn in (world.local_rank == 0, True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
+            if turn and prepared is None:
+                prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # in the second turn every remaining worker reads
-    return prepared, dict(prepared.files)
+    digests = digests_of(start.spec) if world.rank == 0 else {}
+    return prepared, {key.removeprefix("data."): digest for key, (_, digest) in digests.items()}
 
 
 def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:

@@ -1,6 +1,6 @@
 """Requires that every worker reads the same data: files are compared by checksum before any of them is parsed.
 
-Paths may differ from host to host; the content may not. One worker of each host hashes the files, and tells the others of its host.
+Paths may differ from host to host; the content may not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from carrywave.parallel.startup.rendezvous import NAMED, on_every_rank
 from carrywave.parallel.world import World, all_gather_json, raise_on_all
 from carrywave.spec.spec import Spec
 
-Hashed = list[hashes.FileHash]
-
 
 @dataclass(frozen=True)
 class FilesSeen:
@@ -29,27 +27,16 @@ class FilesSeen:
     failure: str = ""  # why a file could not be read
 
 
-def compare(world: World, spec: Spec, hashed: Hashed) -> None:
-    """Refuse files that are not the same on every worker. `hashed` collects what was hashed here. Collective: every rank must call it."""
+def compare(world: World, spec: Spec) -> None:
+    """Refuse files that are not the same on every worker. Collective: every rank must call it."""
     if world.size == 1:
         return
-    seen: FilesSeen | None = None
-    for turn in (world.local_rank == 0, True):
-        alike = hashed_on_this_host(world, hashed)
-        with raise_on_all(world, no_timeout=True), hashes.knowing(alike):
-            if turn and seen is None:
-                seen = _look(spec)
-    by_rank = all_gather_json(world, asdict(seen or FilesSeen("")))
+    with raise_on_all(world, no_timeout=True):
+        seen = _look(spec)
+    by_rank = all_gather_json(world, asdict(seen))
     files_seen = [FilesSeen(each["host"], {key: tuple(file) for key, file in each["files"].items()}, each["failure"]) for each in by_rank]
     if (problem := difference(files_seen)) is not None:
         raise on_every_rank(DataError(problem))
-
-
-def hashed_on_this_host(world: World, hashed: Hashed) -> Hashed:
-    """What the workers of this host have hashed so far. Collective."""
-    by_rank = all_gather_json(world, hashed)
-    hosts = world.hosts or ("",) * world.size
-    return [file_hash for host, of_rank in zip(hosts, by_rank, strict=True) if host == hosts[world.rank] for file_hash in of_rank]
 
 
 def difference(seen: Sequence[FilesSeen]) -> str | None:

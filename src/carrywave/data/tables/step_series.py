@@ -6,7 +6,7 @@ warm up the carry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,30 +17,29 @@ from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.holdout import held_out
-from carrywave.data.sequences import Sequences
-from carrywave.data.steps.gaps import mask_columns, masked
-from carrywave.data.steps.series_source import SeriesSource
+from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
 from carrywave.data.tables.series import check_weights, described, known_codes, names_of, unseen_values
-from carrywave.data.tables.table import Table
+from carrywave.data.tables.table import Open, Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
 # Added to a series' deviation in the NSE loss, as in Kratzert et al. (2019): a nearly dry one does not outweigh all others.
 LEAST_SPREAD = 0.1
 
+SEEN, AGE = "_seen", "_age"
+
 Cut = dict[str, SeriesPart]
 
 
-def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
+def build(sources: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
     """Build all parts of the data: those cut from the training series, and one for each separate file."""
-    train = sources["train"]
-    if train.separate and spec.data.split is None and spec.data.context is not None:
+    table = sources["train"](codec)
+    if table.separate and spec.data.split is None and spec.data.context is not None:
         raise DataError("data.context is for a part that is cut from every series, but rows of steps are held out whole; remove it")
-    table = train.open(codec, True)
-    cut = _cut(table, spec, train, valid_file="valid" in sources, test_file="test" in sources)
+    cut = _cut(table, spec, valid_file="valid" in sources, test_file="test" in sources)
     notes = list(table.notes)
     codec = codec or _learn(table, cut["train"], spec)
     parts, left_out = _encoded(table, cut, codec, spec, new)
@@ -52,33 +51,24 @@ def build(sources: dict[str, SeriesSource], spec: Spec, new: NewArray, *, codec:
     parts = {part: data for part, data in parts.items() if len(data)}
     for part, source in sources.items():
         if part != "train":
-            sequences = read(source, codec, spec, new, part=part, labelled=True)
+            sequences = read(source(codec), codec, spec, new, part=part, labelled=True)
             parts[part], notes = replace(sequences, notes=()), [*notes, *sequences.notes]
     return Entry(parts, codec, tuple(dict.fromkeys(notes)), table.about)
 
 
-def read(source: SeriesSource, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
-    """Read separate series with the codec of the training data; if not `labelled`, all of them, without targets."""
-    table, sequences = table_of(source, codec, spec, new, part=part, labelled=labelled)
-    if labelled and not len(sequences):
-        raise DataError(f"{table.name}: no step of {part} has a target{_after(spec)}; add rows with {', '.join(codec.step_targets)}")
-    return sequences
-
-
-def table_of(
-    source: SeriesSource, codec: Codec, spec: Spec, new: NewArray, *, part: str = "data", labelled: bool = False
-) -> tuple[Table, Sequences]:
-    """The series of a source in the units of the file, and as a model reads them."""
-    table = source.open(codec, labelled)
+def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
+    """Read a separate table with the codec of the training data; if not `labelled`, all series, without targets."""
     span = _warmed(whole(table), spec) if labelled else whole(table)
     parts, left_out = _encoded(table, {part: span}, codec, spec, new, labelled=labelled)
+    if labelled and not len(parts[part]):
+        raise DataError(f"{table.name}: no step of {part} has a target{_after(spec)}; add rows with {', '.join(codec.step_targets)}")
     notes = (*table.notes[1:], *unseen_values(part, table, codec), *left_out)  # which columns are read was reported in training
-    return table, replace(parts[part], notes=notes)
+    return replace(parts[part], notes=notes)
 
 
-def _cut(table: Table, spec: Spec, source: SeriesSource, *, valid_file: bool, test_file: bool) -> Cut:
+def _cut(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> Cut:
     """The parts of the training series: separate ones are held out whole."""
-    if not source.separate or spec.data.split is not None:
+    if not table.separate or spec.data.split is not None:
         cut = spans(table, spec, valid_file=valid_file, test_file=test_file)
     else:
         cut = {"train": whole(table)}
@@ -110,7 +100,7 @@ def _learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
             of = "data.targets" if column in targets else "input"
             empty = "empty or of weight 0" if column in targets and choice.weight is not None else "empty"
             raise DataError(f"{table.name}: column {column} ({of}) is {empty} in all rows of train; fill it in, or leave it out")
-        (mean,), (std,) = scale_of([values[~np.isnan(values)][:, None]]) if spec.data.standardize else ((0.0,), (1.0,))
+        (mean,), (std,) = scale_of(values[~np.isnan(values)][:, None]) if spec.data.standardize else ((0.0,), (1.0,))
         scale[column] = mean, std
     further = (*mask_columns(masked_columns), *calendar)  # which need no scale
     units = np.array([scale[target][1] for target in targets])
@@ -195,3 +185,23 @@ def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:
 
 def _after(spec: Spec) -> str:
     return f" after the first {spec.data.warmup} (data.warmup)" if spec.data.warmup else ""
+
+
+def mask_columns(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of the further columns: whether each value is there, then how long ago the last one was."""
+    return (*(name + SEEN for name in names), *(name + AGE for name in names))
+
+
+def masked(values_NC: NDArray[np.float32], starts: Ints, totals: Ints) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What a GRU-D reads of each value, for any cell: standardised values with their gaps closed, 0 before the first; and further columns
+    [N, 2 C]: 1 or 0, and the logarithm of 1 + the steps since the last value. Series begin at `starts` and have `totals` rows.
+    """
+    present_NC = ~np.isnan(values_NC)
+    row_N1 = np.arange(len(values_NC))[:, None]
+    start_N1 = np.repeat(starts, totals)[:, None]
+    last_NC = np.maximum.accumulate(np.where(present_NC, row_N1, -1), axis=0)
+    preceded_NC = last_NC >= start_N1  # otherwise it is of an earlier series, or of none
+    repeated_NC = np.take_along_axis(values_NC, np.maximum(last_NC, 0), axis=0)
+    age_NC = np.where(preceded_NC, row_N1 - last_NC, row_N1 - start_N1 + 1)
+    further = np.concatenate([present_NC, np.log1p(age_NC)], axis=1).astype(np.float32)
+    return np.where(preceded_NC, repeated_NC, np.float32(0.0)), further

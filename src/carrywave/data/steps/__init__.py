@@ -1,1 +1,0 @@
-"""Series with targets at every step: read block by block, with what is missing in inputs and targets."""
