@@ -165,7 +165,7 @@ def test_later_files_are_read_by_the_labels_of_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "rows", "text", "label"),
-    [  # SMS spam on Kaggle; AG news; IMDB; SST-2 of GLUE; sentiment140
+    [  # SMS spam on Kaggle; AG news; IMDB; SST-2 of GLUE; sentiment140; tweets about airlines
         ("v1,v2,,,", ["ham,Ok lar {n} joking,,,", "spam,Free entry {n} now,,,"], "Ok lar 0 joking", "ham"),
         ("Category,Message", ["ham,Ok lar {n} joking", "spam,Free entry {n} now"], "Ok lar 0 joking", "ham"),
         (
@@ -184,6 +184,12 @@ def test_later_files_are_read_by_the_labels_of_train(tmp_path: Path) -> None:
             ["0,14{n},NO_QUERY,ann{n},That is a bummer {n} I say", "4,15{n},NO_QUERY,bob{n},What a day {n} it was for us"],
             "That is a bummer 0 I say",
             "0",
+        ),
+        (
+            "tweet_id,airline_sentiment,airline_sentiment_confidence,airline,retweet_count,text",
+            ["57{n},neutral,1.0,Delta,0,@delta what she said {n}", "58{n},positive,0.75,United,1,@united you have added an airport {n}"],
+            "@delta what she said 0",
+            "neutral",
         ),
     ],
 )

@@ -128,7 +128,26 @@ CASES: dict[str, Case] = {
     "months as headers": Case(
         wide("region", "{s}", (f"{month:%Y-%m}" for month in MONTHS)), f"42 rows of value by time {MONTHLY}, 3 series by region"
     ),
+    "stallion sales: the people of a town are no values of its series": Case(
+        rows("agency,sku,volume,date,population", "{s},{y},{t:%Y-%m-%d},{s[1]}2110", MONTHS, ("A1,S1", "A1,S2", "A2,S1", "A2,S2")),
+        f"56 rows of volume by date {MONTHLY}, 4 series by agency and sku",
+        told="population (one value in each series; data.static)",
+    ),
+    "alcohol since 1890 of Our World in Data: countries tell years apart that are not regular": Case(
+        rows("Entity,Year,Wine (%),Beer (%)", "{s},{t},{y},{n}", (1890, 1929, 1964, 1984, 2014), COUNTRIES),
+        "15 rows of Wine (%), Beer (%) by Year from 1890-01-01 to 2014-01-01, 3 series by Entity",
+        told="irregular",
+    ),
     # How times are written.
+    "births in the US: days that are not known are null or 99": Case(
+        rows("year,month,day,gender,births", "{t},{s},{n}", [*(f"{day:%Y,%-m,%-d}" for day in DAYS), "2021,3,99"], "FM"),
+        "20 rows of births by time every D from 2021-03-01 to 2021-03-10, 2 series by gender",
+        told="2 rows without a time are left out",
+    ),
+    "temperatures of New South Wales: days as spreadsheets count them, 48 periods each": Case(
+        rows('"Date","Period","Temp"', "{t},{s},{y}", range(36526, 36536), range(1, 4)),
+        "30 rows of Temp by Date every D from 2000-01-01 to 2000-01-10, 3 series by Period",
+    ),
     "year and month columns": Case(
         rows("year,month,y", "{t.year},{t.month},{y}", MONTHS), f"14 rows of y by time {MONTHLY}", told="put together from year and month"
     ),

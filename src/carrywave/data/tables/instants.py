@@ -16,8 +16,10 @@ import pandas as pd
 FIRST_YEAR, LAST_YEAR = 1500, 2200  # of numbers that are taken for years
 LEAST_READ = 0.995  # of the cells of a column of times
 LEAST_BEFORE = 0.85  # of the rows come before the last time
+MOSTLY = 0.9  # of the rows have a time that is put together from several columns
 SAMPLE = 200
 LEAST_YEARS = 5  # consecutive numbers that are years without being called so
+SPREADSHEET_DAYS = (20_000, 60_000)  # of 1954 to 2064, which spreadsheets count from 1899-12-30
 MOST_EPOCHS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # digits of the time since 1970, and its unit
 COMPACT = {4: "%Y", 6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 NAMES = re.compile(  # of columns that may hold times as plain numbers
@@ -99,6 +101,8 @@ def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
         weeks = pd.to_datetime(texts + "-1", format="%G%V-%u", errors="coerce")
         if width == 6 and weeks.notna().all():
             return [Instants(_spread(weeks, codes, column.index))]
+    if len(gaps) and (gaps == 1).mean() > MOSTLY and known.between(*SPREADSHEET_DAYS).all():
+        return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit="D", origin="1899-12-30"), codes, column.index))]
     if width in MOST_EPOCHS:
         return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit=MOST_EPOCHS[width]), codes, column.index))]
     return []
@@ -302,7 +306,7 @@ def _of_year_and(frame: pd.DataFrame, lower: dict[str, str]) -> tuple[pd.Series,
         values["month"] = frame[lower["month"]].astype(str).str.strip().str[:3].str.lower().map(MONTHS)
     with_day = values if "day" in values else {**values, "day": pd.Series(1, frame.index)}
     times = pd.to_datetime(pd.DataFrame(with_day), errors="coerce")
-    return (times, used) if times.notna().mean() > 0.99 else None
+    return (times, used) if times.notna().mean() > MOSTLY else None
 
 
 def _hours(column: pd.Series) -> bool:

@@ -119,6 +119,10 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
     numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
+    still = _still(frame, numbers, series) - choice.asked if series and not choice.trained and not choice.each_step else set()
+    if still < set(numbers):
+        left |= dict.fromkeys((column for column in numbers if column in still), "one value in each series; data.static")
+        numbers = tuple(column for column in numbers if column not in still)
     reading = TableReading(
         frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes)
     )
@@ -181,6 +185,7 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
     best: _Way | None = None
     again: _Way | None = None
+    uneven: _Way | None = None  # texts tell rows apart, but leave the times irregular
     for column, instants in found:
         if choice.series is not None or choice.trained:
             tries = [(choice.series or (), -1)]
@@ -188,14 +193,16 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
             tries = _series(frame, column, instants.times, labels, columns)
         for series, repeats in tries:
             regular, full = _regularity(frame, instants, series, columns)
-            if series and choice.series is None and not regular:
-                continue  # what tells rows apart without making times regular is no series
             way = _Way(column, instants, tuple(series), regular, full, told_apart=repeats == 0)
+            if series and choice.series is None and not regular:  # numbers that tell rows apart so are no series
+                if repeats == 0 and not any(pd.api.types.is_numeric_dtype(frame[label]) for label in series):
+                    uneven = uneven or way
+                continue
             if repeats > 0:
                 again = way if again is None or way.score > again.score else again
             else:
                 best = way if best is None or way.score > best.score else best
-    best = best or again
+    best = best or again or uneven
     if best is None and found:  # repeated times, which `_without_repeats` deals with
         column = found[0][0]
         instants = most_regular([way for other, way in found if other == column])
@@ -324,6 +331,18 @@ def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, times: pd
         else:
             numbers.append(column)
     return tuple(numbers), left
+
+
+def _still(frame: pd.DataFrame, numbers: Sequence[str], series: Sequence[str]) -> set[str]:
+    """The columns that differ between series and never change within one: numbers of shops, areas of countries."""
+    codes, _ = codes_of(frame, series)
+    starts = np.unique(codes, return_index=True)[1]
+    cells = {column: frame[column].to_numpy(np.float64, na_value=np.nan) for column in numbers}
+    return {
+        column
+        for column, values in cells.items()
+        if (values[starts] != values[0]).any() and not (values != values[starts][codes]).any() and len(starts) < len(codes)
+    }
 
 
 def _counts(values: pd.Series, *, unnamed: bool) -> bool:
