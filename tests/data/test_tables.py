@@ -138,7 +138,38 @@ CASES: dict[str, Case] = {
         "15 rows of Wine (%), Beer (%) by Year from 1890-01-01 to 2014-01-01, 3 series by Entity",
         told="irregular",
     ),
+    "chicken weights: days that are not regular, and chickens by number one after the other": Case(
+        rows("weight,Time,Chick,Diet", "{y},{t},{s}", [0, 2, 4, 9, 20, 21], ("1,1", "2,1", "3,2")),
+        "18 rows of weight by Time, 3 series by Chick",
+        told="Diet (one value in each series; data.static)",
+    ),
+    "excess deaths: the ends of weeks name no series": Case(
+        rows("country,start,end,week,deaths", "{s},{t:%Y-%m-%d,%Y-%m-}28,{n},{y}", DAYS, COUNTRIES),
+        "30 rows of week, deaths by start every D from 2021-03-01 to 2021-03-10, 3 series by country",
+    ),
+    "births in Australia: months beside years as headers": Case(
+        rows(f"State,Month of occurence,{','.join(map(str, YEARS))}", "{s},{t}" + ",{y}" * 10, ("Total", "January", "March"), COUNTRIES),
+        f"90 rows of value by time {YEARLY}, 9 series by State and Month of occurence",
+    ),
     # How times are written.
+    "tree rings: years from the first on, latest first": Case(
+        rows("year,n_tree", "{t},{y}", range(2000, 0, -1)), "2000 rows of n_tree by year every 1", cells=[100.5 + 7.25 * (1999**2 % 11)]
+    ),
+    "colonies of bees: from a month to another": Case(
+        rows(
+            "year,months,state,lost", "2021,{t},{s},{y}", ("January-March", "April-June", "July-September", "October-December"), COUNTRIES
+        ),
+        "12 rows of lost by time every QS-JAN from 2021-01-01 to 2021-10-01, 3 series by state",
+    ),
+    "CO2 of the globe: more cells than names, one of them the decimal year": Case(
+        rows(
+            "Date,Decimal Date,Average",
+            "{t},{y},0.11,{n},0.09",
+            [f"{1979 + place // 12}-{place % 12 + 1:02},{1979 + (place + 0.5) / 12:.3f}" for place in range(14)],
+        ),
+        "14 rows of 2, 3, 4, 5 by 0 every MS from 1979-01-01 to 1980-02-01",
+        told="1 (the same times)",
+    ),
     "births in the US: days that are not known are null or 99": Case(
         rows("year,month,day,gender,births", "{t},{s},{n}", [*(f"{day:%Y,%-m,%-d}" for day in DAYS), "2021,3,99"], "FM"),
         "20 rows of births by time every D from 2021-03-01 to 2021-03-10, 2 series by gender",

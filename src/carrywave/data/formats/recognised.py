@@ -141,6 +141,8 @@ class NamedRows:
         lists = [name for name, each in values.items() if each and all(hasattr(x, "__len__") and not isinstance(x, str) for x in each)]
         if lists:
             return lists[0] if len(lists) == 1 else None
+        worded = {name: size for name, size in sizes.items() if any(" " in each.strip() for each in values[name])}
+        sizes = worded or sizes  # addresses of pages are long, too
         long = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if CLEARLY * sizes[name] > max(sizes.values())]
         return self._only(long, "text")
 

@@ -27,7 +27,7 @@ NAMES = re.compile(  # of columns that may hold times as plain numbers
     r"|.*date(?!a|d|s?et).*|.*time.*|.*(year|yr|epoch)|(year|.*_|iso)_?week|unix.*|valid_from|as_of|index)",
     re.IGNORECASE,
 )
-COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx", re.IGNORECASE)
+COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx|year", re.IGNORECASE)
 MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
 MONTHS_OF_YEARS = (
     "%b-%y",
@@ -80,14 +80,15 @@ def readings(column: pd.Series, *, told: bool = False) -> list[Instants]:
 
 
 def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
-    numbers = column.astype(float)
-    known = numbers[np.isfinite(numbers)]
+    numbers = column.astype(float).where(np.isfinite(column.astype(float)))
+    known = numbers.dropna()
     if not len(known) or (not told and not NAMES.fullmatch(name) and not _like_dates(known)):
         return []
     if (known % 1 != 0).any():
         return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
     gaps = np.diff(np.unique(known.to_numpy()))
-    if len(gaps) > 1 and (gaps == gaps[0]).all() and (told or COUNTED.fullmatch(name)) and (known.min() <= 1 or known.max() < FIRST_YEAR):
+    low, even = known.min(), len(gaps) > 1 and bool((gaps == gaps[0]).all())
+    if len(gaps) > 1 and (told or COUNTED.fullmatch(name)) and (low in (0, 1) or (even and (low <= 1 or known.max() < FIRST_YEAR))):
         return [Instants(column)]
     codes, values = pd.factorize(numbers)
     texts = pd.Series(values).astype("int64").astype(str)
@@ -275,6 +276,7 @@ SHORT = {
     "mon": "month",
     "mo": "month",
     "mnth": "month",
+    "months": "month",
     "hr": "hour",
     "dy": "day",
     "jahr": "year",

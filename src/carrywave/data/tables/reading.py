@@ -185,7 +185,7 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
     best: _Way | None = None
     again: _Way | None = None
-    uneven: _Way | None = None  # texts tell rows apart, but leave the times irregular
+    uneven: _Way | None = None  # texts, or numbers in the order of the rows, tell rows apart, but leave the times irregular
     for column, instants in found:
         if choice.series is not None or choice.trained:
             tries = [(choice.series or (), -1)]
@@ -194,8 +194,8 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         for series, repeats in tries:
             regular, full = _regularity(frame, instants, series, columns)
             way = _Way(column, instants, tuple(series), regular, full, told_apart=repeats == 0)
-            if series and choice.series is None and not regular:  # numbers that tell rows apart so are no series
-                if repeats == 0 and not any(pd.api.types.is_numeric_dtype(frame[label]) for label in series):
+            if series and choice.series is None and not regular:  # what tells rows apart so may be values
+                if repeats == 0 and all(_stands_together(frame[label]) for label in series):
                     uneven = uneven or way
                 continue
             if repeats > 0:
@@ -208,6 +208,11 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
         instants = most_regular([way for other, way in found if other == column])
         best = _Way(column, instants, choice.series or (), False, 0.0)
     return best
+
+
+def _stands_together(column: pd.Series) -> bool:
+    """True for texts, and for numbers of which each stands in one block of rows, as those of a series do."""
+    return not pd.api.types.is_numeric_dtype(column) or int((column != column.shift()).sum()) == column.nunique(dropna=False)
 
 
 def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str], columns: _Columns) -> tuple[bool, float]:
@@ -242,10 +247,11 @@ def _series(
         return [((), 0)]
     able: dict[str, Ints] = {}
     for column in labels:
-        if column == time or CALENDAR.fullmatch(column.strip()):
-            continue
+        number = pd.api.types.is_numeric_dtype(frame[column])
+        if column == time or (CALENDAR.fullmatch(column.strip()) if number else columns.ways(frame, column)):
+            continue  # other times name no series
         codes, values = columns.codes(frame, column)
-        if 1 < len(values) <= rows / 2 and not (pd.api.types.is_numeric_dtype(frame[column]) and len(values) > MOST_NUMBERED):
+        if 1 < len(values) <= rows / 2 and not (number and len(values) > MOST_NUMBERED):
             able[column] = codes if present.all() else codes[present]
     place = {column: number for number, column in enumerate(frame.columns)}
     order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), place[column]))[:MOST_TRIED]
@@ -354,9 +360,12 @@ def _counts(values: pd.Series, *, unnamed: bool) -> bool:
 
 def _same_times(values: pd.Series, times: pd.Series) -> bool:
     """True if a column has the times once more, as numbers: seconds since 1970, say."""
-    ways = [way for way in readings(values) if not way.counted]
-    if not ways or ways[0].times.isna().any() or times.dtype.kind != "M":
-        return False
+    for rows in (slice(200), slice(None)):  # few tell most columns
+        ways = [way for way in readings(values[rows], told=True) if not way.counted]
+        if not ways or ways[0].times.isna().any() or times.dtype.kind != "M":
+            return False
+        if (ways[0].times.dt.year != times[rows].dt.year).mean() > MOST_REPEATS:
+            return False
     return bool(pd.DataFrame({"a": times, "b": values}).drop_duplicates().apply(lambda column: column.is_unique).all())
 
 
