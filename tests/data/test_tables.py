@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import zipfile
 from collections.abc import Callable, Iterable
@@ -242,6 +243,10 @@ CASES: dict[str, Case] = {
     "thousands": Case(rows("ds,y", '{t:%Y-%m-%d},"1,2{n}4.5"', DAYS), DAILY, cells=[1204.5, 1214.5]),
     "thousands without decimals": Case(rows("ds,y", '{t:%Y-%m-%d},"12,2{n}4"', DAYS), DAILY, cells=[12204, 12214]),
     "$ and %": Case(rows("ds,y,z", "{t:%Y-%m-%d},$1{n}.25,{n}.5%", DAYS), DAILY.replace("y", "y, z", 1), cells=[10.25, 11.25]),
+    "' around cells, as in the payments of BankSim": Case(
+        rows("t,customer,category,amount", "{t},'{s}','es_food, es_drink',{n}.25", range(10), ("C1", "C2")),
+        "20 rows of amount by t every 1, 2 series by customer",
+    ),
     "K and M": Case(rows("ds,y", "{t:%Y-%m-%d},{n}.5K", DAYS).replace("1.5K", "1.5M"), DAILY, cells=[500, 1_500_000]),
     "losses in brackets": Case(rows("ds,y", "{t:%Y-%m-%d},({n}.5)", DAYS), DAILY, cells=[-0.5, -1.5]),
     "sep=; of Excel": Case("sep=;\n" + rows("ds;y", "{t:%Y-%m-%d};{y}", DAYS), DAILY),
@@ -367,6 +372,14 @@ def test_a_table_in_another_kind_of_file(tmp_path: Path, name: str, content: byt
     table = read(tmp_path / name, content)
     assert in_words(table.about) == "20 rows of y by ds every D from 2021-03-01 to 2021-03-10, 2 series by id"
     assert (table.names, table.values[:, 0].tolist()) == (("p", "q"), FRAME.y.tolist())
+
+
+def test_numbers_that_are_texts(tmp_path: Path) -> None:
+    """Prices as the programs of exchanges give them; codes with zeros before them stay what they are."""
+    prices = [{"t": f"2021-03-{day:02}", "close": f"1,{day:03}.50", "zip": "01001"} for day in range(1, 11)]
+    table = read(tmp_path / "t.json", json.dumps(prices))
+    assert in_words(table.about) == DAILY.replace("of y by ds", "of close by t")
+    assert table.values[0, 0] == 1001.5
 
 
 def test_the_columns_of_series_can_be_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from carrywave.data.files.numbers import as_numbers, is_code
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.choice import ColumnChoice, missing_column, quoted
 from carrywave.data.tables.frequency import infer
@@ -118,6 +119,7 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
             frame, way = frame[~lost], replace(way, instants=replace(way.instants, times=way.instants.times[~lost]))
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
+    frame = _written(frame, {*used, *choice.categorical, *choice.static})
     numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
     still = _still(frame, numbers, series) - choice.asked if series and not choice.trained and not choice.each_step else set()
     if still < set(numbers):
@@ -146,6 +148,13 @@ def _of_numbers(frame: pd.DataFrame) -> pd.DataFrame:
     objects = [str(name) for name, dtype in frame.dtypes.items() if str(dtype) == "object"]
     numbers = [name for name in objects if pd.api.types.infer_dtype(frame[name]) in kinds]
     return frame.assign(**{name: pd.to_numeric(frame[name]) for name in numbers})
+
+
+def _written(frame: pd.DataFrame, used: set[str]) -> pd.DataFrame:
+    """The frame with texts that are numbers as such, as frames and JSON hold them; in a CSV they are found before."""
+    texts = [column for column in frame.columns if column not in used and pd.api.types.is_string_dtype(frame[column])]
+    found = {column: as_numbers(frame[column])[0] for column in texts if not is_code(frame[column])}
+    return frame.assign(**{column: numbers for column, numbers in found.items() if numbers is not None})
 
 
 def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice, columns: _Columns) -> pd.DataFrame:
