@@ -115,6 +115,13 @@ def test_a_label_before_each_text(reader: Any, content: str, expected: list[tupl
     assert [(row["label"], row["text"]) for row in read.rows[: len(expected)]] == expected
 
 
+def test_a_label_without_a_text_is_left_out() -> None:
+    """MPQA, in which three lines of 10,606 have no words."""
+    read = label_first("0 many years of decay\n1 is happy\n" * 60 + "0 \n", ASKED)
+    assert read is not None
+    assert len(read.rows) == 120
+
+
 def test_several_labels_before_each_text(tmp_path: Path) -> None:
     """Questions about cooking, as fastText's tutorial has them."""
     content = "__label__sauce __label__cheese how much ?\n__label__oven why\n"
@@ -166,7 +173,7 @@ def test_later_files_are_read_by_the_labels_of_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "rows", "text", "label"),
-    [  # SMS spam on Kaggle; AG news; IMDB; SST-2 of GLUE; sentiment140
+    [  # SMS spam on Kaggle; AG news; IMDB; SST-2 of GLUE; sentiment140; tweets about airlines; lyrics about candidates
         ("v1,v2,,,", ["ham,Ok lar {n} joking,,,", "spam,Free entry {n} now,,,"], "Ok lar 0 joking", "ham"),
         ("Category,Message", ["ham,Ok lar {n} joking", "spam,Free entry {n} now"], "Ok lar 0 joking", "ham"),
         (
@@ -185,6 +192,21 @@ def test_later_files_are_read_by_the_labels_of_train(tmp_path: Path) -> None:
             ["0,14{n},NO_QUERY,ann{n},That is a bummer {n} I say", "4,15{n},NO_QUERY,bob{n},What a day {n} it was for us"],
             "That is a bummer 0 I say",
             "0",
+        ),
+        (
+            "tweet_id,airline_sentiment,airline_sentiment_confidence,airline,retweet_count,text",
+            ["57{n},neutral,1.0,Delta,0,@delta what she said {n}", "58{n},positive,0.75,United,1,@united you have added an airport {n}"],
+            "@delta what she said 0",
+            "neutral",
+        ),
+        (
+            "id,candidate,sentiment,line,url",
+            [
+                "{n},Ann Lee,negative,what are we to her {n},http://lyrics.example/a-song-{n}",
+                "{n}1,Bo Ray,neutral,looking for Bo {n},http://lyrics.example/b-song-{n}",
+            ],
+            "what are we to her 0",
+            "negative",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import zipfile
 from collections.abc import Callable, Iterable
@@ -129,7 +130,57 @@ CASES: dict[str, Case] = {
     "months as headers": Case(
         wide("region", "{s}", (f"{month:%Y-%m}" for month in MONTHS)), f"42 rows of value by time {MONTHLY}, 3 series by region"
     ),
+    "stallion sales: the people of a town are no values of its series": Case(
+        rows("agency,sku,volume,date,population", "{s},{y},{t:%Y-%m-%d},{s[1]}2110", MONTHS, ("A1,S1", "A1,S2", "A2,S1", "A2,S2")),
+        f"56 rows of volume by date {MONTHLY}, 4 series by agency and sku",
+        told="population (one value in each series; data.static)",
+    ),
+    "alcohol since 1890 of Our World in Data: countries tell years apart that are not regular": Case(
+        rows("Entity,Year,Wine (%),Beer (%)", "{s},{t},{y},{n}", (1890, 1929, 1964, 1984, 2014), COUNTRIES),
+        "15 rows of Wine (%), Beer (%) by Year from 1890-01-01 to 2014-01-01, 3 series by Entity",
+        told="irregular",
+    ),
+    "chicken weights: days that are not regular, and chickens by number one after the other": Case(
+        rows("weight,Time,Chick,Diet", "{y},{t},{s}", [0, 2, 4, 9, 20, 21], ("1,1", "2,1", "3,2")),
+        "18 rows of weight by Time, 3 series by Chick",
+        told="Diet (one value in each series; data.static)",
+    ),
+    "excess deaths: the ends of weeks name no series": Case(
+        rows("country,start,end,week,deaths", "{s},{t:%Y-%m-%d,%Y-%m-}28,{n},{y}", DAYS, COUNTRIES),
+        "30 rows of week, deaths by start every D from 2021-03-01 to 2021-03-10, 3 series by country",
+    ),
+    "births in Australia: months beside years as headers": Case(
+        rows(f"State,Month of occurence,{','.join(map(str, YEARS))}", "{s},{t}" + ",{y}" * 10, ("Total", "January", "March"), COUNTRIES),
+        f"90 rows of value by time {YEARLY}, 9 series by State and Month of occurence",
+    ),
     # How times are written.
+    "tree rings: years from the first on, latest first": Case(
+        rows("year,n_tree", "{t},{y}", range(2000, 0, -1)), "2000 rows of n_tree by year every 1", cells=[100.5 + 7.25 * (1999**2 % 11)]
+    ),
+    "colonies of bees: from a month to another": Case(
+        rows(
+            "year,months,state,lost", "2021,{t},{s},{y}", ("January-March", "April-June", "July-September", "October-December"), COUNTRIES
+        ),
+        "12 rows of lost by time every QS-JAN from 2021-01-01 to 2021-10-01, 3 series by state",
+    ),
+    "CO2 of the globe: more cells than names, one of them the decimal year": Case(
+        rows(
+            "Date,Decimal Date,Average",
+            "{t},{y},0.11,{n},0.09",
+            [f"{1979 + place // 12}-{place % 12 + 1:02},{1979 + (place + 0.5) / 12:.3f}" for place in range(14)],
+        ),
+        "14 rows of 2, 3, 4, 5 by 0 every MS from 1979-01-01 to 1980-02-01",
+        told="1 (the same times)",
+    ),
+    "births in the US: days that are not known are null or 99": Case(
+        rows("year,month,day,gender,births", "{t},{s},{n}", [*(f"{day:%Y,%-m,%-d}" for day in DAYS), "2021,3,99"], "FM"),
+        "20 rows of births by time every D from 2021-03-01 to 2021-03-10, 2 series by gender",
+        told="2 rows without a time are left out",
+    ),
+    "temperatures of New South Wales: days as spreadsheets count them, 48 periods each": Case(
+        rows('"Date","Period","Temp"', "{t},{s},{y}", range(36526, 36536), range(1, 4)),
+        "30 rows of Temp by Date every D from 2000-01-01 to 2000-01-10, 3 series by Period",
+    ),
     "year and month columns": Case(
         rows("year,month,y", "{t.year},{t.month},{y}", MONTHS), f"14 rows of y by time {MONTHLY}", told="put together from year and month"
     ),
@@ -193,6 +244,10 @@ CASES: dict[str, Case] = {
     "thousands": Case(rows("ds,y", '{t:%Y-%m-%d},"1,2{n}4.5"', DAYS), DAILY, cells=[1204.5, 1214.5]),
     "thousands without decimals": Case(rows("ds,y", '{t:%Y-%m-%d},"12,2{n}4"', DAYS), DAILY, cells=[12204, 12214]),
     "$ and %": Case(rows("ds,y,z", "{t:%Y-%m-%d},$1{n}.25,{n}.5%", DAYS), DAILY.replace("y", "y, z", 1), cells=[10.25, 11.25]),
+    "' around cells, as in the payments of BankSim": Case(
+        rows("t,customer,category,amount", "{t},'{s}','es_food, es_drink',{n}.25", range(10), ("C1", "C2")),
+        "20 rows of amount by t every 1, 2 series by customer",
+    ),
     "K and M": Case(rows("ds,y", "{t:%Y-%m-%d},{n}.5K", DAYS).replace("1.5K", "1.5M"), DAILY, cells=[500, 1_500_000]),
     "losses in brackets": Case(rows("ds,y", "{t:%Y-%m-%d},({n}.5)", DAYS), DAILY, cells=[-0.5, -1.5]),
     "sep=; of Excel": Case("sep=;\n" + rows("ds;y", "{t:%Y-%m-%d};{y}", DAYS), DAILY),
@@ -318,6 +373,14 @@ def test_a_table_in_another_kind_of_file(tmp_path: Path, name: str, content: byt
     table = read(tmp_path / name, content)
     assert in_words(table.about) == "20 rows of y by ds every D from 2021-03-01 to 2021-03-10, 2 series by id"
     assert (table.names, table.values[:, 0].tolist()) == (("p", "q"), FRAME.y.tolist())
+
+
+def test_numbers_that_are_texts(tmp_path: Path) -> None:
+    """Prices as the programs of exchanges give them; codes with zeros before them stay what they are."""
+    prices = [{"t": f"2021-03-{day:02}", "close": f"1,{day:03}.50", "zip": "01001"} for day in range(1, 11)]
+    table = read(tmp_path / "t.json", json.dumps(prices))
+    assert in_words(table.about) == DAILY.replace("of y by ds", "of close by t")
+    assert table.values[0, 0] == 1001.5
 
 
 def test_the_columns_of_series_can_be_told(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files.frames import with_index
-from carrywave.data.files.numbers import DATE, MISSING, NUMBER, as_numbers
+from carrywave.data.files.numbers import CODE, DATE, MISSING, NUMBER, as_numbers, is_code
 from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import Source
 from carrywave.errors import DataError, UserError, one_line
@@ -34,9 +34,9 @@ HEAD_BYTES = 1 << 20
 ALIKE = 0.9  # of the lines have the usual number of cells
 COMMENTS = re.compile(rb"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
 WRAPPED = re.compile(rb'(?:"(?:[^"\n]|"")*[,;\t](?:[^"\n]|"")*"\r?(?:\n|$))+')
+SINGLE = re.compile(rb"(?:^|[,;\t])'[^']*'(?=[,;\t]|$)")  # around cells
 MOST_COLUMNS = 20_000
 MOST_WORDS = 8  # of a name; with more it is a text, as in AG News
-CODE = re.compile(r"0\d+")  # 007 is no number
 
 Lines = list[str]
 
@@ -79,6 +79,9 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
     if WRAPPED.fullmatch(content[:HEAD_BYTES].rpartition(b"\n")[0] or content):  # a spreadsheet took each line for one cell
         content = re.sub(rb'(?m)^"(?:\xef\xbb\xbf)?|"(?=\r?$)', b"", content).replace(b'""', b'"')
+    head = content[:HEAD_BYTES].splitlines()[:LOOKED_AT]
+    if b'"' not in content and sum(bool(SINGLE.search(line)) for line in head) > ALIKE * (len(head) - 1) > 0:
+        content = content.replace(b"'", b'"')
     comments = COMMENTS.match(content)
     assert comments is not None  # it matches nothing, too
     begin = 0 if "skiprows" in told else comments.end()
@@ -134,7 +137,7 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     for name, column in frame.items():
         if isinstance(column, pd.Series) and (isinstance(column.dtype, pd.StringDtype) or column.dtype == object):
             numbers, words = as_numbers(column, decimal=decimal)
-            if numbers is not None and not _is_code(column):
+            if numbers is not None and not is_code(column):
                 frame[name] = numbers
             if numbers is not None and words:
                 notes.append(f"{source.name}: column {name}: {', '.join(map(repr, words[:3]))} and empty cells are missing values")
@@ -268,9 +271,3 @@ def _codes(rows: Sequence[Sequence[str]], header: bool) -> dict[Any, type]:
     names = [cell.strip() for cell in rows[0]] if header else list(map(str, columns))
     unique = [place for place in texts if names.count(names[place]) == 1 and names[place]]
     return {(rows[0][place] if header else place): str for place in unique}
-
-
-def _is_code(column: pd.Series) -> bool:
-    """True if some cells begin with a zero that a number would lose."""
-    sample = column.dropna().iloc[:: max(1, len(column) // 1000)].astype(str).str.strip()
-    return bool(sample.str.fullmatch(CODE.pattern).any())

@@ -14,6 +14,7 @@ MOSTLY = 0.9  # a column of numbers may hold some words, which are then missing 
 SAMPLE = 200
 SIZES = {"K": 1e3, "M": 1e6, "B": 1e9}  # as in 25.3K
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+CODE = re.compile(r"0\d+")  # 007 is no number
 WHOLE = re.compile(r"\s*[-+]?\d{1,18}\s*")
 DATE = re.compile(r"\s*(\d{1,4}[-/.]\d{1,2}([-/.]\d{1,4})?|\d{4}[-/ ]?[QMW]\d{1,2})([ T]\d.*)?\s*")
 AROUND = r"[$€£¥\s'’%]|[*#]+$|^(?:USD|EUR|GBP|CHF|R\$|kr)"
@@ -41,6 +42,12 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
         return pd.Series(written.astype("int64").to_numpy()[codes], column.index), []  # which may name series, as pandas' own do
     found = np.append(values.to_numpy(float), np.nan)[codes]  # a missing cell has the code -1
     return pd.Series(found, column.index), words.tolist()
+
+
+def is_code(column: pd.Series) -> bool:
+    """True if some cells begin with a zero that a number would lose."""
+    sample = column.dropna().iloc[:: max(1, len(column) // 1000)].astype(str).str.strip()
+    return bool(sample.str.fullmatch(CODE.pattern).any())
 
 
 def _is_missing(texts: pd.Series) -> pd.Series:

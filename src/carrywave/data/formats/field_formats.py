@@ -121,9 +121,11 @@ def trees(text: str, asked: Asked) -> Read | None:
 def label_first(text: str, asked: Asked) -> Read | None:
     """`LABEL text`: the first word of a line is its label if few first words come again and again, or if training had them."""
     pairs = [line.split(maxsplit=1) for line in _lines(text)]
-    first = Counter(pair[0] for pair in pairs)
-    if not pairs or min(map(len, pairs)) < 2:
+    several = [pair for pair in pairs if len(pair) == 2]
+    if not pairs or len(several) < 0.99 * len(pairs):  # hardly a label stands alone
         return None
+    pairs = several
+    first = Counter(pair[0] for pair in pairs)
     if asked.labels:
         if sum(count for label, count in first.items() if label in asked.labels) < 0.9 * len(pairs):
             return None

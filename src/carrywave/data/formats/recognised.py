@@ -23,6 +23,7 @@ USUAL = ("label", "labels", "class", "category", "target", "sentiment", "intent"
 HEAD = 1000  # rows that are looked at
 CLEARLY = 1.5  # how many times as long as others texts are on average
 MOST_LABEL = 60  # characters of a label on average, at most
+FRACTION = re.compile(r"[-+]?\d*\.\d*[1-9]\d*")
 DECIMAL_COMMA = re.compile(r"\s*[-+]?\d+,(\d{1,2}|\d{4,})\s*")
 
 
@@ -141,6 +142,8 @@ class NamedRows:
         lists = [name for name, each in values.items() if each and all(hasattr(x, "__len__") and not isinstance(x, str) for x in each)]
         if lists:
             return lists[0] if len(lists) == 1 else None
+        worded = {name: size for name, size in sizes.items() if any(" " in each.strip() for each in values[name])}
+        sizes = worded or sizes  # addresses of pages are long, too
         long = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if CLEARLY * sizes[name] > max(sizes.values())]
         return self._only(long, "text")
 
@@ -156,7 +159,7 @@ class NamedRows:
         some = [name for name in names if fits([row.get(name) for row in head], [row.get(content or "") for row in head])]
         varied = [name for name in some if len({repr(row.get(name)) for row in head}) > 1]
         some = varied or some
-        usual = [name for name in some if name.lower() in USUAL]
+        usual = [name for name in some if name.lower() in USUAL] or [name for name in some if {*re.split(r"\W|_", name.lower())} & {*USUAL}]
         return self._only(usual if len(usual) == 1 else some, "label")
 
     def _named(self, row: Row, names: Known, number: int) -> NamedRow:
@@ -226,6 +229,8 @@ def _is_tokens(content: Any) -> bool:
 def _recur(values: Sequence[Any], _: Sequence[Any]) -> bool:
     """True for short values that come again, of which hardly one is missing."""
     there = [str(value) for value in values if value is not None and value != "" and not isinstance(value, float | list | dict)]
+    if any(FRACTION.fullmatch(value) for value in there):
+        return False
     different = len(set(there))
     return (
         len(there) > 0.9 * len(values)

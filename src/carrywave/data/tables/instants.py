@@ -19,8 +19,10 @@ import pyarrow.compute as pc
 FIRST_YEAR, LAST_YEAR = 1500, 2200  # of numbers that are taken for years
 LEAST_READ = 0.995  # of the cells of a column of times
 LEAST_BEFORE = 0.85  # of the rows come before the last time
+MOSTLY = 0.9  # of the rows have a time that is put together from several columns
 SAMPLE = 200
 LEAST_YEARS = 5  # consecutive numbers that are years without being called so
+SPREADSHEET_DAYS = (20_000, 60_000)  # of 1954 to 2064, which spreadsheets count from 1899-12-30
 MOST_EPOCHS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # digits of the time since 1970, and its unit
 COMPACT = {4: "%Y", 6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 NAMES = re.compile(  # of columns that may hold times as plain numbers
@@ -28,7 +30,7 @@ NAMES = re.compile(  # of columns that may hold times as plain numbers
     r"|.*date(?!a|d|s?et).*|.*time.*|.*(year|yr|epoch)|(year|.*_|iso)_?week|unix.*|valid_from|as_of|index)",
     re.IGNORECASE,
 )
-COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx", re.IGNORECASE)
+COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx|year", re.IGNORECASE)
 MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
 # Jan-02 is no second of January.
 MONTHS_OF_YEARS = ["%b-%y", "%b %y", "%b-%Y", "%b %Y", "%B %Y", "%B-%Y", "%y-%b", "%Y-%b", "%Y %b", "%Y %B"]
@@ -78,14 +80,15 @@ def readings(column: pd.Series, *, told: bool = False) -> list[Instants]:
 
 
 def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
-    numbers = column.astype(float)
-    known = numbers[np.isfinite(numbers)]
+    numbers = column.astype(float).where(np.isfinite(column.astype(float)))
+    known = numbers.dropna()
     if not len(known) or (not told and not NAMES.fullmatch(name) and not _like_dates(known)):
         return []
     if (known % 1 != 0).any():
         return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
     gaps = np.diff(np.unique(known.to_numpy()))
-    if len(gaps) > 1 and (gaps == gaps[0]).all() and (told or COUNTED.fullmatch(name)) and (known.min() <= 1 or known.max() < FIRST_YEAR):
+    low, even = known.min(), len(gaps) > 1 and bool((gaps == gaps[0]).all())
+    if len(gaps) > 1 and (told or COUNTED.fullmatch(name)) and (low in (0, 1) or (even and (low <= 1 or known.max() < FIRST_YEAR))):
         return [Instants(column)]
     codes, values = pd.factorize(numbers)
     texts = pd.Series(values).astype("int64").astype(str)
@@ -99,6 +102,8 @@ def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
         weeks = pd.to_datetime(texts + "-1", format="%G%V-%u", errors="coerce")
         if width == 6 and weeks.notna().all():
             return [Instants(_spread(weeks, codes, column.index))]
+    if len(gaps) and (gaps == 1).mean() > MOSTLY and known.between(*SPREADSHEET_DAYS).all():
+        return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit="D", origin="1899-12-30"), codes, column.index))]
     if width in MOST_EPOCHS:
         return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit=MOST_EPOCHS[width]), codes, column.index))]
     return []
@@ -293,6 +298,7 @@ SHORT = {
     "mon": "month",
     "mo": "month",
     "mnth": "month",
+    "months": "month",
     "hr": "hour",
     "dy": "day",
     "jahr": "year",
@@ -324,7 +330,7 @@ def _of_year_and(frame: pd.DataFrame, lower: dict[str, str]) -> tuple[pd.Series,
         values["month"] = frame[lower["month"]].astype(str).str.strip().str[:3].str.lower().map(MONTHS)
     with_day = values if "day" in values else {**values, "day": pd.Series(1, frame.index)}
     times = pd.to_datetime(pd.DataFrame(with_day), errors="coerce")
-    return (times, used) if times.notna().mean() > 0.99 else None
+    return (times, used) if times.notna().mean() > MOSTLY else None
 
 
 def _hours(column: pd.Series) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from carrywave.data.files.numbers import as_numbers, is_code
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.choice import ColumnChoice, quoted, require
 from carrywave.data.tables.frequency import infer
@@ -124,7 +125,12 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
             frame, way = frame[~lost], replace(way, instants=replace(way.instants, times=way.instants.times[~lost]))
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
+    frame = _written(frame, {*used, *choice.categorical, *choice.static})
     numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
+    still = _still(frame, numbers, series) - choice.asked if series and not choice.trained and not choice.each_step else set()
+    if still < set(numbers):
+        left |= dict.fromkeys((column for column in numbers if column in still), "one value in each series; data.static")
+        numbers = tuple(column for column in numbers if column not in still)
     reading = TableReading(
         frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes), columns
     )
@@ -148,6 +154,13 @@ def _of_numbers(frame: pd.DataFrame) -> pd.DataFrame:
     objects = [str(name) for name, dtype in frame.dtypes.items() if str(dtype) == "object"]
     numbers = [name for name in objects if pd.api.types.infer_dtype(frame[name]) in kinds]
     return frame.assign(**{name: pd.to_numeric(frame[name]) for name in numbers})
+
+
+def _written(frame: pd.DataFrame, used: set[str]) -> pd.DataFrame:
+    """The frame with texts that are numbers as such, as frames and JSON hold them; in a CSV they are found before."""
+    texts = [column for column in frame.columns if column not in used and pd.api.types.is_string_dtype(frame[column])]
+    found = {column: as_numbers(frame[column])[0] for column in texts if not is_code(frame[column])}
+    return frame.assign(**{column: numbers for column, numbers in found.items() if numbers is not None})
 
 
 def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoice, columns: _Columns) -> pd.DataFrame:
@@ -185,6 +198,7 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
     labels = [column for column in frame.columns if not pd.api.types.is_float_dtype(frame[column]) and column not in (choice.targets or ())]
     best: _Way | None = None
     again: _Way | None = None
+    uneven: _Way | None = None  # texts, or numbers in the order of the rows, tell rows apart, but leave the times irregular
     for column, instants in found:
         if choice.series is not None or choice.trained:
             tries = [(choice.series or (), -1)]
@@ -192,19 +206,26 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
             tries = _series(frame, column, instants, labels, columns)
         for series, repeats in tries:
             regular, full = _regularity(frame, instants, series, columns)
-            if series and choice.series is None and not regular:
-                continue  # what tells rows apart without making times regular is no series
             way = _Way(column, instants, tuple(series), regular, full, told_apart=repeats == 0)
+            if series and choice.series is None and not regular:  # what tells rows apart so may be values
+                if repeats == 0 and all(_stands_together(frame[label]) for label in series):
+                    uneven = uneven or way
+                continue
             if repeats > 0:
                 again = way if again is None or way.score > again.score else again
             else:
                 best = way if best is None or way.score > best.score else best
-    best = best or again
+    best = best or again or uneven
     if best is None and found:  # repeated times, which `_without_repeats` deals with
         column = found[0][0]
         instants = most_regular([way for other, way in found if other == column])
         best = _Way(column, instants, choice.series or (), False, 0.0)
     return best
+
+
+def _stands_together(column: pd.Series) -> bool:
+    """True for texts, and for numbers of which each stands in one block of rows, as those of a series do."""
+    return not pd.api.types.is_numeric_dtype(column) or int((column != column.shift()).sum()) == column.nunique(dropna=False)
 
 
 def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str], columns: _Columns) -> tuple[bool, float]:
@@ -243,10 +264,11 @@ def _series(
     rows = len(moments)
     able: dict[str, Ints] = {}
     for column in labels:
-        if column == time or CALENDAR.fullmatch(column.strip()):
-            continue
+        number = pd.api.types.is_numeric_dtype(frame[column])
+        if column == time or (CALENDAR.fullmatch(column.strip()) if number else columns.ways(frame, column)):
+            continue  # other times name no series
         codes, values = columns.codes(frame, column)
-        if 1 < len(values) <= rows / 2 and not (pd.api.types.is_numeric_dtype(frame[column]) and len(values) > MOST_NUMBERED):
+        if 1 < len(values) <= rows / 2 and not (number and len(values) > MOST_NUMBERED):
             able[column] = codes if present.all() else codes[present]
     place = {column: number for number, column in enumerate(frame.columns)}
     order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), place[column]))[:MOST_TRIED]
@@ -335,6 +357,18 @@ def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, times: pd
     return tuple(numbers), left
 
 
+def _still(frame: pd.DataFrame, numbers: Sequence[str], series: Sequence[str]) -> set[str]:
+    """The columns that differ between series and never change within one: numbers of shops, areas of countries."""
+    codes, _ = codes_of(frame, series)
+    starts = np.unique(codes, return_index=True)[1]
+    cells = {column: frame[column].to_numpy(np.float64, na_value=np.nan) for column in numbers}
+    return {
+        column
+        for column, values in cells.items()
+        if (values[starts] != values[0]).any() and not (values != values[starts][codes]).any() and len(starts) < len(codes)
+    }
+
+
 def _counts(values: pd.Series, *, unnamed: bool) -> bool:
     """True if a column numbers the rows; what has no name does so in any order."""
     if not pd.api.types.is_integer_dtype(values):
@@ -344,9 +378,12 @@ def _counts(values: pd.Series, *, unnamed: bool) -> bool:
 
 def _same_times(values: pd.Series, times: pd.Series) -> bool:
     """True if a column has the times once more, as numbers: seconds since 1970, say."""
-    ways = [way for way in readings(values) if not way.counted]
-    if not ways or ways[0].times.isna().any() or times.dtype.kind != "M":
-        return False
+    for rows in (slice(200), slice(None)):  # few tell most columns
+        ways = [way for way in readings(values[rows], told=True) if not way.counted]
+        if not ways or ways[0].times.isna().any() or times.dtype.kind != "M":
+            return False
+        if (ways[0].times.dt.year != times[rows].dt.year).mean() > MOST_REPEATS:
+            return False
     return bool(pd.DataFrame({"a": times, "b": values}).drop_duplicates().apply(lambda column: column.is_unique).all())
 
 
