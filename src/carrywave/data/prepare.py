@@ -34,6 +34,7 @@ from carrywave.data.text import token_stream
 from carrywave.data.text.documents import BLANK_LINE, ROW
 from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError, SpecError
+from carrywave.spec.defaults import AUTO, with_spans
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
 from carrywave.spec.spec import Spec
@@ -303,13 +304,16 @@ def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
 
 
 def _reading(spec: Spec) -> dict[str, Any]:
-    """The options that affect how data is read: those of its section, and whether the model reads the characters of words. Numbers were
-    once scaled by targets of weight 0 as well.
+    """The options that affect how data is read: those of its section, whether the model reads the characters of words and how it learns of
+    rare ones; all these by the labels, if model.crf is left open. Numbers were once scaled by targets of weight 0 as well.
     """
+    spans = {"spans": True} if spec.model.crf == AUTO else {}
+    spec = with_spans(spec, spans=True)
     later = {name for name in READING_LATER if getattr(spec.data, name) != type(spec.data).model_fields[name].default}
     spelled = {} if spec.model.characters == "none" else {"characters": True}
     scaled = {"weightless": True} if spec.task == "regression" else {}
-    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled | scaled
+    rare = {"rare": True} if spec.model.dropout_rare else {}
+    return spec.data.model_dump(mode="json", include={*READING, *later}) | spelled | scaled | rare | spans
 
 
 def _hash(value: Any) -> str:

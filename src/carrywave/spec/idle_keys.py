@@ -203,7 +203,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "read", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "tie", "cutoffs"),
-        "crf",
+        *("crf", "word_scores"),
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "forget_bias", "pretrained"),
     ),

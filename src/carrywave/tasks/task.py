@@ -90,7 +90,7 @@ class Task:
                 if name == "train" and self.document_ends is not None and not self.document_ends.any_in(data.inputs):
                     raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
-                view = views.tagging(data)
+                view = self._with_history(views.tagging(data), data)
                 if self.spec.model.crf:
                     check_sequences(name, data, self.facts.labels, self.spec.data.scheme)
             case "forecasting":
@@ -189,7 +189,7 @@ class Task:
         model = Model(
             front,
             lstm,
-            head_of(self.spec, self.facts, lstm.output_size, encoder, train, empty),
+            head_of(self.spec, self.codec, self.facts, lstm.output_size, encoder, train, empty),
             dropout_in=Dropout(first, locked=spec.locked, name="dropout_in"),
             dropout_out=Dropout(last, locked=spec.locked, name="dropout_out"),
         )
@@ -235,12 +235,16 @@ class Task:
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
-            return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends))
+            return self._with_history(View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends)), data)
         layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
         return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes), data)
 
     def _with_history(self, view: View, data: Sequences) -> View:
-        """The view with the past values that the head reads and, of counts, their units."""
+        """The view with the past values that the head reads and, of counts, their units; or with the characters of words."""
+        if self.spec.model.word_scores:
+            return replace(view, history=History(1, np.arange(1, data.inputs.shape[1])))
+        if self.spec.task != "forecasting":
+            return view
         past, targets = self.spec.past_steps, np.array(self.codec.targets)
         units = data.units[:, targets] if self.spec.data.counts and data.units is not None else None
         return replace(view, history=History(past, targets, units, data.firsts)) if past else view

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from carrywave.errors import RunError, UserError, option
 from carrywave.runs.checkpoint.snapshot import Stored
-from carrywave.spec.defaults import AUTO
+from carrywave.spec.defaults import AUTO, SPANS, open_keys, with_keys
 from carrywave.spec.load import of_earlier_version, with_new_names
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
@@ -30,7 +30,7 @@ FRONT_DROPOUT = "model.front_dropout"  # goes with the front
 # Chosen to fit the data and the devices if they have these values; a run keeps what was chosen for it.
 OPEN: Mapping[str, object] = {
     **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
-    **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights"), AUTO),
+    **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights", "model.crf"), AUTO),
     "train.epochs": 0,
     "model.linear": PAST_STEPS,
 }
@@ -53,8 +53,9 @@ def check_same(new_spec: Spec, spec: Spec, *, files_move: bool = False) -> None:
             pairs = [(section, before[section], now[section])]
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
+        spans = _open_spans(new_spec)
         for name, old, new in pairs:
-            if (name in OPEN and new == OPEN[name]) or (name == FRONT_DROPOUT and new_spec.model.front == AUTO):
+            if (name in OPEN and new == OPEN[name]) or (name == FRONT_DROPOUT and new_spec.model.front == AUTO) or name in spans:
                 continue  # left out, it keeps its value
             if files_move and name in FILES and old is not None and new is not None:
                 continue
@@ -77,7 +78,17 @@ def with_choices_of(new_spec: Spec, snapshot: Stored) -> Spec:
             sections[section] = settings.model_copy(update={name: getattr(getattr(spec, section), name)})
     if new_spec.model.front == AUTO:
         sections["model"] = sections["model"].model_copy(update={"front_dropout": spec.model.front_dropout})
-    return new_spec.model_copy(update=sections)
+    chosen: dict[str, dict[str, object]] = {}
+    for key in _open_spans(new_spec):
+        section, _, name = key.partition(".")
+        chosen.setdefault(section, {})[name] = getattr(getattr(spec, section), name)
+    return with_keys(new_spec.model_copy(update=sections), chosen)
+
+
+def _open_spans(spec: Spec) -> set[str]:
+    """The keys that go with a CRF which is left open."""
+    found = open_keys(spec, SPANS) if spec.model.crf == AUTO else {}
+    return {f"{section}.{name}" for section, values in found.items() for name in values}
 
 
 @contextmanager
