@@ -20,11 +20,11 @@ from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Tables
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.crf import CRF
-from carrywave.model.heads.word_scores import WordScores
 from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast, Line
 from carrywave.model.heads.pooled import Pooled, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
+from carrywave.model.heads.word_scores import WordScores
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 

@@ -1,6 +1,5 @@
 """What a spec leaves open: batch sizes, epochs, patience, a front, how spans are found and what forecasts are relative to, chosen from
-the data, and the
-precision (`train.precision: auto`), from the devices.
+the data, and the precision (`train.precision: auto`), from the devices.
 
 A batch size is chosen so that an epoch has enough steps and a batch enough sequences. Torch-free: a laptop plans with the precision that a
 cluster will use.
@@ -13,8 +12,8 @@ from typing import Any, Literal
 
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import PAST_STEPS, Spec
 from carrywave.spec.section import Section
+from carrywave.spec.spec import PAST_STEPS, Spec
 from carrywave.spec.task_defaults import FRONT_DROPOUT, TAGS_DROPOUT
 
 AUTO = "auto"
@@ -34,7 +33,7 @@ LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
 ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the best weights can be told from lucky ones
 # What finds spans best: by sections, for keys that are not set.
 SPANS: Mapping[str, Mapping[str, Any]] = {
-    "data": {"lowercase": True},
+    "data": {"lowercase": True, "scheme": "auto"},
     "model": {"characters": "cnn", "word_scores": 1 << 18, "dropout": 0.5, "dropout_rare": 0.5},
     "train": {"best": "span_f1"},
 }

@@ -29,8 +29,8 @@ CAPITAL, SMALL, DIGIT = 2, 3, 4  # kinds of characters; each other one is a kind
 
 
 class WordScores(nn.Module):
-    """Scores in a table of `rows`. `characters` are those that the codes from `FIRST` on stand for, of `codes` in all; `length` of a word are
-    read.
+    """Scores in a table of `rows`. `characters` are those that the codes from `FIRST` on stand for, of `codes` in all; of a word, `length`
+    are read.
     """
 
     def __init__(self, rows: int, labels: int, characters: Sequence[str], codes: int, length: int) -> None:
@@ -43,6 +43,9 @@ class WordScores(nn.Module):
             small[code] = known.get(character.lower(), code)
             kind[code] = CAPITAL if character.isupper() else SMALL if character.islower() else DIGIT if character.isdigit() else kind[code]
         # Not saved: they follow from the characters.
+        self.small: Tensor
+        self.kind: Tensor
+        self.powers: Tensor
         self.register_buffer("small", torch.tensor(small), persistent=False)
         self.register_buffer("kind", torch.tensor(kind), persistent=False)
         self.register_buffer("powers", torch.tensor([pow(BASE, 1 + power, PRIME) for power in range(length)]), persistent=False)
@@ -58,7 +61,7 @@ class WordScores(nn.Module):
         steps, length = len(codes_TBL), codes_TBL.shape[-1]
         real_TB = torch.arange(steps, device=codes_TBL.device)[:, None] < lengths_B
         codes_TBL = torch.where(real_TB[..., None], codes_TBL, EDGE)
-        small_TBL, kind_TBL = self.small[codes_TBL], self.kind[codes_TBL]  # type: ignore[index]
+        small_TBL, kind_TBL = self.small[codes_TBL], self.kind[codes_TBL]
         last_TB1 = (codes_TBL != EDGE).sum(-1, keepdim=True) - 1
         places_TBA = last_TB1 - torch.arange(min(AFFIX, length), device=codes_TBL.device)
         end_TBA = torch.where(places_TBA >= 0, small_TBL.gather(-1, places_TBA.clamp(min=0)), EDGE)
@@ -76,7 +79,7 @@ class WordScores(nn.Module):
 
     def _hash(self, codes_TBL: Tensor, places_TBL: Tensor | None = None) -> Tensor:
         """A number below the prime for the codes of each word at their places, by default in their order."""
-        powers: Tensor = self.powers[torch.arange(codes_TBL.shape[-1], device=codes_TBL.device) if places_TBL is None else places_TBL]  # type: ignore[index]
+        powers = self.powers[: codes_TBL.shape[-1]] if places_TBL is None else self.powers[places_TBL]
         return (codes_TBL * powers).sum(-1) % PRIME
 
     def extra_repr(self) -> str:
@@ -94,6 +97,11 @@ def _pair(one: Tensor, other: Tensor) -> Tensor:
     return (one * FACTOR + other * BASE) % PRIME
 
 
+def mixing(number: int) -> tuple[int, int]:
+    """What the values of a feature are multiplied with, and what is added to them, so that equal ones of two features have rows apart."""
+    return pow(FACTOR, 1 + number, PRIME), pow(BASE, 1000 + number, PRIME)
+
+
 def _mixed(values: Tensor, number: int) -> Tensor:
-    """Another number below the prime, for each feature by a function of its own."""
-    return (values * pow(FACTOR, 1 + number, PRIME) + pow(BASE, 1000 + number, PRIME)) % PRIME
+    factor, added = mixing(number)
+    return (values * factor + added) % PRIME
