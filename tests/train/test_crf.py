@@ -232,7 +232,7 @@ def test_what_it_is_refused_with(asked: dict[str, Any], words: str) -> None:
 
 def test_a_scheme_without_a_crf_acts_on_nothing() -> None:
     with pytest.raises(SpecError, match=r"data.scheme is for model.crf, which is off; remove it, or set model.crf=true"):
-        cw.fit({"hidden": 2}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
+        cw.fit({"hidden": 2, "crf": False}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
 
 
 def test_sequences_have_weights_and_steps_have_none() -> None:

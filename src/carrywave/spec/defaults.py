@@ -14,7 +14,7 @@ from carrywave.spec.data_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
-from carrywave.spec.task_defaults import FRONT_DROPOUT, TAGS_DROPOUT
+from carrywave.spec.task_defaults import FRONT_DROPOUT, TAGS_DROPOUT, takes_crf
 
 AUTO = "auto"
 BF16_CAPABILITY = (8, 0)  # the compute capability from which GPUs have matrix units for bf16; older ones emulate it, slowly
@@ -63,7 +63,7 @@ def with_spans(spec: Spec, *, spans: bool, spelled: bool = True) -> Spec:
     """With a CRF in place of `auto` in model.crf, and what goes with it, if labels of words write spans. `spelled`: characters are read."""
     if spec.model.crf != AUTO:
         return spec
-    if not spans:
+    if not spans or not takes_crf(spec):
         return with_keys(spec, {"model": {"crf": False}}, open_keys(spec, {"model": {"dropout": TAGS_DROPOUT}}))
     found = open_keys(spec, SPANS)
     if spec.model.pretrained is not None:

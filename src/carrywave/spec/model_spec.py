@@ -65,7 +65,7 @@ class ModelSpec(Section):
     )
     word_scores: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="model.crf: scores of the labels for the word, its neighbours, its ends and its shape are added to those of the layers: "
+        description="model.crf: scores of the labels for the word, its neighbours, ends and shape are added to those of the layers: "
         "a linear part, in a table of so many rows, into which these features are hashed; 0 for none",
     )
     cutoffs: tuple[Positive, ...] | None = Field(

@@ -47,15 +47,16 @@ def _language(spec: Spec) -> Sections:
 
 def _tagging(spec: Spec) -> Sections:
     both_ways = {} if spec.streams else {"bidirectional": True}
-    return {"model": {**both_ways, **({"crf": "auto"} if _takes_crf(spec) else {"dropout": TAGS_DROPOUT})}, "train": {"lr": 5e-3}}
+    left_open = takes_crf(spec) and (spec.model.crf == "auto" or "crf" not in spec.model.model_fields_set)
+    return {"model": {**both_ways, **({"crf": "auto"} if left_open else {"dropout": TAGS_DROPOUT})}, "train": {"lr": 5e-3}}
 
 
-def _takes_crf(spec: Spec) -> bool:
+def takes_crf(spec: Spec) -> bool:
     """True if labels can be chosen together: nothing else that is asked for needs single ones, or cuts sequences or the vocabulary."""
     train, plan = spec.train, spec.plan_spec
     single = spec.data.multi_label or train.class_weights is not None or train.label_smoothing > 0 or train.best == "top_5_accuracy"
     cut = spec.streams or plan.share_head or plan.chunk_steps is not None or plan.split_vocabulary
-    return not single and not cut and "crf" not in spec.model.model_fields_set
+    return not single and not cut
 
 
 def _transcription(spec: Spec) -> Sections:

@@ -40,8 +40,8 @@ def head_of(
             return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
         case "tagging":
             if spec.model.crf:
-                rows, sizes = spec.model.word_scores, (facts.characters, facts.word_length)
-                words = WordScores(rows, len(facts.labels), codec.characters, *sizes) if rows else None
+                size, read = spec.model.word_scores, (facts.characters, facts.word_length)
+                words = WordScores(size, len(facts.labels), codec.characters, *read) if size else None
                 return CRF(width, facts.labels, spec.data.scheme, words)
             kind = Sigmoid if spec.data.multi_label else Softmax
             return kind(width, len(facts.labels), weights=_class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)

@@ -282,7 +282,7 @@ class Task:
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
         weighted = part.view.weights is not None or part.view.weights_at is not None
         if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
-            weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf
+            weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf is True
             return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
 

@@ -54,7 +54,8 @@ class WordScores(nn.Module):
         """[T, B, V], from the codes of characters of each word; whole sequences."""
         rows_TBF = self.rows(codes_TBL, lengths_B)
         kept_TBF = self.dropout(torch.ones_like(rows_TBF, dtype=self.table.dtype))
-        return (embedding(rows_TBF, self.table) * kept_TBF[..., None]).sum(-2)
+        scores_TBV: Tensor = (embedding(rows_TBF, self.table) * kept_TBF[..., None]).sum(-2)
+        return scores_TBV
 
     def rows(self, codes_TBL: Tensor, lengths_B: Tensor) -> Tensor:
         """The row of each feature of each word [T, B, F]."""

@@ -253,7 +253,7 @@ class Units:
             spec.train.reproducible,
             spec.train.shard_optimizer,
             _outer_copies(spec.train),
-            whole_head=model.crf or spec.task == "transcription",
+            whole_head=model.crf is True or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),
         )

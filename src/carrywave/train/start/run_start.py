@@ -159,9 +159,9 @@ def with_whole_spans(spec: Spec, prepared: Prepared) -> tuple[Spec, str | None]:
     """The spec with a CRF in place of `auto` if labels write spans, and a line that says so. It allows all pairs if the data has some that
     their scheme forbids; of rows that hold several sequences, labels are chosen one by one.
     """
-    if spec.model.crf != AUTO or not prepared.facts.spans:
-        return spec, None
-    found = with_spans(spec, spans=True, spelled=prepared.facts.characters > 0)
+    found = with_spans(spec, spans=prepared.facts.spans > 0, spelled=prepared.facts.characters > 0)
+    if spec.model.crf != AUTO or not found.model.crf:
+        return found, None
     parts = {"train": prepared.train, "valid": prepared.valid, "test": prepared.test}
     if any(part is not None and part.resets is not None and part.resets.any() for part in parts.values()):
         return with_keys(found, {"model": {"crf": False, "word_scores": 0}}), None
