@@ -29,7 +29,7 @@ def spec_of(tmp_path: Path) -> Any:
 
     def make(characters: str = "cnn", **data: Any) -> Spec:
         files = {"train": str(tmp_path / "train.jsonl"), "share": 0.0, "cache": str(tmp_path / "cache")}
-        return parse({"task": "tagging", "data": files | data, "model": {"characters": characters}})
+        return parse({"task": "tagging", "data": files | data, "model": {"characters": characters, "crf": False}})
 
     return make
 

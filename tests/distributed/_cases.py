@@ -32,6 +32,7 @@ from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
+from carrywave.model.heads.word_scores import WordScores
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
@@ -131,7 +132,8 @@ def model_of(case: Case) -> Model:
             smoothing = asked.get("label_smoothing", 0.0)
             kind = Sigmoid if asked.get("multi_label") else Softmax
             head = Chain(width, CLASSES) if asked.get("chain") else kind(width, CLASSES, weights=weights, label_smoothing=smoothing)
-            head = CRF(width, SPANS) if asked.get("crf") else head
+            words = WordScores(64, len(SPANS), "aBb1.", CHARACTERS, LETTERS) if asked.get("word_scores") else None
+            head = CRF(width, SPANS, words=words) if asked.get("crf") else head
         case "classification":
             pooled = PooledSigmoid if asked.get("multi_label") else PooledSoftmax
             head = pooled(width, CLASSES, asked["pool"], weights, label_smoothing=asked.get("label_smoothing", 0.0))
@@ -239,6 +241,7 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
     history = torch.randn((steps + past - 1, lanes, NUMBERS), generator=generator, dtype=torch.float64) if past else None
     if counts and history is not None:  # with the size of a unit of each lane
         history = torch.cat([history.abs(), torch.linspace(0.5, 9.0, lanes).double()[:, None].expand(history.shape)], dim=-1)
+    history = inputs[..., 1:] if model.get("word_scores") else history
     if task in POOLED and resets is not None:
         targets[unused] = math.nan if targets.is_floating_point() else -100
     weights = _weights(case["weights"], lead, task, generator) if case.get("weights") else None

@@ -319,6 +319,21 @@ def test_a_head_that_reads_whole_sequences_gives_the_answer_of_one_device(plan: 
     check(sequences(task="tagging", plan=plan, model__cell="rnn", **{f"model__{head}": True}), crew)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        a_plan(replicas=2, micro_batches=2),
+        a_plan(stages=2, cuts=[2], micro_batches=3),
+        a_plan(replicas=2, stages=2, cuts=[1], recompute=True),
+    ],
+    ids=["replicas", "stages", "both"],
+)
+def test_scores_of_words_give_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
+    """Whatever stands in padding, and although features are left out at random."""
+    asked = {"numbers": False, "characters": "cnn", "crf": True, "word_scores": True}
+    check(sequences(task="tagging", plan=plan, padding="odd", **{f"model__{name}": value for name, value in asked.items()}), crew)
+
+
 FRONT = [(4, 5, 2), (5, 3, 2)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 import carrywave as cw
 from carrywave.cli.main import app
 from carrywave.errors import DataError, SpecError, UserError
-from carrywave.spec.load import parse
+from carrywave.spec.load import load_own, parse
+from carrywave.spec.spec import Spec
 
 NAMES = ("york", "leeds", "bath", "new castle", "old sarum", "st albans")
 FRAMES = ("a train to {} tonight", "from {} to {}", "is there a train", "{} please", "to {} from {} today")
@@ -95,6 +97,75 @@ def test_on_the_command_line(run: Path) -> None:
     assert "needs likely labels, but" in refused.output
 
 
+SMALL = {"hidden": 4, "layers": 1, "embedding": 4}
+SPELLED = {**SMALL, "character_width": 4}  # which acts if the labels write spans
+QUICK: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 1}}
+
+
+def resolved(result: cw.Result) -> Spec:
+    return load_own(result.run / "spec.yaml")
+
+
+def test_labels_of_words_that_write_spans_have_it_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = cw.fit(SPELLED, rows(), run=tmp_path / "run", progress=True, **QUICK)
+    spec = resolved(result)
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (True, "cnn", 1 << 18, 0.5)
+    assert (spec.model.dropout_rare, spec.data.lowercase, spec.train.best) == (0.5, True, "span_f1")
+    assert "labels write spans, so they are chosen together (model.crf)" in capsys.readouterr().out
+    found = cw.predict(result.run, [{"tokens": ["to", "York"]}, {"tokens": ["is"]}])
+    assert [len(row["labels"]) for row in found] == [2, 1]
+    again = cw.fit(SPELLED, rows(), run=tmp_path / "run", resume=True, **{**QUICK, "train": {"epochs": 2}})
+    assert resolved(again).model == spec.model
+    if find_spec("onnxruntime") is not None:
+        assert cw.export(result.run, "onnx", tmp_path / "onnx").difference == 0.0
+
+
+def test_what_is_asked_for_stays(tmp_path: Path) -> None:
+    """Each key by itself, and all defaults where labels are chosen one by one."""
+    asked = {**SMALL, "characters": "none", "dropout_rare": 0.1}
+    spec = resolved(cw.fit(asked, rows(), run=tmp_path / "asked", data={"lowercase": False}, **QUICK))
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout_rare) == (True, "none", 0, 0.1)
+    assert not spec.data.lowercase
+    spec = resolved(cw.fit({**SMALL, "crf": False}, rows(), run=tmp_path / "softmax", **QUICK))
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, "none", 0, 0.3)
+    for name, keys in {
+        "weights": {"train": {"epochs": 1, "class_weights": "balanced"}},
+        "streams": {"batch": {"lanes": 2, "steps": 8}},
+    }.items():
+        spec = resolved(cw.fit(SMALL, rows(), run=tmp_path / name, **{**QUICK, **keys}))
+        assert (spec.model.crf, spec.model.word_scores, spec.model.dropout) == (False, 0, 0.3)
+
+
+def test_other_labels_have_a_softmax(tmp_path: Path) -> None:
+    given = [{"tokens": ["old", "town"], "labels": ["ADJ", "NOUN"]}, {"tokens": ["old"], "labels": ["ADJ"]}] * 5
+    spec = resolved(cw.fit(SMALL, given, run=tmp_path / "words", **QUICK))
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, "none", 0, 0.3)
+    with pytest.raises(SpecError, match=r"model.character_width is for model.characters, which is none; remove it, or set"):
+        cw.fit(SPELLED, given, run=tmp_path / "idle", **QUICK)
+    numbers = [{"steps": [[1.0], [2.0]], "labels": ["B-x", "I-x"]}, {"steps": [[3.0]], "labels": ["O"]}] * 5
+    spec = resolved(cw.fit({"hidden": 4}, numbers, run=tmp_path / "numbers", **QUICK))
+    assert (spec.model.crf, spec.model.characters, spec.train.best) == (False, "none", "loss")
+
+
+def test_data_that_breaks_its_scheme_is_learned_as_it_is_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*rows()[:2], {"tokens": ["to", "york"], "labels": ["O", "I-to"]}, *rows()[2:8]]
+    spec = resolved(cw.fit(SMALL, given, run=tmp_path / "run", data={"share": 0.0}, progress=True, **QUICK))
+    assert (spec.model.crf, spec.data.scheme, spec.train.best) == (True, "none", "loss")  # without valid, nothing is counted on it
+    assert "train: 'I-to' after 'O' (sequence 3, step 2) is not BIO, so any may follow any" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", [0.0, 0.5])
+def test_a_vocabulary_is_not_read_from_a_cache_of_another_one(first: float, tmp_path: Path) -> None:
+    """model.dropout_rare decides which words it has."""
+    given = [{"tokens": [f"w{number}", *["to"] * 250], "labels": ["O"] * 251} for number in range(8)]
+    data = {"train": str(written(tmp_path / "train.jsonl", given)), "cache": str(tmp_path / "cache")}
+    sizes = {}
+    for share in (first, 0.5 - first):
+        result = cw.fit({**SMALL, "crf": False, "dropout_rare": share}, None, run=tmp_path / f"run{share}", **{**QUICK, "data": data})
+        sizes[share] = result.task.facts.vocabulary
+    assert sizes[0.5] > sizes[0.0]
+
+
 def test_ensembles_are_refused(run: Path) -> None:
     with pytest.raises(UserError, match=r"chooses whole sequences of labels \(model.crf\), and has no probabilities .*; pass one run"):
         cw.evaluate([run, run])
@@ -161,7 +232,7 @@ def test_what_it_is_refused_with(asked: dict[str, Any], words: str) -> None:
 
 def test_a_scheme_without_a_crf_acts_on_nothing() -> None:
     with pytest.raises(SpecError, match=r"data.scheme is for model.crf, which is off; remove it, or set model.crf=true"):
-        cw.fit({"hidden": 2}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
+        cw.fit({"hidden": 2, "crf": False}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
 
 
 def test_sequences_have_weights_and_steps_have_none() -> None:

@@ -16,6 +16,7 @@ from carrywave.data.files.label_sets import NONE, VECTORS
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.text.spelling import FIRST, Spelling
+from carrywave.data.text.tag_scheme import tags_of
 from carrywave.data.text.tokenizers import Ids, TokenizerKind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
@@ -210,6 +211,7 @@ class Codec:
             known_categories=sum(name in self.known for name in self.categorical),
             characters=self.character_codes,
             word_length=self.word_length,
+            spans=int(self.kind == "word" and tags_of(self.labels) is not None),
         )
 
 

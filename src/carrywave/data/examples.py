@@ -22,9 +22,11 @@ from carrywave.data.formats.recognised import NamedRows
 from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Ints, Sequences
 from carrywave.data.tables.moments import Moments, scale_of, standardise
 from carrywave.data.text import spelling, vocabulary
+from carrywave.data.text.tag_scheme import tags_of
 from carrywave.data.text.tally import Tally
 from carrywave.data.text.tokenizers import Words, split_words
 from carrywave.errors import DataError, SpecError
+from carrywave.spec.defaults import with_spans
 from carrywave.spec.spec import Spec
 
 Flags = NDArray[np.bool_]
@@ -107,6 +109,8 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
     keep_rare = spec.model.dropout_rare > 0
     if words:
         counts = vocabulary.count_words(map(split_words, seen.contents(seen.text)) if content == "text" else seen.contents(words_of))
+        spec = with_spans(spec, spans=tags_of(tuple(seen.labels)) is not None)
+        keep_rare = spec.model.dropout_rare > 0
         chosen = vocabulary.choose(counts, spec.data, keep_rare=keep_rare)
         learned = {"kind": "word", "vocabulary": chosen, "size": len(chosen), "lowercase": spec.data.lowercase}
         if spec.model.characters != "none":

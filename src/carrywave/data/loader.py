@@ -123,12 +123,13 @@ def _tensor(values: NDArray[Any] | None) -> Tensor | None:
     return None if values is None else torch.from_numpy(values)
 
 
-def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[np.float32]:
-    """Past values [N - 1 + T, B, C]; the first of them come before the window."""
+def past_values(view: View, history: History, rows_TB: Ints, sequence_B: Ints) -> NDArray[Any]:
+    """Past values [N - 1 + T, B, C], or codes; the first of them come before the window."""
     before = np.arange(1 - history.steps, 0)[:, None]
     firsts = view.starts if history.firsts is None else history.firsts
     rows = np.concatenate([np.maximum(rows_TB[0] + before, firsts[sequence_B]), rows_TB])
-    values = np.asarray(view.inputs[rows[..., None], history.columns], dtype=np.float32)
+    values = np.asarray(view.inputs[rows[..., None], history.columns])
+    values = values.astype(np.float32 if values.dtype.kind == "f" else np.int64, copy=False)
     if history.units is None:
         return values
     units = history.units[sequence_B].astype(np.float32)

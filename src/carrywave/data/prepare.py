@@ -30,6 +30,7 @@ from carrywave.data.text import token_stream
 from carrywave.data.text.documents import BLANK_LINE, ROW
 from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError, SpecError
+from carrywave.spec.defaults import AUTO, with_spans
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
 from carrywave.spec.spec import Spec
@@ -170,8 +171,10 @@ def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
 
 def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
     """Return a hash of what identifies the parts of the data and of every option that may affect how they are read."""
+    left_open = spec.model.crf == AUTO
+    spec = with_spans(spec, spans=True)  # the labels decide whether
     data = spec.data.model_dump(mode="json", exclude={"train", "valid", "test", "cache"})
-    model = [spec.model.characters != "none", spec.model.dropout_rare > 0, spec.streams, spec.steps, spec.past_steps]
+    model = [left_open, spec.model.characters != "none", spec.model.dropout_rare > 0, spec.streams, spec.steps, spec.past_steps]
     return cache.key_of([dict(parts), None if codec is None else codec.to_json(), spec.task, spec.train.seed, model, data])
 
 

@@ -107,6 +107,7 @@ def _network(model: Model) -> dict[str, Any]:
         }
     elif isinstance(head, CRF):
         described |= {"kind": "crf", "outputs": head.classes, "scheme": head.scheme}
+        described |= {} if head.words is None else {"word_scores": list(head.words.table.shape)}
     elif isinstance(head, Ctc):
         described |= {"kind": "ctc", "outputs": head.classes, "blank": head.blank, "upsample": head.upsample}
     elif isinstance(head, Forecast):

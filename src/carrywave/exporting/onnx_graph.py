@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from carrywave.data.text.spelling import EDGE
 from carrywave.errors import UserError
-from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_paths, onnx_pooling
+from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_paths, onnx_pooling, onnx_words
 from carrywave.exporting.onnx_forecasts import dtype_of
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
@@ -144,7 +144,9 @@ class _Graph:
             raw = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
             out = onnx_forecasts.parameters(nodes, head, nodes.reshape(raw, 0, 0, head.horizon, head.outputs, -1))
         elif isinstance(head, CRF):
-            out = onnx_paths.best_paths(nodes, head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)), lanes)
+            out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
+            out = out if head.words is None else nodes.add("Add", out, onnx_words.scores(nodes, head.words, lanes))
+            out = onnx_paths.best_paths(nodes, head, out, lanes)
         elif isinstance(head, Ctc):
             out = self._transcription(head, y_TBW, lanes)
         elif isinstance(head, Forecast):

@@ -179,7 +179,10 @@ class Portable(nn.Module):
             state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         y, state = self.model(x, state, lengths_B, fresh=fresh_B)
         lengths = lengths_B if self.model.whole_head else None
-        out = self.model.output(y, state, lengths, past=named["past"].transpose(0, 1) if self.past else None)
+        past = named.get("past")
+        if isinstance(self.model.head, CRF) and self.model.head.past_steps:
+            past = named["characters"][..., None]
+        out = self.model.output(y, state, lengths, past=None if past is None else past.transpose(0, 1))
         out = out if self.model.pooled and not self.model.whole_head else out.transpose(0, 1)
         if not self.stateful:
             return (out,)

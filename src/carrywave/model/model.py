@@ -170,4 +170,5 @@ class Model(nn.Module):
         steps, count = y.shape[:2]
         if lengths is not None:
             lengths = shorter(torch.as_tensor(lengths), self.stride)
-        return self.head(y, checked_lengths([steps] * count if lengths is None else lengths, steps, count, y.device))
+        lengths_B = checked_lengths([steps] * count if lengths is None else lengths, steps, count, y.device)
+        return self.head(y, lengths_B, *([] if past is None else [past]))

@@ -20,6 +20,7 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
+from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.heads.scoring import IGNORED
@@ -75,7 +76,8 @@ class Stage(nn.Module):
         self.head: Any = model.head if self.scores else None
         self.pooled = self.has_head and model.pooled  # targets are one per lane
         self.whole_head = model.whole_head  # the head reads whole sequences, and their lengths
-        self.past_steps = model.head.past_steps if isinstance(model.head, Forecast) else 0  # values that the head reads beside each step
+        # Values, or codes of words, that the head reads beside each step.
+        self.past_steps = model.head.past_steps if isinstance(model.head, Forecast | CRF) else 0
         self.has_front, self.stride = model.has_front, model.stride  # the encoder does, and layers and head see n / stride steps
         self.accumulates = self.pooled and not self.whole_head
         self.width_in, self.width_out = _width(model, first), _width(model, last)

@@ -1,5 +1,5 @@
-"""What a spec leaves open: batch sizes, epochs, patience, a front and what forecasts are relative to, chosen from the data, and the
-precision (`train.precision: auto`), from the devices.
+"""What a spec leaves open: batch sizes, epochs, patience, a front, how spans are found and what forecasts are relative to, chosen from
+the data, and the precision (`train.precision: auto`), from the devices.
 
 A batch size is chosen so that an epoch has enough steps and a batch enough sequences. Torch-free: a laptop plans with the precision that a
 cluster will use.
@@ -8,13 +8,15 @@ cluster will use.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.section import Section
 from carrywave.spec.signal_spec import FrontLayer
 from carrywave.spec.spec import PAST_STEPS, Spec
-from carrywave.spec.task_defaults import FRONT
+from carrywave.spec.task_defaults import FRONT, TAGS_DROPOUT, takes_crf
 
 AUTO = "auto"
 BF16_CAPABILITY = (8, 0)  # the compute capability from which GPUs have matrix units for bf16; older ones emulate it, slowly
@@ -34,11 +36,17 @@ WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "tran
 LEAST_EPOCHS, MOST_EPOCHS = 5, 150
 LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
 ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the best weights can be told from lucky ones
+# What finds spans best: by sections, for keys that are not set.
+SPANS: Mapping[str, Mapping[str, Any]] = {
+    "data": {"lowercase": True, "scheme": "auto"},
+    "model": {"characters": "cnn", "word_scores": 1 << 18, "dropout": 0.5, "dropout_rare": 0.5},
+    "train": {"best": "span_f1"},
+}
 
 
 def fitted(spec: Spec, facts: DataFacts) -> Spec:
     """The spec with everything filled in that depends on the training data: given values are kept."""
-    spec = with_residual(spec)
+    spec = with_spans(with_residual(spec), spans=facts.spans > 0, spelled=facts.characters > 0)
     if not facts.steps:
         return spec  # only the facts that shape the model are known, not the amount of data
     spec = _with_line(_with_front(_with_linear_part(spec, facts), facts), facts)
@@ -54,6 +62,38 @@ def fitted(spec: Spec, facts: DataFacts) -> Spec:
     tokens = batch.tokens or min(most, max(facts.steps // LEAST_BATCHES, min(LEAST_SEQUENCES * mean, facts.steps), facts.longest, 1))
     spec = _with(spec, batch.model_copy(update={"tokens": tokens}))
     return _with_epochs(spec, -(-facts.steps // tokens))
+
+
+def with_spans(spec: Spec, *, spans: bool, spelled: bool = True) -> Spec:
+    """With a CRF in place of `auto` in model.crf, and what goes with it, if labels of words write spans. `spelled`: characters are read."""
+    if spec.model.crf != AUTO:
+        return spec
+    if not spans or not takes_crf(spec):
+        return with_keys(spec, {"model": {"crf": False}}, open_keys(spec, {"model": {"dropout": TAGS_DROPOUT}}))
+    found = open_keys(spec, SPANS)
+    if spec.model.pretrained is not None:
+        found["data"].pop("lowercase", None)  # its words have their own case
+    if not spelled:
+        found["model"].pop("characters", None)
+    if not spelled or found["model"].get("characters", spec.model.characters) == "none":
+        found["model"].pop("word_scores", None)
+    return with_keys(spec, {"model": {"crf": True}}, found)
+
+
+def open_keys(spec: Spec, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those of the keys that the spec does not set."""
+    return {
+        name: {key: value for key, value in values.items() if key not in getattr(spec, name).model_fields_set}
+        for name, values in sections.items()
+    }
+
+
+def with_keys(spec: Spec, *sections: Mapping[str, Mapping[str, Any]]) -> Spec:
+    """The spec with these values of keys, by section."""
+    for each in sections:
+        changed: dict[str, Section] = {name: getattr(spec, name).model_copy(update=values) for name, values in each.items() if values}
+        spec = spec.model_copy(update=changed)
+    return spec
 
 
 def _with_front(spec: Spec, facts: DataFacts) -> Spec:
@@ -114,6 +154,8 @@ def with_kept_weights(spec: Spec, valid: int | None) -> Spec:
     """With `best` or `last` in place of `auto` in train.weights; `valid`: sequences to validate on, None if there is nothing."""
     few = spec.pooled and valid is not None and valid < ENOUGH_TO_CHOOSE
     update: dict[str, object] = {"weights": "last" if few else "best"} if spec.train.weights == AUTO else {}
+    if valid is None:
+        update["best"] = spec.train.best  # there is nothing that spans could be counted on
     if (few or valid is None) and spec.train.early_stop is None:
         update["early_stop"] = 0  # what is too small to choose by is too small to stop by
     return spec.model_copy(update={"train": spec.train.model_copy(update=update)})

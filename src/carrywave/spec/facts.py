@@ -33,6 +33,7 @@ class DataFacts:
     known_categories: int = 0  # how many of these columns are read for the whole horizon, too
     characters: int = 0  # different codes of characters that are read beside words; 0: none are read
     word_length: int = 0  # how many of them belong to each word
+    spans: int = 0  # 1: labels of words write spans, as B-X and I-X do
 
     @staticmethod
     def of(known: Mapping[str, Any]) -> DataFacts:

@@ -143,7 +143,9 @@ _pool = _tasks("classification", "regression")
 
 
 def _characters(spec: Spec) -> str | None:
-    return "is for model.characters, which is none; remove it, or set model.characters=cnn" if spec.model.characters == "none" else None
+    if spec.model.characters != "none" or spec.model.crf == "auto":
+        return None  # or decided by the labels (`idle_with`)
+    return "is for model.characters, which is none; remove it, or set model.characters=cnn"
 
 
 ACTS: Mapping[str, Rule] = {
@@ -198,12 +200,13 @@ ACTS: Mapping[str, Rule] = {
     "train.threshold": lambda spec: None if spec.data.multi_label else "is for data.multi_label; remove it",
     "train.loss": _loss,
 }
+BY_LABELS = ("data.scheme", "data.word_length", "model.character_embedding", "model.character_width")  # whether they act, if left open
 # Keys that act in any spec, or are refused by the section they are in. Those of train.sync are in `sync_keys`.
 ALWAYS: Mapping[str, tuple[str, ...]] = {
     "data": ("train", "valid", "test", "format", "encoding", "separator", "decimal", "read", "weight", "cache"),
     "model": (
         *("hidden", "layers", "projection", "bidirectional", "dropout_input", "dropout_output", "weight_drop", "tie", "cutoffs"),
-        "crf",
+        *("crf", "word_scores"),
         *("recurrent_dropout", "zoneout", "cell_norm", "heads"),
         *("cell", "front", "layer_norm", "learned_carry", "init", "init_scale", "forget_bias", "pretrained"),
     ),
@@ -251,6 +254,8 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool, by_chang
         for key in (*of_text, *of_tokens):
             if is_set(spec, key):
                 yield f"{key} is for text{' and tokens' * (key not in of_text)}, but the data is {kind}; remove it"
+    for key, why in idle(spec, BY_LABELS).items():
+        yield f"{key} {why}"
     if spec.model.front == "none" and is_set(spec, "model.front_dropout"):
         yield "model.front_dropout is for a front, which such short sequences lack unless it is set; set one, or remove it"
     if spec.task in ("regression", "forecasting") and not facts.vocabulary and not facts.categories and is_set(spec, "model.init_scale"):

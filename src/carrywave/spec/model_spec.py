@@ -64,10 +64,15 @@ class ModelSpec(Section):
         description="language: score all tokens at every step, or rare ones only in clusters, which is another model and cheaper if the "
         "vocabulary is large",
     )
-    crf: bool = Field(
+    crf: bool | Literal["auto"] = Field(
         False,
         description="tagging: labels of a sequence are chosen together, by a score for each pair of neighbours (a conditional random "
-        "field), and what data.scheme forbids is never predicted",
+        "field), and what data.scheme forbids is never predicted; auto: where the labels of words write spans, with what else is best then",
+    )
+    word_scores: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="model.crf: scores of the labels for the word, its neighbours, ends and shape are added to those of the layers: "
+        "a linear part, in a table of so many rows, into which these features are hashed; 0 for none",
     )
     cutoffs: tuple[Positive, ...] | None = Field(
         None,

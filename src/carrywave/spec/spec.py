@@ -60,8 +60,10 @@ class Spec(Section):
             )
         if self.model.front_layers:
             self._check_front()
-        if self.model.crf:
+        if self.model.crf is True:
             self._check_crf()
+        if self.model.word_scores and not (self.model.crf and self.model.characters != "none"):
+            raise ValueError("model.word_scores is for model.crf, and reads characters; set model.crf=true and model.characters=cnn")
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
         if self.task == "transcription":
@@ -190,7 +192,7 @@ class Spec(Section):
     @property
     def reads_whole(self) -> bool:
         """True if a front or the head needs whole sequences at once, so that time cannot be cut."""
-        return self.task == "transcription" or self.model.crf or bool(self.model.front_layers)
+        return self.task == "transcription" or self.model.crf is True or bool(self.model.front_layers)
 
     @property
     def lanes(self) -> int:

@@ -14,6 +14,7 @@ from carrywave.spec.spec import PAST_STEPS, Spec
 
 ADAM = ("adam", "adamw")
 FRONT: dict[str, Any] = {"front_dropout": 0.2, "front_norm": "sequence", "front_scales": True}
+TAGS_DROPOUT = 0.3  # of labels that do not write spans
 # Language: the learning rate of Adam times the width of the widest layer, of at least 128 units.
 WIDTH_RATE = {"char": 1.28, "byte": 1.28, "word": 0.4, "bpe": 0.4}
 
@@ -46,7 +47,16 @@ def _language(spec: Spec) -> Sections:
 
 def _tagging(spec: Spec) -> Sections:
     both_ways = {} if spec.streams else {"bidirectional": True}
-    return {"model": {**both_ways, "dropout": 0.3}, "train": {"lr": 5e-3}}
+    left_open = takes_crf(spec) and (spec.model.crf == "auto" or "crf" not in spec.model.model_fields_set)
+    return {"model": {**both_ways, **({"crf": "auto"} if left_open else {"dropout": TAGS_DROPOUT})}, "train": {"lr": 5e-3}}
+
+
+def takes_crf(spec: Spec) -> bool:
+    """True if labels can be chosen together: nothing else that is asked for needs single ones, or cuts sequences or the vocabulary."""
+    train, plan = spec.train, spec.plan_spec
+    single = spec.data.multi_label or train.class_weights is not None or train.label_smoothing > 0 or train.best == "top_5_accuracy"
+    cut = spec.streams or plan.share_head or plan.chunk_steps is not None or plan.split_vocabulary
+    return not single and not cut
 
 
 def _transcription(spec: Spec) -> Sections:

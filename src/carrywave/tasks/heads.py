@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import SpecError
 from carrywave.model.encoders import Embedding, Features, Numbers
@@ -17,6 +18,7 @@ from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
+from carrywave.model.heads.word_scores import WordScores
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -26,7 +28,7 @@ Encoder = Embedding | SpelledWords | Numbers | Features
 
 
 def head_of(
-    spec: Spec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
+    spec: Spec, codec: Codec, facts: DataFacts, width: int, encoder: Encoder, train: Sequences | None, device: str | None
 ) -> Softmax | AdaptiveSoftmax | CRF | PooledSoftmax | PooledNumbers | Ctc | StepNumbers | Forecast:
     """The head of a task. Balanced class weights need the training data; `device`: as in torch."""
     match spec.task:
@@ -38,7 +40,9 @@ def head_of(
             return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
         case "tagging":
             if spec.model.crf:
-                return CRF(width, facts.labels, spec.data.scheme)
+                size, read = spec.model.word_scores, (facts.characters, facts.word_length)
+                words = WordScores(size, len(facts.labels), codec.characters, *read) if size else None
+                return CRF(width, facts.labels, spec.data.scheme, words)
             kind = Sigmoid if spec.data.multi_label else Softmax
             return kind(width, len(facts.labels), weights=class_weights(spec, facts, train), label_smoothing=spec.train.label_smoothing)
         case "classification":

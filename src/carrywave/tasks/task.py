@@ -92,7 +92,7 @@ class Task:
                 if name == "train" and self.document_ends is not None and not self.document_ends.any_in(data.inputs):
                     raise DataError(f"train never has data.reset={self.spec.data.reset!r}, which is to end its documents; set what does")
             case "tagging":
-                view = views.tagging(data)
+                view = self._with_history(views.tagging(data), data)
                 if self.spec.model.crf:
                     check_sequences(name, data, self.facts.labels, self.spec.data.scheme)
             case "forecasting":
@@ -209,7 +209,7 @@ class Task:
         model = Model(
             front,
             lstm,
-            head_of(self.spec, self.facts, lstm.output_size, encoder, train, empty),
+            head_of(self.spec, self.codec, self.facts, lstm.output_size, encoder, train, empty),
             dropout_in=Dropout(first, locked=spec.locked, name="dropout_in"),
             dropout_out=Dropout(last, locked=spec.locked, name="dropout_out"),
         )
@@ -257,12 +257,17 @@ class Task:
         """Return a view without targets, for prediction."""
         if self.spec.task != "forecasting":
             beside = None if self.linear is None else self.linear.beside(self.linear(data))
-            return View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends), linear=beside)
+            view = View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends), linear=beside)
+            return self._with_history(view, data)
         layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
         return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes), data)
 
     def _with_history(self, view: View, data: Sequences) -> View:
-        """The view with the past values that the head reads and, of counts, their units."""
+        """The view with the past values that the head reads and, of counts, their units; or with the characters of words."""
+        if self.spec.model.word_scores:
+            return replace(view, history=History(1, np.arange(1, data.inputs.shape[1])))
+        if self.spec.task != "forecasting":
+            return view
         past, targets = self.spec.past_steps, np.array(self.codec.targets)
         units = data.units[:, targets] if self.spec.data.counts and data.units is not None else None
         return replace(view, history=History(past, targets, units, data.firsts)) if past else view
@@ -300,7 +305,7 @@ class Task:
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
         weighted = part.view.weights is not None or part.view.weights_at is not None
         if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
-            weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf
+            weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf is True
             return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
 

@@ -66,7 +66,7 @@ from carrywave.train.result import Result
 from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
 from carrywave.train.start.linear_start import linear_part
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
-from carrywave.train.start.run_start import Start, begin, check_idle, noted, prepare_in_turn, spec_of_call
+from carrywave.train.start.run_start import Start, begin, check_idle, noted, prepare_in_turn, spec_of_call, with_whole_spans
 
 
 def train(
@@ -223,6 +223,7 @@ def _train(
     loss: Loss | None = None,
 ) -> Result:
     spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
+    spec, why_crf = with_whole_spans(spec, prepared)
     spec, world, watch, folder = fitted(spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
@@ -272,7 +273,8 @@ def _train(
     kept = start.visibility.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, transports, seated, kept))
-    for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.reasons, prepared, parts)):
+    chosen = [why for why in (why_precision, why_crf) if why is not None]
+    for line in (*chosen, *noted(spec, order, model, planned.reasons, prepared, parts)):
         watch.say(line)
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")

@@ -79,8 +79,8 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
     if WRAPPED.fullmatch(content[:HEAD_BYTES].rpartition(b"\n")[0] or content):  # a spreadsheet took each line for one cell
         content = re.sub(rb'(?m)^"(?:\xef\xbb\xbf)?|"(?=\r?$)', b"", content).replace(b'""', b'"')
-    head = content[:HEAD_BYTES].splitlines()[:LOOKED_AT]
-    if b'"' not in content and sum(bool(SINGLE.search(line)) for line in head) > ALIKE * (len(head) - 1) > 0:
+    first_lines = content[:HEAD_BYTES].splitlines()[:LOOKED_AT]
+    if b'"' not in content and sum(bool(SINGLE.search(line)) for line in first_lines) > ALIKE * (len(first_lines) - 1) > 0:
         content = content.replace(b"'", b'"')
     comments = COMMENTS.match(content)
     assert comments is not None  # it matches nothing, too

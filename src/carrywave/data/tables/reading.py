@@ -127,13 +127,13 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     used = {*series, *(() if way is None else (way.name,))}
     frame = _written(frame, {*used, *choice.categorical, *choice.static})
     numbers, left = _values(frame, used, choice, None if way is None else way.instants.times)
-    still = _still(frame, numbers, series) - choice.asked if series and not choice.trained and not choice.each_step else set()
-    if still < set(numbers):
-        left |= dict.fromkeys((column for column in numbers if column in still), "one value in each series; data.static")
-        numbers = tuple(column for column in numbers if column not in still)
     reading = TableReading(
         frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes), columns
     )
+    still = _still(reading) - choice.asked if series and not choice.trained and not choice.each_step else set()
+    if still < set(numbers):
+        told = dict.fromkeys((column for column in numbers if column in still), "one value in each series; data.static")
+        reading = replace(reading, numbers=tuple(column for column in numbers if column not in still), left=left | told)
     if way is not None and way.instants.day_first is not None and not choice.trained:
         first = "day" if way.instants.day_first else "month"
         shown = frame[way.name].dropna().iloc[0]
@@ -357,11 +357,11 @@ def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, times: pd
     return tuple(numbers), left
 
 
-def _still(frame: pd.DataFrame, numbers: Sequence[str], series: Sequence[str]) -> set[str]:
+def _still(reading: TableReading) -> set[str]:
     """The columns that differ between series and never change within one: numbers of shops, areas of countries."""
-    codes, _ = codes_of(frame, series)
+    codes, _ = codes_of(reading)
     starts = np.unique(codes, return_index=True)[1]
-    cells = {column: frame[column].to_numpy(np.float64, na_value=np.nan) for column in numbers}
+    cells = {column: reading.frame[column].to_numpy(np.float64, na_value=np.nan) for column in reading.numbers}
     return {
         column
         for column, values in cells.items()

@@ -22,6 +22,7 @@ from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec
 
+FEATURES = 24  # of a word that model.word_scores adds up
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
 # Of a transcription, elements for each place of a label: alpha, beta and what is emitted there, with what becomes of them; operations that
@@ -235,7 +236,7 @@ class Units:
         if tied:
             units[0] = replace(encoder, parameters=0)
         if model.crf:
-            units[-1] = _crf(units[-1])
+            units[-1] = _crf(units[-1], model.word_scores)
         if model.softmax == "adaptive":
             units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
         return Units(
@@ -252,7 +253,7 @@ class Units:
             spec.train.reproducible,
             spec.train.shard_optimizer,
             _outer_copies(spec.train),
-            whole_head=model.crf or spec.task == "transcription",
+            whole_head=model.crf is True or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),
         )
@@ -301,7 +302,7 @@ def _likelihood(spec: Spec, facts: DataFacts) -> int:
     return spec.data.horizon * facts.outputs * (24 if spec.data.counts else 10)
 
 
-def _crf(head: Unit) -> Unit:
+def _crf(head: Unit, rows: int) -> Unit:
     """The head as a conditional random field: at every step, the scores so far are multiplied with those of all pairs of labels, forward
     and backward, and one step waits for the other. Emissions and slopes are kept in float32; sums over beginnings and ends of paths, and
     probabilities, are there while it runs, each for all paths and for those through the targets.
@@ -310,11 +311,11 @@ def _crf(head: Unit) -> Unit:
     return replace(
         head,
         inputs=head.inputs + 2 * labels,
-        parameters=head.parameters + labels * labels + 2 * labels,
-        kept=4 * labels,
+        parameters=head.parameters + labels * labels + 2 * labels + rows * labels,
+        kept=4 * labels + bool(rows) * FEATURES * (labels + 2),
         work=14 * labels,
         launches=1,
-        tensors=head.tensors + 3,
+        tensors=head.tensors + 3 + bool(rows),
     )
 
 

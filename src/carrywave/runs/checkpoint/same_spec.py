@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from carrywave.errors import RunError, UserError, option
 from carrywave.runs.checkpoint.snapshot import Stored
-from carrywave.spec.defaults import AUTO
+from carrywave.spec.defaults import AUTO, SPANS, open_keys
 from carrywave.spec.load import of_earlier_version, with_new_names
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
@@ -31,7 +31,7 @@ OF_FRONT = tuple(f"model.{name}" for name in FRONT)  # go with the front
 # Chosen to fit the data and the devices if they have these values; a run keeps what was chosen for it.
 OPEN: Mapping[str, object] = {
     **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
-    **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights"), AUTO),
+    **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights", "model.crf"), AUTO),
     "train.epochs": 0,
     "model.linear": PAST_STEPS,
 }
@@ -47,6 +47,8 @@ def left_open(spec: Spec) -> set[str]:
     """The settings that a spec leaves to be chosen: those of a run that goes on stay."""
     found = {key for key, value in OPEN.items() if getattr(getattr(spec, key.partition(".")[0]), key.partition(".")[2]) == value}
     found |= set(OF_FRONT) if spec.model.front == AUTO else set()
+    spans = open_keys(spec, SPANS) if spec.model.crf == AUTO else {}
+    found |= {f"{section}.{name}" for section, values in spans.items() for name in values}
     return found | ({"model.linear"} if spec.pooled and "linear" not in spec.model.model_fields_set else set())
 
 

@@ -16,7 +16,8 @@ from carrywave.data.codec import Codec
 from carrywave.data.files.remote import is_address
 from carrywave.data.order import Order, SequenceOrder
 from carrywave.data.prepare import Prepared, digests_of, prepare
-from carrywave.errors import SpecError
+from carrywave.data.text.tag_scheme import check_sequences
+from carrywave.errors import DataError, SpecError
 from carrywave.launch import exit_reports, launch_record
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
@@ -31,6 +32,7 @@ from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, given_reading, open_folder, read_alike, refuse_python
 from carrywave.runs.watcher import Watcher
+from carrywave.spec.defaults import AUTO, with_keys, with_spans
 from carrywave.spec.idle_keys import idle_beside_own, idle_in_files, idle_with
 from carrywave.spec.load import parse, read_values
 from carrywave.spec.spec import Spec
@@ -149,6 +151,29 @@ def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:
     )
     if problem is not None:
         raise SpecError(problem)
+
+
+def with_whole_spans(spec: Spec, prepared: Prepared) -> tuple[Spec, str | None]:
+    """The spec with a CRF in place of `auto` if labels write spans, and a line that says so. It allows all pairs if the data has some that
+    their scheme forbids; of rows that hold several sequences, labels are chosen one by one.
+    """
+    found = with_spans(spec, spans=prepared.facts.spans > 0, spelled=prepared.facts.characters > 0)
+    if spec.model.crf != AUTO or not found.model.crf:
+        return found, None
+    parts = {"train": prepared.train, "valid": prepared.valid, "test": prepared.test}
+    if any(part is not None and part.resets is not None and part.resets.any() for part in parts.values()):
+        return with_keys(found, {"model": {"crf": False, "word_scores": 0}}), None
+    fact = "labels write spans, so they are chosen together (model.crf)"
+    fact += ", by layers and by scores of their words (model.word_scores)" if found.model.word_scores else ""
+    try:
+        for name, part in parts.items():
+            if part is not None:
+                check_sequences(name, part, prepared.codec.labels, spec.data.scheme)
+    except DataError as error:
+        if "scheme" in spec.data.model_fields_set:
+            raise
+        return with_keys(found, {"data": {"scheme": "none"}}), f"{fact}; {str(error).partition(', by which')[0]}, so any may follow any"
+    return found, f"{fact}; for a softmax, set model.crf=false"
 
 
 def spec_of_call(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
