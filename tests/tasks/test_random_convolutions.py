@@ -14,7 +14,7 @@ from torch import Tensor
 
 from carrywave.data.sequences import Sequences
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
-from carrywave.tasks.linear import leave_one_out
+from carrywave.tasks.linear import leave_one_out, signals
 from carrywave.tasks.linear.part import LinearPart, joined
 from carrywave.tasks.linear.random_convolutions import KERNELS_KP, RandomConvolutions, dilations
 
@@ -98,13 +98,13 @@ def test_scores_by_the_others_are_those_of_a_ridge_that_was_fitted_without_a_row
 
 def test_two_classes_of_signals_are_told_apart_and_a_file_gives_it_back() -> None:
     train, test = told([60] * 20), told([50, 60, 70] * 8, seed=1)
-    part = LinearPart.fit("classes", 2, train, None, 2000, 1, CPU)
+    part = signals.fit("classes", 2, train, None, 2000, 1, CPU)
     assert part is not None
     assert "right for 100.0% of 20 sequences" in part.seen
     answers = part(test)
     assert (answers.argmax(1) == test.labels).mean() > 0.9
     np.testing.assert_allclose(np.exp(answers).sum(1), 1.0, rtol=1e-5)
-    again = LinearPart.of(part.tensors(), "classes", CPU)
+    again = LinearPart.of(part.tensors(), "classes", (), CPU)
     np.testing.assert_array_equal(again(test), answers)
     assert again.share == part.share
 
@@ -116,14 +116,14 @@ def test_what_was_held_out_is_answered_by_the_others() -> None:
     inputs = np.concatenate([train.inputs, held.inputs])
     train = replace(train, inputs=inputs)
     held = replace(train, starts=both.starts[24:], lengths=both.lengths[24:], labels=both.labels[24:])  # type: ignore[index]
-    part = LinearPart.fit("classes", 2, train, held, 2000, 1, CPU)
+    part = signals.fit("classes", 2, train, held, 2000, 1, CPU)
     assert part is not None
     fitted, by_others = ((part(held, held=asked).argmax(1) == held.labels).mean() for asked in (False, True))
     assert by_others <= 0.6 < fitted
 
 
 def test_a_class_with_one_sequence_each_leaves_the_network_out() -> None:
-    part = LinearPart.fit("classes", 3, sequences([20] * 3, labels=[0, 1, 2]), None, 500, 1, CPU)
+    part = signals.fit("classes", 3, sequences([20] * 3, labels=[0, 1, 2]), None, 500, 1, CPU)
     assert part is not None
     assert part.share == 0.0
 

@@ -91,7 +91,7 @@ def open_run(
             f"model=..., or load {run.weights} into it"
         )
     world = world or World.alone(pick_device(device))
-    linear = None if own_model else read_linear(run.path, spec, world.device)
+    linear = None if own_model else read_linear(run.path, spec, codec, world.device)
     task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model, linear=linear), _plan_spec_of(run, spec)
     if whole or spec.task == whole_for:
         plan_spec = plan_spec.model_copy(update={"stages": 1, "cuts": None})
@@ -126,13 +126,13 @@ def open_run(
     return Saved(run, spec, task, model, mesh, Stage(model, holding.first, holding.last), given_codec)
 
 
-def read_linear(folder: Path, spec: Spec, device: torch.device) -> LinearPart | None:
+def read_linear(folder: Path, spec: Spec, codec: Codec, device: torch.device) -> LinearPart | None:
     """The linear part of a run; None if it has none."""
     path = folder / LINEAR
     if not spec.pooled or not spec.model.linear or not path.is_file():
         return None
     try:
-        return LinearPart.of(read_tensors(path), kind_of(spec), device)
+        return LinearPart.of(read_tensors(path), kind_of(spec), codec.vocabulary, device)
     except KeyError as error:
         raise RunError(f"{path} is damaged: it has no {error.args[0]}; pass a complete run folder") from error
 

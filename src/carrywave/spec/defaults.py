@@ -31,7 +31,7 @@ LEAST_SEQUENCES = 16  # of a batch, even if an epoch then has few of them
 LONG = 32  # steps of a sequence on average, from which a front of convolutions is put before the layers
 LEFT = 48  # steps that such a front leaves, within a factor of 1.4
 FRONT_LAYERS = ((64, 9), (128, 7), (128, 5))  # channels and kernels
-FEATURES = 20_000  # of random convolutions
+FEATURES, NGRAMS = 20_000, 1 << 18  # of random convolutions; of words, pairs of words and pieces of words
 WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "transcription": 3000, "regression": 2000, "forecasting": 3000}
 LEAST_EPOCHS, MOST_EPOCHS = 5, 150
 LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
@@ -120,11 +120,13 @@ def _adapted(mean: float) -> tuple[FrontLayer, ...]:
 
 def _with_linear_part(spec: Spec, facts: DataFacts) -> Spec:
     """With random convolutions beside the layers that read separate sequences of numbers, unless there was to be no front, which reads the
-    same; the spec of a run says how many.
+    same, and with words, pairs and pieces of words beside those that read texts of words; the spec of a run says how many.
     """
     asked = spec.model.model_fields_set
-    if not spec.pooled or spec.each_step or not facts.features or "linear" in asked or not spec.model.bidirectional:
+    if not spec.pooled or spec.each_step or "linear" in asked or not spec.model.bidirectional:
         return spec
+    if not facts.features:
+        return _with_model(spec, linear=NGRAMS) if facts.vocabulary and spec.data.tokens == "word" else spec
     return spec if spec.model.front == "none" else _with_model(spec, linear=FEATURES)
 
 

@@ -114,8 +114,8 @@ class ModelSpec(Section):
     linear: Annotated[int, Field(ge=0)] = Field(
         0,
         description="forecasting: a linear function of the last so many values is added to what the layers forecast; it starts as a ridge "
-        "regression on the training data. classification, regression: a ridge on about so many features of random convolutions, whose "
-        "answers are averaged with those of the layers. 0 for none",
+        "regression on the training data. classification, regression: about so many features of a model that is fitted first, and whose "
+        "answers are mixed with those of the layers: random convolutions of numbers; words, pairs and pieces of words. 0 for none",
     )
     freeze_embedding: bool = Field(False, description="the token embedding stays as it begins: with model.pretrained, as it is in the file")
     pretrained: str | None = Field(

@@ -72,7 +72,7 @@ def _pooled(spec: Spec) -> Sections:
     smoothing = {"label_smoothing": 0.1} if spec.task == "classification" and not spec.data.multi_label else {}
     train: dict[str, Any] = {"lr": 3e-3, "warmup": 20, **smoothing}
     train |= _decay(spec, 0.02)
-    return {"model": model, "train": train}
+    return {"data": {"tokens": "word"}, "model": model, "train": train}
 
 
 def _each_step(spec: Spec) -> Sections:

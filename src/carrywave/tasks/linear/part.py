@@ -1,4 +1,4 @@
-"""`LinearPart`: the simple model beside a network that reads sequences of numbers, fitted once and before it.
+"""`LinearPart`: the simple model beside a network that reads signals or texts, fitted once and before it.
 
 Its answers come to the network's head with the data, mixed with what the network finds (`Pooled.mixed`). The network is trained by itself:
 trained together, it would learn only what the linear part leaves, which on its own training rows is nothing.
@@ -9,8 +9,9 @@ Shapes: N sequence, F feature, V answer (class, label or number).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -18,16 +19,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.sequences import Sequences
-from carrywave.data.shuffle import permutation
 from carrywave.spec.spec import Spec
-from carrywave.tasks.linear import leave_one_out
+from carrywave.tasks.linear.ngrams import KEYS, NGrams
 from carrywave.tasks.linear.random_convolutions import RandomConvolutions
 
-MOST_ROWS, MOST_STEPS = 4096, 1 << 22  # that it is fitted on
 NETWORK_SHARE = 0.4  # of the answers, until it is chosen
 LEAST = math.log(1e-6)  # the logarithm of the least probability of a class
-SITE = 41  # of the keyed choice of rows
 PART, HELD, SCALARS = "features.", ("held_starts", "held_answers"), ("warmth", "share", "first_share")
+
+
+class Features(Protocol):
+    """What the scores are weighted sums of."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def products(self, data: Sequences, weights_FV: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, block by block, the places [N] of sequences and their features times the weights [N, V]."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file holds of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,7 @@ class LinearPart:
     the row at which a sequence starts.
     """
 
-    features: RandomConvolutions
+    features: Features
     weights_FV: Tensor
     bias_V: Tensor
     kind: str  # what it answers: `classes`, `labels` of which any may hold, or `numbers`
@@ -47,65 +62,11 @@ class LinearPart:
     first_share: float  # before the network was trained
     seen: str = ""  # how it answered for each of its own sequences, by the others
 
-    @classmethod
-    def fit(
-        cls,
-        kind: str,
-        answers: int,
-        train: Sequences,
-        held: Sequences | None,
-        count: int,
-        seed: int,
-        device: torch.device,
-        class_weights: Tensor | None = None,
-    ) -> LinearPart | None:
-        """Fit to the training sequences and those held out of them, at most `MOST_ROWS`; None if fewer than two have a target.
-
-        What it answers for one that was held out is found from all others.
-        """
-        both = train if held is None else joined(train, held)
-        targets, importance_N = np.asarray(both.labels), np.ones(len(both)) if both.weights is None else np.array(both.weights, np.float64)
-        real_N = (targets >= 0) if kind == "classes" else np.isfinite(targets).all(1)
-        if kind == "classes" and class_weights is not None:
-            importance_N *= class_weights.numpy()[np.maximum(targets, 0)]
-        rows = np.flatnonzero(real_N & (importance_N > 0))
-        if len(rows) < 2:
-            return None
-        limit = max(2, min(MOST_ROWS, int(MOST_STEPS / both.lengths[rows].mean())))
-        rows = np.sort(rows[permutation(len(rows), seed=seed, epoch=0, site=SITE)[:limit]])
-        features = RandomConvolutions.fit(train, count, seed, device)
-        features_NF = torch.empty(len(rows), features.count, device=device)
-        for places_N, block_NF in features(both, rows):
-            features_NF[places_N.to(device)] = block_NF
-        wanted = torch.from_numpy(targets[rows]).to(device)
-        if kind == "classes":
-            targets_NV = 2.0 * torch.nn.functional.one_hot(wanted.long(), answers).double() - 1.0
-        else:
-            targets_NV = wanted.double() if kind == "numbers" else 2.0 * wanted.double() - 1.0
-        ridge = leave_one_out.fit(features_NF, targets_NV, torch.from_numpy(importance_N[rows]).to(device))
-        warmth = leave_one_out.warmth_of(ridge.others_NV, wanted.long()) if kind == "classes" else 1.0
-        # Where no class has two sequences, the answers cannot be judged, and a network has nothing to learn a class from.
-        share = 0.0 if warmth is None else NETWORK_SHARE
-        outside = np.flatnonzero(rows >= len(train))
-        part = cls(
-            features,
-            ridge.weights_FV,
-            ridge.bias_V,
-            kind,
-            warmth or 1.0,
-            torch.tensor(both.starts[rows[outside]].tolist(), dtype=torch.int64),
-            torch.zeros(0, answers),
-            share,
-            share,
-            _seen(kind, ridge.others_NV, targets_NV),
-        )
-        return replace(part, held_answers_NV=part._answers(ridge.others_NV[torch.from_numpy(outside).to(device)].float()).cpu())
-
     def __call__(self, data: Sequences, *, held: bool = False) -> NDArray[np.float32]:
         """[N, V]: logarithms of probabilities, log odds of labels, or numbers; `held`: the data was held out of what this was fitted on."""
         out_NV = torch.empty(len(data), len(self.bias_V))
-        for places_N, block_NF in self.features(data):
-            out_NV[places_N] = self._answers(block_NF @ self.weights_FV + self.bias_V).cpu()
+        for places_N, block_NV in self.features.products(data, self.weights_FV):
+            out_NV[places_N] = self.answers(block_NV + self.bias_V).cpu()
         if held and len(self.held_starts_N):
             order = torch.argsort(self.held_starts_N)
             starts_N = torch.from_numpy(np.array(data.starts))
@@ -114,10 +75,13 @@ class LinearPart:
             out_NV[found_N] = self.held_answers_NV[order][at_N[found_N]]
         return out_NV.numpy()
 
-    def _answers(self, scores_NV: Tensor) -> Tensor:
+    def answers(self, scores_NV: Tensor) -> Tensor:
+        """What is said of sequences with these scores."""
         match self.kind:
             case "classes":
                 return (self.warmth * scores_NV).log_softmax(1).clamp(min=LEAST)
+            case "labels" if isinstance(self.features, NGrams):
+                return scores_NV  # of a logistic regression
             case "labels":
                 return ((scores_NV + 1.0) / 2.0).logit(0.01)
         return scores_NV
@@ -135,29 +99,53 @@ class LinearPart:
         }
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], kind: str, device: torch.device) -> LinearPart:
-        """What `tensors` gave."""
-        features = RandomConvolutions.of(
-            {name.removeprefix(PART): each.to(device) for name, each in tensors.items() if name.startswith(PART)}
-        )
+    def of(cls, tensors: Mapping[str, Tensor], kind: str, vocabulary: Sequence[str], device: torch.device) -> LinearPart:
+        """What `tensors` gave, of a run with this vocabulary."""
+        named = {name.removeprefix(PART): each for name, each in tensors.items() if name.startswith(PART)}
+        found: Features
+        if KEYS in named:
+            found, device = NGrams.of(named, vocabulary), torch.device("cpu")
+        else:
+            found = RandomConvolutions.of({name: each.to(device) for name, each in named.items()})
         warmth, share, first_share = (float(tensors[name]) for name in SCALARS)
         weights_FV, bias_V = (tensors[name].to(device) for name in ("weights", "bias"))
-        return cls(features, weights_FV, bias_V, kind, warmth, tensors[HELD[0]], tensors[HELD[1]], share, first_share)
-
-
-def _seen(kind: str, others_NV: Tensor, targets_NV: Tensor) -> str:
-    """How it answers for each of its own sequences, by the others."""
-    if kind == "classes":
-        found = f"right for {float((others_NV.argmax(1) == targets_NV.argmax(1)).double().mean()):.1%} of"
-    else:
-        spread = (targets_NV - targets_NV.mean(0)).square().mean().clamp(min=1e-12)
-        found = f"R² {1.0 - float((others_NV - targets_NV).square().mean() / spread):.3f} over"
-    return f"{found} {len(targets_NV):,} sequences, each left out in its turn"
+        return cls(found, weights_FV, bias_V, kind, warmth, tensors[HELD[0]], tensors[HELD[1]], share, first_share)
 
 
 def kind_of(spec: Spec) -> str:
     """What the linear part of a task answers."""
     return "numbers" if spec.task == "regression" else "labels" if spec.data.multi_label else "classes"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The sequences that a linear part is fitted to: `rows` of the training sequences and, after them, of those held out."""
+
+    data: Sequences
+    rows: NDArray[np.int64]
+    importance_N: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, kind: str, train: Sequences, held: Sequences | None, class_weights: Tensor | None) -> Self:
+        """All that have a target, and a weight above 0."""
+        both = train if held is None else joined(train, held)
+        targets, importance_N = np.asarray(both.labels), np.ones(len(both)) if both.weights is None else np.array(both.weights, np.float64)
+        real_N = (targets >= 0) if kind == "classes" else np.isfinite(targets).all(1)
+        if kind == "classes" and class_weights is not None:
+            importance_N *= class_weights.numpy()[np.maximum(targets, 0)]
+        rows = np.flatnonzero(real_N & (importance_N > 0))
+        return cls(both, rows, importance_N[rows])
+
+    def some(self, chosen: NDArray[Any]) -> Self:
+        """Some of them."""
+        return replace(self, rows=self.rows[chosen], importance_N=self.importance_N[chosen])
+
+    def targets(self, kind: str, answers: int) -> Tensor:
+        """[N, V] float64: 1 or -1 for each class or label, or numbers."""
+        wanted = torch.from_numpy(np.asarray(self.data.labels)[self.rows])
+        if kind == "classes":
+            return 2.0 * torch.nn.functional.one_hot(wanted.long(), answers).double() - 1.0
+        return wanted.double() if kind == "numbers" else 2.0 * wanted.double() - 1.0
 
 
 def joined(train: Sequences, held: Sequences) -> Sequences:

@@ -96,6 +96,11 @@ class RandomConvolutions:
             features = [*shares(self.values, x_NCT, lengths_N), *shares(self.changes, changes(x_NCT), lengths_N)]
             yield torch.from_numpy(block), torch.cat(features, 1)
 
+    def products(self, data: Sequences, weights_FV: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, block by block, the places [N] of sequences and their features times the weights [N, V]."""
+        for places_N, block_NF in self(data):
+            yield places_N, block_NF @ weights_FV
+
     def tensors(self) -> dict[str, Tensor]:
         """What a file holds of it."""
         named = {}
