@@ -58,7 +58,7 @@ def test_what_happens_is_told_in_order_and_changes_nothing(tmp_path: Path) -> No
     noting = Noting()
     fit(tmp_path / "told", noting)
     fit(tmp_path / "plain")
-    assert noting.events == [*["step"] * 2, "valid", "epoch", *["step"] * 2, "valid", "epoch", "test"]
+    assert noting.events == [*["step"] * 2, "valid", "epoch", *["step"] * 2, "valid", "epoch", "valid", "test"]
     assert [at.step for event, at in noting.seen if event == "step"] == [1, 2, 3, 4]
     assert [at.epoch for event, at in noting.seen if event == "epoch"] == [1, 2]
     for name in ("metrics.jsonl", "weights.safetensors"):
@@ -84,7 +84,7 @@ def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path, caplog: pytest.
     fit(tmp_path / "run", Noting(lambda event, at: event == "step"), epochs=5)
     again = Noting()
     assert fit(tmp_path / "run", again, epochs=5, resume=True).ending == "callback"
-    assert again.events == ["test"]
+    assert again.events == ["valid", "test"]
     assert "a callback ended the run at step 1; start a new run with init=..." in caplog.text
 
 

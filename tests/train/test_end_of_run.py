@@ -49,7 +49,8 @@ def _tell_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spec(folder: Path, **train: Any) -> Spec:
     for name, text in (("train", TEXT), ("test", TEXT[::-1])):
-        (folder / f"{name}.txt").write_text(text)
+        if not (folder / f"{name}.txt").exists():
+            (folder / f"{name}.txt").write_text(text)
     return parse(
         {
             "data": {"train": str(folder / "train.txt"), "test": str(folder / "test.txt")},

@@ -22,7 +22,7 @@ SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "
 
 def fit(run: Path, *, progress: bool | None = None, **train: Any) -> Result:
     how = {"task": "classification", "batch": {"tokens": 40}, "train": {"lr": 0.01, "weights": "best", **train}}
-    return cw.fit({"hidden": 4, "layers": 1}, SEQUENCES, **how, run=run, progress=progress)
+    return cw.fit({"hidden": 4, "layers": 1, "linear": 0}, SEQUENCES, **how, run=run, progress=progress)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_the_model_takes_raw_data_by_way_of_its_batch(tmp_path: Path, standardiz
     assert batch.lengths.tolist() == [6, 3]
     with torch.no_grad():
         y, state = result.model(batch.inputs, lengths=batch.lengths)
-        shares = torch.softmax(result.model.output(y, state).double(), dim=-1)
+        shares = torch.softmax(result.model.output(y, state, linear=batch.linear).double(), dim=-1)
     told = [[row["probabilities"][label] for label in ("down", "up")] for row in cw.predict(result.run, ragged, device="cpu")]
     np.testing.assert_allclose(shares.numpy(), told, atol=1e-6)  # shown with six digits
 

@@ -34,7 +34,7 @@ def logits(result: Any, x: Any) -> Tensor:
     batch = result.batch(x)
     with torch.no_grad():
         y, state = result.model(batch.inputs, lengths=batch.lengths)
-        return result.model.output(y, state)
+        return result.model.output(y, state, linear=batch.linear)
 
 
 def test_the_loss_is_weighted_and_other_metrics_are_not(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def loops_of(layers: int, hidden: int, clients: int) -> dict[str, Callable[[], t
     """A step of all clients by the stepper, and by the plain program with the same weights."""
     labels, columns = tuple(f"label {place}" for place in range(LABELS)), tuple(f"column {place}" for place in range(FEATURES))
     codec = Codec("tagging", "steps", labels=labels, columns=columns, mean=(0.0,) * FEATURES, std=(1.0,) * FEATURES)
-    spec = parse({"task": "tagging", "model": {"hidden": hidden, "layers": layers, "bidirectional": False}})
+    spec = parse({"task": "tagging", "model": {"hidden": hidden, "layers": layers, "bidirectional": False, "crf": False}})
     task = Task(spec, codec, DataFacts(features=FEATURES, labels=labels))
     model = task.model()
     stepper, names = Stepper(model, task), [f"client {place}" for place in range(clients)]

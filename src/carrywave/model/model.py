@@ -161,12 +161,22 @@ class Model(nn.Module):
         y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full, resets=resets_TB))
         return y, state
 
-    def output(self, y: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, *, past: Tensor | None = None) -> Any:
+    def output(
+        self,
+        y: Tensor,
+        state: State,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        past: Tensor | None = None,
+        linear: Tensor | None = None,
+    ) -> Any:
         """The head's result: per step of y, or per lane from the accumulator if the head is pooled. `lengths` [B], as in `forward`, are for
-        one that reads whole sequences, `past` [T, B, C, N] for one with `past_steps` N.
+        one that reads whole sequences, `past` [T, B, C, N] for one with `past_steps` N, `linear` [B, answers + 1] (`Batch.linear`) for one
+        that is mixed with a linear part.
         """
         if not self.whole_head:
-            return self.head(state.acc if self.pooled else y, *([] if past is None else [past]))
+            beside = past if linear is None else linear
+            return self.head(state.acc if self.pooled else y, *([] if beside is None else [beside]))
         steps, count = y.shape[:2]
         if lengths is not None:
             lengths = shorter(torch.as_tensor(lengths), self.stride)

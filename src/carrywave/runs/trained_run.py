@@ -129,7 +129,7 @@ def open_run(
 def read_linear(folder: Path, spec: Spec, codec: Codec, device: torch.device) -> LinearPart | None:
     """The linear part of a run; None if it has none."""
     path = folder / LINEAR
-    if not spec.pooled or not spec.model.linear or not path.is_file():
+    if not spec.mixes or not spec.model.linear or not path.is_file():
         return None
     try:
         return LinearPart.of(read_tensors(path), kind_of(spec), codec.vocabulary, device)
@@ -238,7 +238,7 @@ def evaluate_run(
     >>> how = {"task": "classification", "batch": {"tokens": 64}, "train": {"epochs": 1}}
     >>> result = cw.fit({"hidden": 4, "layers": 1}, sequences, **how)
     >>> list(cw.evaluate(result.run, sequences))
-    ['split', 'loss', 'accuracy', 'macro_f1']
+    ['split', 'loss', 'accuracy', 'macro_f1', 'linear_accuracy']
     """
     world = join(device)
     with raise_on_all(world, no_timeout=True):

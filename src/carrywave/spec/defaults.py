@@ -123,7 +123,7 @@ def _with_linear_part(spec: Spec, facts: DataFacts) -> Spec:
     same, and with words, pairs and pieces of words beside those that read texts of words; the spec of a run says how many.
     """
     asked = spec.model.model_fields_set
-    if not spec.pooled or spec.each_step or "linear" in asked or not spec.model.bidirectional:
+    if not spec.mixes or "linear" in asked or not spec.model.bidirectional:
         return spec
     if not facts.features:
         return _with_model(spec, linear=NGRAMS) if facts.vocabulary and spec.data.tokens == "word" else spec

@@ -185,7 +185,7 @@ ACTS: Mapping[str, Rule] = {
     "model.softmax": _tasks("language"),
     "model.pool": lambda spec: "is for one target per sequence, not for data.each_step; remove it" if spec.each_step else _pool(spec),
     "model.upsample": _tasks("transcription"),
-    "model.linear": lambda spec: None if spec.pooled else _tasks("forecasting")(spec),
+    "model.linear": lambda spec: None if spec.mixes else _tasks("forecasting")(spec),
     "batch.windows": _series,
     "batch.warmup": lambda spec: None if spec.batch.windows == "random" else "is for batch.windows=random; remove it",
     "train.momentum": _optimizers("sgd"),
@@ -248,7 +248,8 @@ def idle_with(spec: Spec, facts: DataFacts, *, text: bool, valid: bool, by_chang
         yield "data.scale=change is the unit of each of several series, but the data is one series, or not standardised; remove it"
     if not spec.reads_series:
         kind = "numbers" if not facts.vocabulary else "tokens already"
-        of_text = () if text else ("data.tokens",)
+        by_default = spec.mixes and spec.data.tokens == "word"
+        of_text = () if text or by_default else ("data.tokens",)
         names = ("embedding", "dropout_words", "dropout_rare", "freeze_embedding")
         of_tokens = () if facts.vocabulary else ("data.vocabulary", "data.min_count", *(f"model.{name}" for name in names))
         for key in (*of_text, *of_tokens):

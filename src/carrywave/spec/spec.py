@@ -190,6 +190,11 @@ class Spec(Section):
         return self.task in ("classification", "regression", "transcription") and not self.each_step
 
     @property
+    def mixes(self) -> bool:
+        """True if a linear part can answer for a sequence beside the network: with labels, or with numbers."""
+        return self.pooled and self.task != "transcription"
+
+    @property
     def reads_whole(self) -> bool:
         """True if a front or the head needs whole sequences at once, so that time cannot be cut."""
         return self.task == "transcription" or self.model.crf is True or bool(self.model.front_layers)

@@ -93,7 +93,8 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     if loop.state.best is not None:
         reached["valid"] = dict(loop.state.best)
         if choose_share(loop) and loop.parts.valid is not None:
-            reached["valid"] = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
+            reached["valid"] = mixed = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
+            loop.callbacks.on_evaluation(lambda: loop.moment("valid", mixed))
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
         reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)

@@ -43,7 +43,8 @@ class Result:
         """Convert raw data, as `cw.fit` and `cw.predict` accept it, to what the model reads: scaled, or as tokens; labels are not needed.
 
         `y, state = result.model(batch.inputs, lengths=batch.lengths, resets=batch.resets)`; inputs are [time, sequence, …], padded, on the
-        model's device.
+        model's device. `result.model.output(y, state, linear=batch.linear)` is what `cw.predict` tells, mixed with a linear
+        part if there is one.
         """
         sequences = read_python(data, self.task.codec, self.task.spec, labelled=False)
         view = self.task.unlabelled(sequences)
@@ -58,7 +59,8 @@ class Result:
         batch = build(view, window, Cursor(0, 0))
         weight = next((p for p in self.model.parameters() if p.is_floating_point()), torch.empty(0))
         batch = batch.to(weight.device)
-        return replace(batch, inputs=batch.inputs.to(weight.dtype)) if batch.inputs.is_floating_point() else batch
+        floats = {name: each for name in ("inputs", "linear") if (each := getattr(batch, name)) is not None and each.is_floating_point()}
+        return replace(batch, **{name: each.to(weight.dtype) for name, each in floats.items()})
 
     def stepper(self) -> Stepper:
         """The trained model, to be fed step by step for many clients at once, with the weights that it has now; as `cw.stepper(run)`."""

@@ -49,7 +49,7 @@ def left_open(spec: Spec) -> set[str]:
     found |= set(OF_FRONT) if spec.model.front == AUTO else set()
     spans = open_keys(spec, SPANS) if spec.model.crf == AUTO else {}
     found |= {f"{section}.{name}" for section, values in spans.items() for name in values}
-    return found | ({"model.linear"} if spec.pooled and "linear" not in spec.model.model_fields_set else set())
+    return found | ({"model.linear"} if spec.mixes and "linear" not in spec.model.model_fields_set else set())
 
 
 def check_same(new_spec: Spec, spec: Spec, *, files_move: bool = False) -> None:

@@ -25,7 +25,7 @@ def linear_part(spec: Spec, prepared: Prepared, world: World, folder: Path | Non
 
     `folder`: that of a run that goes on.
     """
-    if not spec.pooled or not spec.model.linear or not (prepared.facts.features or prepared.codec.kind == "word"):
+    if not spec.mixes or not spec.model.linear or not (prepared.facts.features or prepared.codec.kind == "word"):
         return None
     found: dict[str, Tensor] = {}
     with raise_on_all(world, no_timeout=True):
