@@ -796,7 +796,9 @@ def test_no_room_for_the_cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("carrywave.data.files.arrays.FileAppender.append", full)
-    message = f"no disk space left for the cache {work}/cache; free some, or set $CARRYWAVE_CACHE to a folder with enough space"
+    message = (
+        f"the cache {work}/cache cannot be written (No space left on device); free disk space, or set $CARRYWAVE_CACHE to another folder"
+    )
     assert refused("train", *LANGUAGE, expected=74) == message
 
 
@@ -846,7 +848,10 @@ def test_a_table_of_very_many_columns() -> None:
 
 def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:
     disk.read_only("cache")
-    message = f"the cache {work}/cache cannot be written (Read-only file system); set $CARRYWAVE_CACHE to a writable folder"
+    message = (
+        f"the cache {work}/cache cannot be written (Read-only file system); make the file system writable, "
+        "or set $CARRYWAVE_CACHE to another folder"
+    )
     assert refused("train", *LANGUAGE, expected=74) == message
 
 

@@ -55,21 +55,6 @@ def test_a_file_is_fetched_once_and_again_when_it_changes(memory: Any, tmp_path:
     assert [path.name for path in tmp_path.rglob(".*")] == []
 
 
-def test_a_file_that_changes_while_it_is_fetched_is_refused(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.pipe_file("/data/words.txt", b"old")
-    plain = Store.get
-
-    def get(self: Store, name: str, path: Path) -> None:
-        plain(self, name, path)
-        memory.pipe_file("/data/words.txt", b"new")
-
-    monkeypatch.setattr(Store, "get", get)
-    with pytest.raises(DataError, match="changes while it is fetched; wait until it is complete"):
-        fetch("memory://data/words.txt", tmp_path)
-    monkeypatch.undo()
-    assert fetch("memory://data/words.txt", tmp_path).read_bytes() == b"new"
-
-
 def test_a_source_is_the_copy_under_the_name_of_the_address(memory: Any, tmp_path: Path) -> None:
     memory.pipe_file("/data/rows.jsonl", b'{"tokens": [1, 2]}\n')
     source = find("memory://data/rows.jsonl", field="data.train", cache=tmp_path)

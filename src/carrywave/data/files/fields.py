@@ -172,12 +172,6 @@ def weight_of(row: Row, steps: int, where: str, *, per_step: bool = True) -> flo
     return weights if weights.ndim else float(weights)
 
 
-def check_largest_weight(largest: float, every: str, otherwise: str) -> None:
-    """Refuse weights that are all 0. `every`: what they are called."""
-    if not largest:
-        raise DataError(f"{every} is 0, so nothing could be learned or measured; change them, or {otherwise}")
-
-
 def _ignored(label: Any) -> bool:
     return label is None or (not isinstance(label, (str, bool)) and label == IGNORED)
 

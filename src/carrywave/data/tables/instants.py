@@ -198,8 +198,8 @@ def _of_parts(texts: pd.Series) -> Instants | None:
 
 def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
     for form, usual in UNUSUAL:
-        if sample.str.contains(form).any():
-            texts, sample = (each.str.replace(form, usual, regex=True) for each in (texts, sample))
+        if (changed := sample.str.replace(form, usual, regex=True)).ne(sample).any():
+            texts, sample = texts.str.replace(form, usual, regex=True), changed
     late = texts.str.contains(" 24:00", regex=False).fillna(False) if sample.str.contains(":").any() else pd.Series(False, texts.index)
     texts = texts.mask(late, texts.str.replace(" 24:00", " 00:00", regex=False)) if late.any() else texts  # the end of a day
     zone = None

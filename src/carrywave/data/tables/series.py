@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import check_largest_weight
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import LEAST, TargetReading
 from carrywave.data.tables.choice import listed
 from carrywave.data.tables.moments import Values, scale_of, scales_of, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
-from carrywave.data.tables.table import Open, Table
+from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -198,10 +197,9 @@ def names_of(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
     return tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
 
 
-def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
-    """Build all parts of the data: those cut from train's table, and one for each separate file."""
-    table = tables["train"](codec)
-    cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
+def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files: Collection[str]) -> Entry:
+    """Build the parts that are cut from train's table; `files` are those that have one of their own."""
+    cut = spans(table, spec, files)
     # A series that is too short to be trained on is left out of all parts: its scale would come from rows that are held out.
     in_train = long_enough(cut["train"], spec.data.horizon)
     notes = [*table.notes, *check(in_train, cut["train"], table, spec, "train")]
@@ -216,24 +214,7 @@ def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec
     inputs = _encode(read_as, codec, new)
     parts = {part: _sequences(inputs, span, read_kept[part], read_as, codec) for part, span in read_spans.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
-    for part, open_table in tables.items():
-        if part != "train":
-            other = open_table(codec)
-            sequences = read(other, codec, spec, new, part=part, labelled=True)
-            parts[part] = replace(sequences, notes=())
-            notes += sequences.notes
-    for part, sequences in parts.items():
-        check_weights(sequences, part)
     return Entry(parts, codec, tuple(notes), table.about)
-
-
-def check_weights(data: Sequences, part: str) -> None:
-    """Refuse a part in which no row that is forecast or estimated has a weight above 0; the first rows may only warm up the carry."""
-    weights = data.step_weights
-    bounds = zip(data.starts if data.warm is None else data.starts + data.warm, data.starts + data.lengths, strict=True)
-    if weights is not None:
-        largest = max((float(weights[low:high].max(initial=0.0)) for low, high in bounds), default=1.0)
-        check_largest_weight(largest, f"{part}: every weight in it", "remove data.weight")
 
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:

@@ -113,7 +113,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
     if weights is not None and choice.each_step:
         filled[np.ix_(weights == 0, rows.places(choice.targets))] = np.nan
     numbers, totals, ahead = len(columns), totals[kept], ahead[kept]
-    calendar = _calendar(rows, choice, reading)
+    calendar = _calendar(rows, choice)
     return Table(
         name,
         (*columns, *calendar_columns(choice.calendar)),
@@ -345,11 +345,9 @@ def _weights(rows: _Rows, column: pd.Series, label: str) -> NDArray[np.float32]:
     return np.where(rows.ahead, 0.0, weights).astype(np.float32)
 
 
-def _calendar(rows: _Rows, choice: ColumnChoice, reading: TableReading) -> Values:
+def _calendar(rows: _Rows, choice: ColumnChoice) -> Values:
     if not choice.calendar:
         return np.empty((len(rows.codes), 0))
-    if clashing := [column for column in calendar_columns(choice.calendar) if column in reading.frame.columns]:
-        raise DataError(f"{rows.name} has a column {clashing[0]}, which data.calendar adds; rename it, or remove data.calendar")
     if rows.times is None or rows.times.counted:
         raise DataError(f"{rows.name}: data.calendar needs a column of dates; name it in data.time, or remove data.calendar")
     return calendar_features(choice.calendar, rows.times.local)
