@@ -93,7 +93,7 @@ def test_a_store_is_a_folder_of_objects(memory: Any, tmp_path: Path, kind: str) 
     assert store.read("none") is None
     (tmp_path / "here").write_bytes(b"file")
     store.put(tmp_path / "here", "deep/a")
-    store.write(b"bytes", "b")
+    store.put(b"bytes", "b")
     assert store.names() == {"deep/a", "b"}
     assert (store.read("deep/a"), store.read("b")) == (b"file", b"bytes")
     store.get("b", tmp_path / "back")
@@ -105,13 +105,13 @@ def test_a_store_is_a_folder_of_objects(memory: Any, tmp_path: Path, kind: str) 
 
 def test_a_file_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(f"file://{tmp_path}/place")
-    store.write(b"old", "last")
+    store.put(b"old", "last")
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(ResourceError, match=r"place/last: could not be written \(No space left on device\)"):
-        store.write(b"new", "last")
+        store.put(b"new", "last")
     assert store.read("last") == b"old"
     assert store.names() == {"last"}

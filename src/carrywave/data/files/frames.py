@@ -49,17 +49,12 @@ def plain_column(column: Any) -> NDArray[Any] | list[Any]:
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return list(column.to_pylist())
     if hasattr(column, "null_count") and hasattr(column, "to_list"):  # polars
-        return list(column.to_list()) if column.null_count() or not column.dtype.is_numeric() else as_array(column)
+        return list(column.to_list()) if column.null_count() or not column.dtype.is_numeric() else np.asarray(column.to_numpy())
     series = pd.Series(column)
     missing = series.isna()
     if missing.any() and series.dtype.kind != "f":
         return list(series.astype(object).where(~missing, None))
-    return as_array(series)
-
-
-def as_array(column: Any) -> NDArray[Any] | list[Any]:
-    """Return a column's values as an array, or as a list if they are not numbers."""
-    values: NDArray[Any] = np.asarray(column.to_numpy())
+    values: NDArray[Any] = series.to_numpy()
     return values if values.dtype.kind not in "OUT" else list(values.tolist())
 
 
@@ -84,7 +79,7 @@ def as_table(data: Any, name: str) -> Any | None:
     if isinstance(data, pa.Table):
         return data
     if hub_datasets.is_dataset(data):
-        return hub_datasets.table_of(data)
+        return pa.concat_tables(list(hub_datasets.tables_of(data)))  # series are read as a whole
     data = _column_as_frame(data)
     try:
         if isinstance(data, pd.DataFrame):

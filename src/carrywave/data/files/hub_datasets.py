@@ -64,11 +64,6 @@ def key(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def table_of(dataset: Any) -> Any:
-    """All rows as one Arrow table: for series, which are read as a whole."""
-    return pa.concat_tables(list(tables_of(dataset)))
-
-
 def is_name(name: str) -> bool:
     """True if a name in a spec is that of a dataset."""
     return name.startswith(PREFIX)

@@ -69,12 +69,12 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     calendar, by_series = calendar_columns(table.choice.calendar), spec.data.standardize == "sequence"
     places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
     counted = places if spec.data.counts else ()
-    mean, std = (0.0,) * len(table.columns), (1.0,) * len(table.columns)
+    measured, rows = len(table.columns) - len(calendar), train.rows
+    mean, std = (0.0,) * measured, (1.0,) * measured
     if spec.data.standardize:
-        rows, gaps = train.rows, table.missing(range(len(table.columns) - len(calendar)))
-        mean, std = scale_of(table.values[rows], counted, None if gaps is None else gaps[rows])
-        if calendar:  # which needs no scale, and comes last
-            mean, std = (*mean[: -len(calendar)], *(0.0,) * len(calendar)), (*std[: -len(calendar)], *(1.0,) * len(calendar))
+        gaps = table.missing(range(measured))
+        mean, std = scale_of(table.values[rows, :measured], counted, None if gaps is None else gaps[rows])
+    mean, std = (*mean, *(0.0 for _ in calendar)), (*std, *(1.0 for _ in calendar))  # the calendar needs no scale, and comes last
     # Series are scaled by their mean absolute seasonal change, as errors of many series are compared.
     by_change = spec.data.scale == "change" or (spec.data.scale == "auto" and bool(table.series))
     codec = Codec(

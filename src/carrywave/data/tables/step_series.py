@@ -42,8 +42,6 @@ def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files
     notes = [*table.notes, *left_out]
     for part, span in cut.items():
         notes += unseen_values(part, table, codec, span) if part != "train" else ()
-    if not len(parts["train"]):
-        raise DataError(f"{table.name}: no step of train has a target{_after(spec)}; add rows, or lower data.warmup")
     return Entry({part: data for part, data in parts.items() if len(data)}, codec, tuple(notes), table.about)
 
 
@@ -51,8 +49,6 @@ def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, la
     """Read a separate table with the codec of the training data; if not `labelled`, all series, without targets."""
     span = _warmed(whole(table), spec) if labelled else whole(table)
     parts, left_out = _encoded(table, {part: span}, codec, spec, new, labelled=labelled)
-    if labelled and not len(parts[part]):
-        raise DataError(f"{table.name}: no step of {part} has a target{_after(spec)}; add rows with {', '.join(codec.step_targets)}")
     notes = (*table.notes[1:], *unseen_values(part, table, codec), *left_out)  # which columns are read was reported in training
     return replace(parts[part], notes=notes)
 
@@ -141,6 +137,8 @@ def _encoded(
             own = [known.get(table.names[at], _deviations(found[at]) / units) for at in np.flatnonzero(kept)]
             # A single target has no deviation; that of all series stands for it.
             spreads = np.nan_to_num(np.array(own, np.float64).reshape(len(own), len(units)), nan=1.0)
+            if not kept.any() and (part == "train" or len(cut) == 1):  # other parts are none
+                raise DataError(f"{table.name}: no step of {part} has a target{_after(spec)}; add rows, or lower data.warmup")
             if left := int((present & ~kept).sum()):
                 fact = f"{left:,} of {int(present.sum()):,} series have no target in {part}{_after(spec)}"
                 lines.append(f"{table.name}: {fact} and are left out of it")
