@@ -155,12 +155,12 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "empty table": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         "",
-        "bad is empty; use a table with a line of column names and at least one row",
+        "bad is empty; use a table with at least one row",
     ),
     "empty parquet": (
         [*SERIES, "data.train=bad", "data.format=parquet"],
         b"",
-        "bad cannot be read (File is too small: 0); check",
+        "bad cannot be read (File is too small to be a well-formed file); check",
     ),
     "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad has 1 token, but a language model needs 2 to have a target; add more"),
     "not utf-8": (
@@ -837,13 +837,6 @@ def test_numbers_that_nobody_means() -> None:
     message = ": 0xffffffffffffffffff… is a number of 900,002 digits; use one of at most 100"
     assert refused("train", *LANGUAGE, f"model.hidden={number}").endswith(message)
     assert refused("train", *LANGUAGE, f"model.hidden={'9' * 5000}").endswith("is a number of 5,000 digits; use one of at most 100")
-
-
-def test_a_table_of_very_many_columns() -> None:
-    names = ",".join(f"c{number}" for number in range(20_001))
-    write("wide.csv", f"{names}\n{','.join('1' for _ in range(20_001))}\n")
-    message = "wide.csv has 20,001 columns; write one row for each series and time, with a column of names"
-    assert refused("train", "task=forecasting", "data.train=wide.csv").startswith(message)
 
 
 def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:

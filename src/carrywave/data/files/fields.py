@@ -28,10 +28,9 @@ def wrong(value: Any, field: str, where: str, remedy: str) -> DataError:
 
 def content_field(row: Row, where: str) -> str:
     """Return the name of the field that holds the row's sequence."""
-    for field in FIELDS:
-        if row.get(field) is not None:
-            return field
-    raise DataError(f"{where}: the row has none of the fields steps, text and tokens (it has {_names(row)}); add one, or set data.text")
+    found = next((field for field in FIELDS if row.get(field) is not None), "text")
+    take(row, found, where)
+    return found
 
 
 def take(row: Row, field: str, where: str) -> Any:

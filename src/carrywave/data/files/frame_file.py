@@ -65,6 +65,8 @@ def _columnar(source: Source) -> pd.DataFrame:
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
     content = b"".join(source.blocks())  # in UTF-8, whatever the file's encoding
+    if not content[:HEAD_BYTES].strip():
+        return pd.DataFrame(), ()
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
     if WRAPPED.fullmatch(content[:HEAD_BYTES].rpartition(b"\n")[0] or content):  # a spreadsheet took each line for one cell
         content = re.sub(rb'(?m)^"(?:\xef\xbb\xbf)?|"(?=\r?$)', b"", content).replace(b'""', b'"')
@@ -95,7 +97,7 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         options |= {"dtype": str, "keep_default_na": not as_text}
     else:
         options |= {"low_memory": False, "dtype": _codes(filled, header)}
-    names = (filled[0] if header else list(map(str, range(len(filled[0]))))) if filled else []
+    names = filled[0] if header else list(map(str, range(len(filled[0]))))
     longer = [row for row in filled[1:] if len(row) == len(names) + 1]
     if header and len(longer) > ALIKE * len(filled[1:]) and [row[0].strip() for row in longer[:2]] == ["1", "2"]:
         options["names"] = ["Unnamed: 0", *names]  # as R writes tables: the names of rows have no name of their own

@@ -66,12 +66,17 @@ def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+def different_names(frame: pd.DataFrame) -> list[str]:
+    """Return the names of the columns; those of a frame that occur again are numbered as pandas numbers those of a file."""
+    names = pd.Series(frame.columns, dtype=object).astype(str)
+    again = names.groupby(names).cumcount()
+    return list(names.where(again == 0, names + "." + again.astype(str)))
+
+
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a pandas frame, without Arrow, which cannot represent a cell that holds a matrix."""
-    columns = {name: plain_column(column) for name, column in columns_of(frame)}
-    if len(columns) < len(frame.columns):
-        raise DataError("the frame has duplicate column names; give every column a unique name")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    names, columns = different_names(frame), [plain_column(column) for _, column in columns_of(frame)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def as_table(data: Any, name: str) -> Any | None:

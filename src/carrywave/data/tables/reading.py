@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from carrywave.data.files.frames import different_names
 from carrywave.data.files.numbers import as_numbers, is_code
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.choice import ColumnChoice, counted, quoted, require
@@ -104,7 +105,7 @@ class _Columns:
 def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     """Find the roles of the columns of a frame; `name` is that of the file in messages."""
     notes: list[str] = []
-    frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
+    frame = _of_numbers(frame.set_axis(different_names(frame), axis=1))
     timeless = choice.in_order or (choice.trained and choice.time is None)
     if not timeless and (choice.time is None or choice.time not in frame.columns):
         frame = _turned(frame, name, notes, choice)
@@ -139,13 +140,6 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
         shown = frame[way.name].dropna().iloc[0]
         reading = replace(reading, notes=(*reading.notes, f"{name}: column {way.name} contains {shown!r:.40}, read with the {first} first"))
     return reading
-
-
-def _names(frame: pd.DataFrame) -> list[str]:
-    """The names of the columns; those of a frame that occur again are numbered as pandas numbers those of a file."""
-    names = pd.Series(frame.columns, dtype=object).astype(str)
-    again = names.groupby(names).cumcount()
-    return list(names.where(again == 0, names + "." + again.astype(str)))
 
 
 def _of_numbers(frame: pd.DataFrame) -> pd.DataFrame:

@@ -43,11 +43,9 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
 
 def described(table: Table, train: SeriesPart, spec: Spec) -> dict[str, Any]:
     """What a codec says of a training table, whatever is learned from it."""
-    categories: tuple[tuple[str, ...], ...] = ()
-    if table.codes is not None:
-        codes = table.codes[train.rows]
-        seen = [np.unique(codes[:, place]) for place in range(len(table.categorical))]
-        categories = tuple(tuple(values[code] for code in each if code >= 0) for values, each in zip(table.categories, seen, strict=True))
+    codes = table.codes[train.rows]
+    seen = [np.unique(codes[:, place]) for place in range(len(table.categorical))]
+    categories = tuple(tuple(values[code] for code in each if code >= 0) for values, each in zip(table.categories, seen, strict=True))
     return {
         "task": spec.task,
         "field": "columns",
@@ -144,10 +142,15 @@ def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     """Encode all rows of a table as a model reads it: numbers, standardised, and the codes of categories, 0 for a value that train does not
     contain.
     """
-    inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
     mean, std = (np.repeat(each, table.totals, axis=0) for each in _scales(table, codec))
-    inputs.append(np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
-    return inputs.close()
+    return stored(new, np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
+
+
+def stored(new: NewArray, values: NDArray[np.float32]) -> NDArray[Any]:
+    """Return the values as an array of the cache, or in memory."""
+    appender = new(np.float32, values.shape[1] if values.ndim > 1 else None)
+    appender.append(values)
+    return appender.close()
 
 
 def known_codes(table: Table, codec: Codec) -> Ints:
@@ -156,7 +159,7 @@ def known_codes(table: Table, codec: Codec) -> Ints:
     for place, (values, learned) in enumerate(zip(table.categories, codec.categories, strict=True)):
         number = {value: code for code, value in enumerate(learned, start=1)}
         of_place = np.array([*(number.get(value, 0) for value in values), 0], np.int64)  # the last is that of no value, -1
-        codes[:, place] = of_place[table.own_codes[:, place]]
+        codes[:, place] = of_place[table.codes[:, place]]
     return codes
 
 
@@ -165,9 +168,9 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
     codes, lines = known_codes(table, codec), []
     rows = (whole(table) if span is None else span).scored.rows
     for place, column in enumerate(table.categorical):
-        unknown = rows[(codes[rows, place] == 0) & (table.own_codes[rows, place] >= 0)]
+        unknown = rows[(codes[rows, place] == 0) & (table.codes[rows, place] >= 0)]
         if len(unknown):
-            new = [repr(table.categories[place][code]) for code in np.unique(table.own_codes[unknown, place])]
+            new = [repr(table.categories[place][code]) for code in np.unique(table.codes[unknown, place])]
             values = f"value{'s' * (len(new) > 1)} {listed(new)}"
             many = f"{len(unknown):,} row{'s' * (len(unknown) != 1)}"
             lines.append(f"{where}: column {column} has {values} in {many} that train does not contain; counted as unknown")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
-from carrywave.data.tables.series import described, known_codes, names_of, unseen_values
+from carrywave.data.tables.series import described, known_codes, names_of, stored, unseen_values
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -120,11 +119,11 @@ def _encoded(
 ) -> tuple[dict[str, Sequences], list[str]]:
     """The parts of a table as a model reads it, which share their arrays, and a line for each part with series that have no target."""
     targets = codec.step_targets if labelled else ()
-    inputs, tags, weights = _stored(new, _inputs(table, codec)), None, None
+    inputs, tags, weights = stored(new, _inputs(table, codec)), None, None
     if labelled:
         values = table.values[:, [table.columns.index(target) for target in targets]]
-        tags = _stored(new, standardise(values, codec.target_mean, codec.target_std))
-        weights = None if table.weights is None else _stored(new, table.weights)
+        tags = stored(new, standardise(values, codec.target_mean, codec.target_std))
+        weights = None if table.weights is None else stored(new, table.weights)
     known, units = dict(zip(codec.names, codec.spreads, strict=True)), np.array(codec.target_std)
     parts: dict[str, Sequences] = {}
     lines: list[str] = []
@@ -148,13 +147,6 @@ def _encoded(
             inputs, chosen.starts, chosen.lengths, tags=tags, step_weights=weights, warm=warm, spreads=spreads, names=names
         )
     return parts, lines
-
-
-def _stored(new: NewArray, values: NDArray[np.float32]) -> NDArray[Any]:
-    """The values as an array of the cache, or in memory."""
-    appender = new(np.float32, values.shape[1] if values.ndim > 1 else None)
-    appender.append(values)
-    return appender.close()
 
 
 def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:

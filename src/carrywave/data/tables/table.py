@@ -43,7 +43,7 @@ class Table:
     choice: ColumnChoice = field(default_factory=ColumnChoice)  # what was asked for
     categorical: tuple[str, ...] = ()  # columns of categories
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each
-    codes: Ints | None = None  # [rows, categorical columns] the places of values among them; -1 for none
+    codes: Ints = field(default_factory=lambda: np.empty((0, 0), np.int64))  # [rows, categorical] the places of values; -1 for none
     ahead_rows: Ints | None = None  # rows after the end of each series, in which only what is known ahead is filled in
     unfilled: Values | None = None  # [rows, measured and categorical columns] with NaN where a cell was filled; None: none was
     weights: NDArray[np.float32] | None = None  # [rows] of what a row holds as targets; None: all are 1
@@ -68,11 +68,6 @@ class Table:
     def frequency(self) -> str | None:
         """The spacing of its times, as written in `data.frequency`."""
         return _frequency(self.times)
-
-    @property
-    def own_codes(self) -> Ints:
-        """The codes of categories, of which there may be none."""
-        return np.empty((len(self.values), 0), np.int64) if self.codes is None else self.codes
 
     def missing(self, columns: Sequence[int], rows: slice = slice(None)) -> NDArray[np.bool_] | None:
         """Where some columns have no value of their own, [rows, columns]; None if nothing is missing."""
@@ -129,7 +124,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
         choice,
         categorical,
         tuple(values for _, values in coded),
-        np.where(np.isnan(filled[:, numbers:]), -1, filled[:, numbers:]).astype(np.int64) if coded else None,
+        np.where(np.isnan(filled[:, numbers:]), -1, filled[:, numbers:]).astype(np.int64),
         ahead if ahead.any() else None,
         unfilled,
         weights,
