@@ -64,7 +64,7 @@ def _columnar(source: Source) -> pd.DataFrame:
 
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    content = b"".join(source.blocks())  # in UTF-8, whatever the file's encoding
+    content = source.content()  # in UTF-8, whatever the file's encoding
     if not content[:HEAD_BYTES].strip():
         return pd.DataFrame(), ()
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}

@@ -114,6 +114,13 @@ class Source:
             while block := self.guard(lambda: stream.read(self.block_bytes)):
                 yield bytes(block)
 
+    def content(self) -> bytes:
+        """Return the whole content, as UTF-8 whatever the file's encoding: at once where nothing is to be converted."""
+        if self.encoding is not None:
+            return b"".join(self.blocks())
+        with self.guard(self.open) as stream:
+            return bytes(self.guard(stream.read))
+
     def blocks(self) -> Iterator[bytes]:
         """Yield the content in blocks of about `block_bytes`, as UTF-8 whatever the file's encoding."""
         if self.encoding is None:

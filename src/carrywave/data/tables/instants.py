@@ -98,8 +98,10 @@ def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
     numbers = column.astype(float).where(np.isfinite(column.astype(float)))
     known = numbers.dropna()
     named = told or NAMES.fullmatch(name) is not None  # otherwise only days, as 20240131, and consecutive years are times
+    if not len(known) or not (named or (known.iloc[:SAMPLE] % 1 == 0).all()):
+        return []
     years = known.between(FIRST_YEAR, LAST_YEAR).all()
-    if not len(known) or not (named or years or known.between(FIRST_YEAR * 10_000, LAST_YEAR * 10_000).all()):
+    if not (named or years or known.between(FIRST_YEAR * 10_000, LAST_YEAR * 10_000).all()):
         return []
     if (known % 1 != 0).any():
         return _decimal_years(numbers) if named and years else []
