@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +86,8 @@ def test_a_failure_midway_leaves_nothing(tmp_path: Path, error: BaseException) -
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.ENOSPC, r"no disk space left for the cache .*; free some, or set \$CARRYWAVE_CACHE to a folder with enough space"),
-        (errno.EROFS, r"cannot be written \(Read-only file system\); set \$CARRYWAVE_CACHE to a writable folder"),
+        (errno.ENOSPC, r"cannot be written \(No space left on device\); .*, or set \$CARRYWAVE_CACHE to another folder"),
+        (errno.EROFS, r"cannot be written \(Read-only file system\); .*, or set \$CARRYWAVE_CACHE to another folder"),
     ],
 )
 @pytest.mark.parametrize("where", ["append", "folder"])
@@ -160,16 +159,6 @@ def test_an_entry_clears_away_the_drafts_of_those_who_were_killed_over_it(tmp_pa
         (each / "a0.npy").touch()
     cache.fetch(tmp_path, "k", build)
     assert {path.name for path in tmp_path.iterdir()} == {(tmp_path / "k").name, left[1].name}
-
-
-def test_old_drafts_are_swept(tmp_path: Path) -> None:
-    for name, age_seconds in ((".draft-old", 8 * 24 * 3600), (".draft-new", 3600)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a0.npy").touch()
-        then = time.time() - age_seconds
-        os.utime(tmp_path / name, (then, then))
-    cache.fetch(tmp_path, "k", build)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft-new", (tmp_path / "k").name]
 
 
 def test_folder_is_asked_for_or_of_the_environment_or_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

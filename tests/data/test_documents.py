@@ -14,7 +14,7 @@ from carrywave.data import examples
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.files.rows import ReadRows
+from carrywave.data.files.rows import Rows
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, StreamOrder
 from carrywave.data.sequences import Sequences
@@ -83,7 +83,7 @@ def test_a_batch_knows_where_documents_begin(of: int) -> None:
 
 
 def encoded(rows: list[dict[str, Any]], codec: Codec, **options: Any) -> Sequences:
-    return examples.encode(ReadRows("train", lambda: enumerate(rows)), codec, MemoryAppender, labelled=True, **options)
+    return examples.encode(Rows("train", lambda: enumerate(rows)), codec, MemoryAppender, labelled=True, **options)
 
 
 TAGS = Codec("tagging", "tokens", "int", size=9, labels=("x",))

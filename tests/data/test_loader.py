@@ -177,12 +177,6 @@ def test_a_stream_read_window_by_window_is_the_stream() -> None:
     assert list(chain(*read.values())) == list(range(101))
 
 
-def test_a_cursor_beyond_the_epoch_is_refused() -> None:
-    view = view_of([10])
-    with pytest.raises(ValueError, match="step 6 is out of range for an epoch of 5 steps"):
-        Loader(view, StreamOrder(view.lengths, lanes=1, steps=2), device=CPU).batches(Cursor(0, 6))
-
-
 class Counting:
     """An order of a hundred windows that notes which were asked for, and fails at one of them."""
 

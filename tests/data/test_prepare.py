@@ -216,7 +216,7 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
         ("language", {"train": "no.txt"}, DataError, r"data\.train=.*no\.txt: file not found; use the path"),
         ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: file not found"),
         ("language", {"train": None}, SpecError, "data.train is not set; set it to a file"),
-        ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, r"data\.min_count is for words, but .*ids\.jsonl:1 has none"),
+        ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, r"data\.min_count does not apply to integer tokens"),
         ("classification", {}, DataError, "builtin:python-topics is text, and no labels are found in it"),
         ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),
         ("language", {"train": "three.txt"}, DataError, r"three\.txt has 3 tokens, too few to hold out validation data"),

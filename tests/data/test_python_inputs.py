@@ -235,7 +235,7 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "classification",
         (STEPS, LABELS, [0, 0, 0]),
-        "train: every weight is 0, so nothing could be learned or measured; change them, or remove data.weight",
+        "train: every weight in it is 0, so nothing could be learned or measured; change them, or remove data.weight",
     ),
     (
         "classification",

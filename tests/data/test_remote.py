@@ -55,21 +55,6 @@ def test_a_file_is_fetched_once_and_again_when_it_changes(memory: Any, tmp_path:
     assert [path.name for path in tmp_path.rglob(".*")] == []
 
 
-def test_a_file_that_changes_while_it_is_fetched_is_refused(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.pipe_file("/data/words.txt", b"old")
-    plain = Store.get
-
-    def get(self: Store, name: str, path: Path) -> None:
-        plain(self, name, path)
-        memory.pipe_file("/data/words.txt", b"new")
-
-    monkeypatch.setattr(Store, "get", get)
-    with pytest.raises(DataError, match="changes while it is fetched; wait until it is complete"):
-        fetch("memory://data/words.txt", tmp_path)
-    monkeypatch.undo()
-    assert fetch("memory://data/words.txt", tmp_path).read_bytes() == b"new"
-
-
 def test_a_source_is_the_copy_under_the_name_of_the_address(memory: Any, tmp_path: Path) -> None:
     memory.pipe_file("/data/rows.jsonl", b'{"tokens": [1, 2]}\n')
     source = find("memory://data/rows.jsonl", field="data.train", cache=tmp_path)
@@ -108,7 +93,7 @@ def test_a_store_is_a_folder_of_objects(memory: Any, tmp_path: Path, kind: str) 
     assert store.read("none") is None
     (tmp_path / "here").write_bytes(b"file")
     store.put(tmp_path / "here", "deep/a")
-    store.write(b"bytes", "b")
+    store.put(b"bytes", "b")
     assert store.names() == {"deep/a", "b"}
     assert (store.read("deep/a"), store.read("b")) == (b"file", b"bytes")
     store.get("b", tmp_path / "back")
@@ -120,13 +105,13 @@ def test_a_store_is_a_folder_of_objects(memory: Any, tmp_path: Path, kind: str) 
 
 def test_a_file_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(f"file://{tmp_path}/place")
-    store.write(b"old", "last")
+    store.put(b"old", "last")
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(ResourceError, match=r"place/last: could not be written \(No space left on device\)"):
-        store.write(b"new", "last")
+        store.put(b"new", "last")
     assert store.read("last") == b"old"
     assert store.names() == {"last"}

@@ -119,7 +119,7 @@ def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match="is not a regular file"):
         find("pipe.txt", field="data.valid")
-    with pytest.raises(DataError, match="is not a built-in text; use builtin:python-topics"):
+    with pytest.raises(DataError, match=r"file not found in .*, or builtin:python-topics"):
         find("builtin:other", field="data.valid")
 
 

@@ -31,7 +31,8 @@ def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
     lengths = np.array([len(matrix) for matrix in matrices], np.int64)
     names = tuple(f"{name} item {place}" for place in range(len(matrices)))
     columns = tuple(str(place) for place in range(matrices[0].shape[1]))
-    return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names)
+    codes = np.empty((int(lengths.sum()), 0), np.int64)
+    return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names, codes=codes)
 
 
 def test_the_last_origin_leaves_a_horizon() -> None:

@@ -76,7 +76,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
         return change
 
-    for name in ("put", "write", "remove"):
+    for name in ("put", "remove"):
         monkeypatch.setattr(Store, name, harmed(getattr(Store, name)))
 
 
@@ -241,7 +241,7 @@ def test_other_file_systems_are_refused(address: str, message: str) -> None:
 
 
 def test_an_object_outside_the_run_is_refused(tmp_path: Path) -> None:
-    Store(ADDRESS).write(b"task: language", "spec.yaml")
+    Store(ADDRESS).put(b"task: language", "spec.yaml")
     fsspec.filesystem("memory").store["/bucket/run/../evil"] = fsspec.filesystem("memory").store["/bucket/run/spec.yaml"]
     with pytest.raises(RunError, match="which is outside a run's folder; do not use this run"):
         opened(tmp_path, resume=True)
@@ -284,14 +284,14 @@ def test_a_store_that_fails_after_it_had_answered_is_no_mistake(tmp_path: Path, 
 
     fails(OSError("503 Slow Down"))
     with pytest.raises(RunError, match="could not be written \\(503 Slow Down\\)") as found:
-        store.write(b"", "x")
+        store.put(b"", "x")
     assert not isinstance(found.value, ResourceError)
     store.names()
     with pytest.raises(ResourceError, match="could not be written \\(503 Slow Down\\)"):
-        store.write(b"", "x")
+        store.put(b"", "x")
     fails(PermissionError("Access Denied"))
     with pytest.raises(RunError, match="Access Denied") as found:
-        store.write(b"", "x")
+        store.put(b"", "x")
     assert not isinstance(found.value, ResourceError)
 
 
@@ -310,7 +310,7 @@ def test_a_run_that_another_process_took_over_stops_at_its_next_upload(tmp_path:
     def taken(self: RemoteRun) -> None:
         push(self)
         if (self.folder / "snapshots" / POINTER).is_file():
-            self.store.write(b'{"token": "other", "pid": 7, "host": "there"}', "owner.json")
+            self.store.put(b'{"token": "other", "pid": 7, "host": "there"}', "owner.json")
             steps.append(1)
 
     monkeypatch.setattr(RemoteRun, "push", taken)

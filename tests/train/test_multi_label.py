@@ -117,7 +117,7 @@ def test_vectors_come_back_as_vectors(folder: Path) -> None:
     [row] = cw.predict(run, [{"steps": [[0.1, 0.2], [0.3, 0.4]]}], device="cpu")
     assert np.array(row["labels"]).shape == (2, 3)
     assert set(np.unique(row["labels"])) <= {0, 1}
-    with pytest.raises(DataError, match=r"data.multi_label=false, but the codec is of a run with true"):
+    with pytest.raises(DataError, match=r"data.multi_label=false, but the codec is for true"):
         check_codec(open_run(run, "cpu").task.codec, parse({"task": "tagging"}))
 
 

@@ -25,7 +25,7 @@ from carrywave.data.text import spelling, vocabulary
 from carrywave.data.text.tag_scheme import tags_of
 from carrywave.data.text.tally import Tally
 from carrywave.data.text.tokenizers import Words, split_words
-from carrywave.errors import DataError, SpecError
+from carrywave.errors import DataError
 from carrywave.spec.defaults import with_spans
 from carrywave.spec.spec import Spec
 
@@ -98,12 +98,8 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
         raise _empty(rows)
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     words = spec.data.tokens == "word" if content == "text" else content == "tokens" and isinstance(fields.tokens_of(first[1], where), list)
-    named = {"data.lowercase": spec.data.lowercase, f"model.characters={spec.model.characters}": spec.model.characters != "none"}
-    if content == "tokens":
-        named |= {"data.vocabulary": spec.data.vocabulary is not None, "data.min_count": spec.data.min_count > 1}
-    key = next((name for name, is_set in named.items() if is_set and not words), None)
-    if key is not None:
-        raise SpecError(f"{key} is for words, but {where} has none; set data.tokens=word for text, or remove it")
+    kinds = {"steps": "numbers", "tokens": "integer", "text": spec.data.tokens}
+    vocabulary.check_keys("word" if words else kinds[content], spec.data, spec.model.characters)
     seen = _Learned(rows, spec, held)
     learned: dict[str, Any] = {}
     keep_rare = spec.model.dropout_rare > 0
@@ -133,13 +129,13 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
     if spec.task == "regression":
         learned["target_mean"], learned["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
-    kinds = set(labels.values())
+    types = set(labels.values())
     names = rows.names()
     return Codec(
         spec.task,
         content,
         labels=_in_order(labels, rows, spec),
-        label_kind=kinds.pop() if len(kinds) == 1 else "string",
+        label_kind=types.pop() if len(types) == 1 else "string",
         label_sets=seen.sets.form if spec.data.multi_label else label_sets.NONE,
         text_labels=spec.task == "transcription" and seen.text_labels,
         text_column=names.text,
@@ -230,8 +226,6 @@ def encode(
     by_step = _each_step(weights, lengths, 1.0, np.float32) if per_step else None
     listed = join or any(isinstance(weight, np.ndarray) for weight in weights)
     by_row = None if listed else _each_step(weights, np.ones_like(lengths), 1.0, np.float32)
-    if (largest := by_step if by_step is not None else by_row) is not None:
-        fields.check_largest_weight(float(np.max(largest, initial=0.0)), f"{rows.name}: every weight", "remove data.weight")
     ends = np.cumsum(np.array(numbers, np.int64))
     return Sequences(
         inputs.close(),

@@ -150,14 +150,8 @@ class Loader:
 
     def batches(self, start: Cursor) -> Generator[Batch, None, None]:
         """Yield the batches from `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
-        number = self.order.num_steps(start.epoch)
-        if not 0 <= start.step <= number:
-            raise ValueError(f"step {start.step} is out of range for an epoch of {number} steps")
-        return self._run(start, number)
-
-    def _run(self, start: Cursor, number: int) -> Generator[Batch, None, None]:
         thread = ThreadPoolExecutor(1, thread_name_prefix="carrywave-loader")
-        cursors = (Cursor(start.epoch, step) for step in range(start.step, number))
+        cursors = (Cursor(start.epoch, step) for step in range(start.step, self.order.num_steps(start.epoch)))
         made = deque(thread.submit(self._make, cursor) for cursor in islice(cursors, self.ahead))
         try:
             while made:

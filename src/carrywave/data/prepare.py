@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -35,6 +35,9 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
 from carrywave.spec.spec import Spec
 
+if TYPE_CHECKING:
+    from carrywave.data.python_inputs import ObjectInput
+
 IS_TSF = re.compile(r"(?im)^@attribute\s[^@]*(?s:.)*^@data\s*$")
 Frame = tuple[pd.DataFrame, tuple[str, ...]]  # a table, and lines on how it was read
 
@@ -52,28 +55,6 @@ class Prepared:
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
     about: Mapping[str, Any] = field(default_factory=dict)  # how a table of series was read, for programs
     formats: frozenset[str] = frozenset()  # of the files; none if the data was passed as objects
-
-
-class Input(Protocol):
-    """One part of the data, a file or an object."""
-
-    @property
-    def spec(self) -> Spec:
-        """What is asked for."""
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-
-    @property
-    def stream(self) -> Source | None:
-        """The text, if it is read as one stream of tokens."""
-
-    def rows(self, codec: Codec | None, *, labelled: bool) -> NamedRows:
-        """Its rows with the fields that tasks read, as the training data has them if there is a codec."""
-
-    def frame(self) -> Frame | Table | None:
-        """The table that it is; None for rows that each hold a series."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +113,9 @@ class FileInput:
         return [] if self.source.path is None else [self.source.path, *labels_beside(self.source, self.spec)]
 
 
+Input: TypeAlias = "FileInput | ObjectInput"  # one part of the data
+
+
 def _silent(_: str) -> None:
     """Discard a note."""
 
@@ -183,15 +167,23 @@ def bundle(entry: Entry, note: Callable[[str], None] = _silent) -> Prepared:
     if "valid" not in entry.parts:
         note("no data is held out for validation")
     for part, value in entry.parts.items():
-        if len(value) and not value.counted:
-            raise DataError(
-                f"{part}: the weight of every row in it is 0, so nothing could be learned or measured; change weights, or its rows"
-            )
+        check_weights(part, value)
     parts = {part: replace(value, firsts=_firsts(entry.parts["train"], value)) for part, value in entry.parts.items()}
     train, codec = parts["train"], entry.codec
     return Prepared(
         train, parts.get("valid"), parts.get("test"), codec, codec.facts(train), entry.fingerprint, entry.notes, about=entry.about
     )
+
+
+def check_weights(part: str, data: Sequences) -> None:
+    """Refuse a part in which the weight of every target is 0; the first rows of sequences may only warm up the carry."""
+    largest = 1.0 if data.weights is None or not len(data) else float(data.weights.max())
+    if data.step_weights is not None:
+        starts = data.starts if data.warm is None else data.starts + data.warm
+        scored = (data.step_weights[low:high] for low, high in zip(starts, data.starts + data.lengths, strict=True))
+        largest = max((float(weights.max(initial=0.0)) for weights in scored), default=1.0)
+    if not largest:
+        raise DataError(f"{part}: every weight in it is 0, so nothing could be learned or measured; change them, or remove data.weight")
 
 
 def _firsts(train: Sequences, part: Sequences) -> Ints | None:
@@ -206,15 +198,14 @@ def _firsts(train: Sequences, part: Sequences) -> Ints | None:
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
-    if codec is not None and codec.task != spec.task:
-        raise DataError(f"task={spec.task}, but the codec is for {codec.task}; start from a run of the same task")
-    for key, asked, learned in (
-        ("each_step", spec.each_step, codec is not None and bool(codec.step_targets)),
-        ("multi_label", spec.data.multi_label, codec is not None and codec.label_sets != NONE),
-    ):
-        if codec is not None and asked != learned:
-            one, other = str(asked).lower(), str(learned).lower()
-            raise DataError(f"data.{key}={one}, but the codec is of a run with {other}; set it alike")
+    if codec is None:
+        return
+    learned = (codec.task, bool(codec.step_targets), codec.label_sets != NONE)
+    asked = {"task": spec.task, "data.each_step": spec.each_step, "data.multi_label": spec.data.multi_label}
+    for (key, value), other in zip(asked.items(), learned, strict=True):
+        if value != other:
+            words = (str(each).lower() if isinstance(each, bool) else each for each in (value, other))
+            raise DataError("{}={}, but the codec is for {}; start from a run of the same task".format(key, *words))
 
 
 def _reads_bytes(spec: Spec) -> bool:
@@ -246,7 +237,10 @@ def build(inputs: Mapping[str, Input], spec: Spec, new: NewArray, codec: Codec |
     """Read all parts: those that are given, and valid, which is held out of train if it is not; without a codec, learn it."""
     if spec.reads_series:
         how = step_series.build if spec.each_step else series.build
-        return how({part: opener(each) for part, each in inputs.items()}, spec, new, codec=codec)
+        entry = how(opener(inputs["train"])(codec), spec, new, codec=codec, files=inputs.keys())
+        others = {part: encode(each, entry.codec, spec, new, part=part) for part, each in inputs.items() if part != "train"}
+        told = [*entry.notes, *(line for data in others.values() for line in data.notes)]
+        return replace(entry, parts=entry.parts | others, notes=tuple(dict.fromkeys(told)))
     train, share = inputs["train"], 0.0 if "valid" in inputs else spec.data.share
     rows, held, notes = None, np.zeros(0, np.bool_), list[str]()
     if train.stream is not None:
@@ -280,7 +274,9 @@ def encode(
     """
     if spec.reads_series:
         how = step_series.read if spec.each_step else series.read
-        return how(opener(given)(codec, labelled), codec, spec, new, part=part, labelled=labelled)
+        read = how(opener(given)(codec, labelled), codec, spec, new, part=part, labelled=labelled)
+        check_weights(part, read)
+        return read
     if (stream := given.stream) is not None:
         tally = Tally()
         tokens = token_stream.encode_stream(stream, codec, new, tally)
@@ -292,4 +288,6 @@ def encode(
         return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64), notes=notes)
     rows = rows or given.rows(codec, labelled=labelled)
     join = spec.task == "language" and spec.streams and rows.join
-    return examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
+    read = examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
+    check_weights(part, read)
+    return read

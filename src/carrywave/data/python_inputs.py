@@ -21,7 +21,7 @@ from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.fields import FIELDS, as_plain
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, ITEM, WEIGHT, ReadRows, Row, Rows, table_rows
+from carrywave.data.files.rows import BATCH_ROWS, ITEM, WEIGHT, Row, Rows, table_rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.formats.recognised import NamedRows, target_field
 from carrywave.data.prepare import FileInput, Frame, Input, Prepared, build, bundle, check_codec, encode, key_of, opener, prepare, told_by
@@ -156,14 +156,14 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
-        return ReadRows(part, lambda: enumerate({spec.data.text or "text": text} for text in texts), join=spec.streams)
+        return Rows(part, lambda: enumerate({spec.data.text or "text": text} for text in texts), join=spec.streams)
     if hub_datasets.is_dataset(data):
-        return ReadRows(part, lambda: table_rows(hub_datasets.tables_of(data)))
+        return Rows(part, lambda: table_rows(hub_datasets.tables_of(data)))
     if isinstance(data, pd.DataFrame):
         listed = rows_of(data)
-        return ReadRows(part, lambda: enumerate(listed))
+        return Rows(part, lambda: enumerate(listed))
     if not is_column(data) and (table := as_table(data, part)) is not None:
-        return ReadRows(part, lambda: table_rows(table.to_batches(max_chunksize=BATCH_ROWS)))
+        return Rows(part, lambda: table_rows(table.to_batches(max_chunksize=BATCH_ROWS)))
     if isinstance(data, tuple):
         return _pairs(data, part, spec)
     plain = as_plain(data)
@@ -177,7 +177,7 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
 
 
 def _items(part: str, items: Callable[[], Iterable[Any]], spec: Spec, *, join: bool = False) -> Rows:
-    return ReadRows(part, lambda: ((number, _row(item, f"{part}{ITEM}{number}", spec)) for number, item in enumerate(items())), join=join)
+    return Rows(part, lambda: ((number, _row(item, f"{part}{ITEM}{number}", spec)) for number, item in enumerate(items())), join=join)
 
 
 def _is_flat(plain: Any) -> bool:

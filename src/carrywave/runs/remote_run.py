@@ -114,7 +114,7 @@ class RemoteRun:
             raise RunError(f"{self.address} was just filled by another process; use another {option('run')}")
         self._token = secrets.token_hex(8)
         note = json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}).encode()
-        self.store.write(note, TOKEN)
+        self.store.put(note, TOKEN)
         with atomic_files.writing(str(self._note)):
             self._note.parent.mkdir(parents=True, exist_ok=True)
             atomic_files.write_bytes(self._note, note)

@@ -12,7 +12,7 @@ import numpy as np
 from carrywave.data.prepare import digests_of
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables import series
-from carrywave.data.tables.parts import spans
+from carrywave.data.tables.parts import PARTS, spans
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
@@ -203,7 +203,7 @@ def _changed(saved: Saved) -> tuple[str, ...]:
 
 def _seen(whole: Table, table: Table, origins: Origins, spec: Spec) -> tuple[str, ...]:
     """A line if some origins lie within the rows that the run was trained on, of any series."""
-    train = spans(whole, spec, valid_file=spec.data.valid is not None, test_file=spec.data.test is not None)["train"]
+    train = spans(whole, spec, [part for part in PARTS if getattr(spec.data, part) is not None])["train"]
     if origins.last_O is None or whole.times is None:
         ends = dict(zip(whole.names, train.lengths.tolist(), strict=True))
         inside_SO = origins.known_SO < np.array([ends[name] for name in table.names])[:, None]

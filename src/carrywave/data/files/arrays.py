@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-
-
-class Appender(Protocol):
-    """An array under construction."""
-
-    def append(self, rows: NDArray[Any]) -> None:
-        """Append rows."""
-
-    def close(self) -> NDArray[Any]:
-        """Return the complete array; nothing can be appended afterwards."""
-
-
-NewArray = Callable[[DTypeLike, int | None], Appender]  # (dtype, columns or None for a flat array) -> appender
 
 
 class MemoryAppender:
@@ -61,6 +48,9 @@ class FileAppender:
         """Close the file without finishing it."""
         with suppress(OSError):  # what is buffered may not fit on the disk, which is why it is abandoned
             self._file.close()
+
+
+NewArray = Callable[[DTypeLike, int | None], MemoryAppender | FileAppender]  # (dtype, columns or None for a flat array) -> appender
 
 
 def open_array(path: Path, dtype: str, columns: int | None) -> NDArray[Any]:

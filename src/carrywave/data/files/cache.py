@@ -6,14 +6,11 @@ loses the race to publish an entry uses the winner's.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +22,13 @@ from numpy.typing import DTypeLike, NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
-from carrywave.errors import DataError, ResourceError, from_system, remedy_for, unwinding
+from carrywave.errors import DataError, from_system, remedy_for, unwinding
 
 FORMAT = 12  # part of every key, so that entries of another format, or read in another way, are never used
 ARRAYS = (
     *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),
     *("units", "means", "spreads", "missing"),
 )
-STALE_SECONDS = 7 * 24 * 3600
 CONTENT, DRAFT = "content.json", ".draft-"
 
 
@@ -87,15 +83,12 @@ def fetch(where: Path, key: str, build: Build) -> Entry:
         _refuse(where, error)
     try:
         return _open(place)
-    except (ValueError, KeyError, FileNotFoundError, NotADirectoryError) as error:
+    except (ValueError, KeyError, OSError) as error:
         raise DataError(f"the cache {place} is damaged; delete the folder {place}") from error
-    except PermissionError as error:
-        raise DataError(f"the cache {place} cannot be read ({error.strerror}); set $CARRYWAVE_CACHE to a readable folder") from error
 
 
 def _write(where: Path, place: Path, build: Build) -> None:
     where.mkdir(parents=True, exist_ok=True)
-    _sweep(where)
     draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{place.name}-", dir=where))
     draft.chmod(where.stat().st_mode & 0o777)  # anyone who may read the cache may read its entries
     writers: list[FileAppender] = []
@@ -142,14 +135,6 @@ def _write(where: Path, place: Path, build: Build) -> None:
         shutil.rmtree(draft, ignore_errors=True)  # already gone if it was published
 
 
-def _sweep(where: Path) -> None:
-    """Remove drafts left behind by processes that were killed long ago."""
-    for draft in where.glob(f"{DRAFT}*"):
-        with contextlib.suppress(OSError):  # its owner may have just published it
-            if time.time() - draft.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(draft, ignore_errors=True)
-
-
 def _open(place: Path) -> Entry:
     content = json.loads((place / CONTENT).read_text())
     opened: dict[str, NDArray[Any]] = {}
@@ -168,10 +153,5 @@ def _open(place: Path) -> Entry:
 
 
 def _refuse(where: Path, error: OSError) -> NoReturn:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fact, remedy = f"no disk space left for the cache {where}", "free some, or set $CARRYWAVE_CACHE to a folder with enough space"
-        raise ResourceError(f"{fact}; {remedy}") from error
-    remedy = "set $CARRYWAVE_CACHE to a writable folder"
-    if error.errno != errno.EROFS:
-        remedy = remedy_for(error, remedy)
+    remedy = f"{remedy_for(error, 'make it writable')}, or set $CARRYWAVE_CACHE to another folder"
     raise from_system(error, DataError)(f"the cache {where} cannot be written ({error.strerror or error}); {remedy}") from error

@@ -28,10 +28,9 @@ def wrong(value: Any, field: str, where: str, remedy: str) -> DataError:
 
 def content_field(row: Row, where: str) -> str:
     """Return the name of the field that holds the row's sequence."""
-    for field in FIELDS:
-        if row.get(field) is not None:
-            return field
-    raise DataError(f"{where}: the row has none of the fields steps, text and tokens (it has {_names(row)}); add one, or set data.text")
+    found = next((field for field in FIELDS if row.get(field) is not None), "text")
+    take(row, found, where)
+    return found
 
 
 def take(row: Row, field: str, where: str) -> Any:
@@ -170,12 +169,6 @@ def weight_of(row: Row, steps: int, where: str, *, per_step: bool = True) -> flo
         listed = f", or a list of one for each of the {steps} steps" if per_step else ""
         raise wrong(value, "the weight", where, f"a finite number from 0 on{listed}")
     return weights if weights.ndim else float(weights)
-
-
-def check_largest_weight(largest: float, every: str, otherwise: str) -> None:
-    """Refuse weights that are all 0. `every`: what they are called."""
-    if not largest:
-        raise DataError(f"{every} is 0, so nothing could be learned or measured; change them, or {otherwise}")
 
 
 def _ignored(label: Any) -> bool:

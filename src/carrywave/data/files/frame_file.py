@@ -6,7 +6,6 @@ What pandas needs to be told is looked up in the first lines (separator, first l
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import re
@@ -17,7 +16,6 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pa_parquet
 
 from carrywave.data.files.frames import with_index
 from carrywave.data.files.numbers import CODE, DATE, MISSING, NUMBER, as_numbers, is_code
@@ -35,7 +33,6 @@ ALIKE = 0.9  # of the lines have the usual number of cells
 COMMENTS = re.compile(rb"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
 WRAPPED = re.compile(rb'(?:"(?:[^"\n]|"")*[,;\t](?:[^"\n]|"")*"\r?(?:\n|$))+')
 SINGLE = re.compile(rb"(?:^|[,;\t])'[^']*'(?=[,;\t]|$)")  # around cells
-MOST_COLUMNS = 20_000
 MOST_WORDS = 8  # of a name; with more it is a text, as in AG News
 
 Lines = list[str]
@@ -58,24 +55,18 @@ def read_frame(source: Source, data: DataSpec, *, as_text: bool = False) -> tupl
         raise DataError(f"{source.name} cannot be read as a table ({one_line(error, 200)}); {remedy}") from error
     if not len(frame.columns) or not len(frame):
         raise DataError(f"{source.name} is empty; use a table with at least one row")
-    if len(frame.columns) > MOST_COLUMNS:
-        raise DataError(f"{source.name} has {len(frame.columns):,} columns; write one row for each series and time, with a column of names")
     return frame, notes
 
 
 def _columnar(source: Source) -> pd.DataFrame:
-    if source.head().startswith(b"PAR1"):
-        table = source.guard(lambda: pa_parquet.read_table(source.path))
-    else:
-        with pa.memory_map(str(source.path)) as file:
-            table = source.guard(lambda: pa.ipc.open_file(file).read_all())
-    return with_index(table.to_pandas())
+    read = pd.read_parquet if source.head().startswith(b"PAR1") else pd.read_feather
+    return with_index(source.guard(lambda: read(source.path)))
 
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    content = source.content().removeprefix(codecs.BOM_UTF8)  # in UTF-8, whatever the file's encoding
+    content = source.content()  # in UTF-8, whatever the file's encoding
     if not content[:HEAD_BYTES].strip():
-        raise DataError(f"{source.name} is empty; use a table with a line of column names and at least one row")
+        return pd.DataFrame(), ()
     told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
     if WRAPPED.fullmatch(content[:HEAD_BYTES].rpartition(b"\n")[0] or content):  # a spreadsheet took each line for one cell
         content = re.sub(rb'(?m)^"(?:\xef\xbb\xbf)?|"(?=\r?$)', b"", content).replace(b'""', b'"')
@@ -84,9 +75,9 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         content = content.replace(b"'", b'"')
     comments = COMMENTS.match(content)
     assert comments is not None  # it matches nothing, too
-    begin = 0 if "skiprows" in told else comments.end()
-    head = content[begin : begin + HEAD_BYTES].decode(errors="ignore").split("\n", LOOKED_AT)
-    lines = [line.rstrip("\r") for line in (head if len(head) <= LOOKED_AT and len(content) <= begin + HEAD_BYTES else head[:-1])]
+    content = content if "skiprows" in told else content[comments.end() :]
+    head = content[:HEAD_BYTES].decode(errors="ignore").split("\n", LOOKED_AT)
+    lines = [line.rstrip("\r") for line in (head if len(head) <= LOOKED_AT and len(content) <= HEAD_BYTES else head[:-1])]
     separator = told.get("sep") or told.get("delimiter") or data.mark or (comments["sep"] or b"").decode() or separator_of(lines)
     rows = _cells(lines, separator)
     first = 0 if told.keys() & {"skiprows", "header", "names"} else _first_row(rows)
@@ -103,48 +94,36 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
         "engine": "c",
     }
     if as_text or decimal == ",":
-        options |= {"dtype": str, "keep_default_na": False}
+        options |= {"dtype": str, "keep_default_na": not as_text}
     else:
         options |= {"low_memory": False, "dtype": _codes(filled, header)}
-    rest = [row for row in filled[1:] if len(row) == len(filled[0]) + 1]
-    if header and len(rest) > ALIKE * len(filled[1:]) and [row[0].strip() for row in rest[:2]] == ["1", "2"]:
-        options["names"] = ["Unnamed: 0", *filled[0]]  # as R writes tables: the names of rows have no name of their own
-    if (
-        separator == SPACES
-        and "names" not in options
-        and (widest := max(len(line.split()) for line in content[begin:].split(b"\n"))) > len(filled[0])
-    ):
-        further = [f"Unnamed: {place}" for place in range(len(filled[0]), widest)]  # remarks at the ends of some rows
-        names = filled[0] if header else list(map(str, range(len(filled[0]))))
-        options |= {"names": [*names, *further], "header": None, "skiprows": first + header}
+    names = filled[0] if header else list(map(str, range(len(filled[0]))))
+    longer = [row for row in filled[1:] if len(row) == len(names) + 1]
+    if header and len(longer) > ALIKE * len(filled[1:]) and [row[0].strip() for row in longer[:2]] == ["1", "2"]:
+        options["names"] = ["Unnamed: 0", *names]  # as R writes tables: the names of rows have no name of their own
+    elif separator == SPACES and (widest := max(len(line.split()) for line in content.split(b"\n"))) > len(names):
+        options["names"] = [*names, *(f"Unnamed: {place}" for place in range(len(names), widest))]  # remarks at the ends of some rows
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pd.errors.ParserWarning)  # of further cells at the ends of rows, which have no name
-        frame = pd.read_csv(
-            io.BytesIO(content[begin:] if begin else content), **{name: value for name, value in options.items() if name not in told} | told
-        )
+        frame = pd.read_csv(io.BytesIO(content), **{name: value for name, value in options.items() if name not in told} | told)
     frame.columns = [str(name).strip() for name in frame.columns]
-    nothing = "" if options.get("keep_default_na") is False else None
-    unnamed = [name for name in frame.columns if name.startswith("Unnamed")]
-    empty = [name for name in unnamed if (frame[name].isna() if nothing is None else frame[name].isna() | (frame[name] == "")).all()]
-    frame = frame.drop(columns=empty)
-    frame = frame.dropna(how="all") if nothing is None else frame[~(frame.isna() | (frame == "")).all(axis=1)]
-    remarks = _remarks(source, separator, data, header=header, skipped=first, decimal=decimal)
-    if header and any(len(row) > len(filled[0]) and any(row[len(filled[0]) :]) for row in filled[1:]) and "names" not in options:
-        remarks += (f"{source.name}: rows have more cells than there are names; those after the last name are not read",)
-    if as_text:
-        return frame.fillna("").reset_index(drop=True), remarks
-    notes = list(remarks)
-    for name, column in frame.items():
-        if isinstance(column, pd.Series) and (isinstance(column.dtype, pd.StringDtype) or column.dtype == object):
+    frame = frame.mask(frame == "") if as_text else frame
+    empty = [name for name in frame.columns if name.startswith("Unnamed") and frame[name].isna().all()]
+    frame = frame.drop(columns=empty).dropna(how="all")
+    notes = _remarks(source, separator, data, header=header, skipped=first, decimal=decimal)
+    if header and any(any(row[len(names) :]) for row in filled[1:]) and "names" not in options:
+        notes.append(f"{source.name}: rows have more cells than there are names; those after the last name are not read")
+    for name, column in () if as_text else frame.items():
+        if isinstance(column.dtype, pd.StringDtype) or column.dtype == object:
             numbers, words = as_numbers(column, decimal=decimal)
             if numbers is not None and not is_code(column):
                 frame[name] = numbers
             if numbers is not None and words:
                 notes.append(f"{source.name}: column {name}: {', '.join(map(repr, words[:3]))} and empty cells are missing values")
-    return frame.reset_index(drop=True), tuple(notes)
+    return (frame.fillna("") if as_text else frame).reset_index(drop=True), tuple(notes)
 
 
-def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, skipped: int, decimal: str) -> tuple[str, ...]:
+def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, skipped: int, decimal: str) -> list[str]:
     lines = list(source.notes())
     if data.mark is None and separator not in (",", "\t"):
         lines.append(f"{source.name}: columns are separated by {'spaces' if separator == SPACES else repr(separator)}")
@@ -154,7 +133,7 @@ def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, sk
         lines.append(f"{source.name}: there is no line of names, so columns are numbered from 0")
     if decimal == "," and data.decimal == "auto":
         lines.append(f"{source.name}: decimals have a comma")
-    return tuple(lines)
+    return lines
 
 
 def separator_of(lines: Sequence[str]) -> str:
@@ -184,13 +163,8 @@ def _cells(lines: Sequence[str], separator: str) -> list[list[str]]:
     if len(separator) > 1:
         return [re.split(separator, line.strip()) if line.strip() else [] for line in lines]
     if separator == "\t":
-        return [[_bare(cell) for cell in line.split(separator)] if line.strip() else [] for line in lines]
+        return [[cell.strip('"') for cell in line.split(separator)] if line.strip() else [] for line in lines]
     return list(csv.reader((f"{line}\n" for line in lines), delimiter=separator, skipinitialspace=True))
-
-
-def _bare(cell: str) -> str:
-    """A cell without quotes around it."""
-    return cell[1:-1] if len(cell) > 1 and cell[0] == cell[-1] == '"' else cell
 
 
 def _first_row(rows: Sequence[Sequence[str]]) -> int:

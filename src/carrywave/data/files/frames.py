@@ -49,17 +49,12 @@ def plain_column(column: Any) -> NDArray[Any] | list[Any]:
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return list(column.to_pylist())
     if hasattr(column, "null_count") and hasattr(column, "to_list"):  # polars
-        return list(column.to_list()) if column.null_count() or not column.dtype.is_numeric() else as_array(column)
+        return list(column.to_list()) if column.null_count() or not column.dtype.is_numeric() else np.asarray(column.to_numpy())
     series = pd.Series(column)
     missing = series.isna()
     if missing.any() and series.dtype.kind != "f":
         return list(series.astype(object).where(~missing, None))
-    return as_array(series)
-
-
-def as_array(column: Any) -> NDArray[Any] | list[Any]:
-    """Return a column's values as an array, or as a list if they are not numbers."""
-    values: NDArray[Any] = np.asarray(column.to_numpy())
+    values: NDArray[Any] = series.to_numpy()
     return values if values.dtype.kind not in "OUT" else list(values.tolist())
 
 
@@ -71,12 +66,17 @@ def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+def different_names(frame: pd.DataFrame) -> list[str]:
+    """Return the names of the columns; those of a frame that occur again are numbered as pandas numbers those of a file."""
+    names = pd.Series(frame.columns, dtype=object).astype(str)
+    again = names.groupby(names).cumcount()
+    return list(names.where(again == 0, names + "." + again.astype(str)))
+
+
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a pandas frame, without Arrow, which cannot represent a cell that holds a matrix."""
-    columns = {name: plain_column(column) for name, column in columns_of(frame)}
-    if len(columns) < len(frame.columns):
-        raise DataError("the frame has duplicate column names; give every column a unique name")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    names, columns = different_names(frame), [plain_column(column) for _, column in columns_of(frame)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def as_table(data: Any, name: str) -> Any | None:
@@ -84,7 +84,7 @@ def as_table(data: Any, name: str) -> Any | None:
     if isinstance(data, pa.Table):
         return data
     if hub_datasets.is_dataset(data):
-        return hub_datasets.table_of(data)
+        return pa.concat_tables(list(hub_datasets.tables_of(data)))  # series are read as a whole
     data = _column_as_frame(data)
     try:
         if isinstance(data, pd.DataFrame):

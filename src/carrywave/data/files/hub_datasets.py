@@ -64,11 +64,6 @@ def key(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def table_of(dataset: Any) -> Any:
-    """All rows as one Arrow table: for series, which are read as a whole."""
-    return pa.concat_tables(list(tables_of(dataset)))
-
-
 def is_name(name: str) -> bool:
     """True if a name in a spec is that of a dataset."""
     return name.startswith(PREFIX)
@@ -91,13 +86,9 @@ def _load(name: str, field: str) -> Any:
     rest, _, split = name.removeprefix(PREFIX).partition("#")
     path = Path(os.path.expanduser(rest))
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        elif path.exists():
-            loaded = datasets.load_dataset(str(path))
-        else:
-            where, _, config = rest.partition("@")
-            loaded = datasets.load_dataset(where, config or None)
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        where, _, config = (str(path), "", "") if path.exists() else rest.partition("@")
+        loaded = datasets.load_from_disk(where) if saved else datasets.load_dataset(where, config or None)
     except Exception as error:  # whatever the library raises: files that are missing, or an address that cannot be reached
         raise DataError(f"{field}={name} cannot be loaded ({one_line(error)}); use {PREFIX}FOLDER or {PREFIX}NAME@CONFIG#SPLIT") from error
     if not isinstance(loaded, dict):

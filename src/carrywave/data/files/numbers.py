@@ -27,7 +27,7 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
     """
     known = column.dropna()
     sample = pd.Series(known.iloc[:: max(1, len(known) // SAMPLE)].astype(str).to_list(), dtype=object)
-    if not _share(_numbers(sample, decimal), sample) > 0.5:
+    if not _numbers(sample[~_is_missing(sample)], decimal).notna().mean() > 0.5:
         nothing = bool(_is_missing(sample).all() and _is_missing(known).all())
         return (pd.Series(np.nan, column.index), []) if nothing else (None, [])
     codes, texts = pd.factorize(column)
@@ -52,11 +52,6 @@ def is_code(column: pd.Series) -> bool:
 
 def _is_missing(texts: pd.Series) -> pd.Series:
     return texts.astype(str).str.strip().str.lower().isin(MISSING)
-
-
-def _share(values: pd.Series, texts: pd.Series) -> float:
-    present = ~_is_missing(texts)
-    return float(values[present].notna().mean()) if present.any() else 0.0
 
 
 def _numbers(texts: pd.Series, decimal: str) -> pd.Series:

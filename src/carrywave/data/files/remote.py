@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from carrywave.errors import DataError, ResourceError, UserError, from_system
+from carrywave.errors import DataError, ResourceError, UserError, from_system, one_line
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters, unlike a drive
 # What stores report about an object that changes when its content does.
@@ -56,12 +54,12 @@ class Store:
                 self._files, root = url_to_fs(self.address)
             except ImportError as missing:
                 raise error(
-                    f"{self.address} needs a package that is not installed ({_line(missing)}); "
+                    f"{self.address} needs a package that is not installed ({one_line(missing, 200)}); "
                     "install it: pip install 'carrywave[remote]' has that for s3"
                 ) from missing
         self._root = str(root).rstrip("/")
         self._answered = False  # opening it asks nothing of it
-        self._local = "file" in _kinds(self._files)
+        self._local = "file" in ((kinds,) if isinstance(kinds := self._files.protocol, str) else kinds)
 
     def names(self) -> set[str]:
         """The names of all objects in this folder."""
@@ -97,35 +95,33 @@ class Store:
         with self._one_line_errors("cannot be read", name):
             self._files.get_file(self._at(name), str(path))
 
-    def put(self, path: Path, name: str) -> None:
-        """Copy a file into an object, which is there as a whole or not at all."""
-        self._put(name, lambda place: self._files.put_file(str(path), place))
+    def put(self, content: Path | bytes, name: str) -> None:
+        """Copy a file, or a few bytes, into an object, which is there as a whole or not at all."""
+        with self._one_line_errors("could not be written", name):
+            if not self._local:
+                self._write(content, self._at(name))
+                return
+            # In an object store a new object replaces the old one at once; a file would be seen half-written.
+            place = Path(self._at(name))
+            draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._write(content, str(draft))
+                draft.replace(place)
+            finally:
+                draft.unlink(missing_ok=True)
 
-    def write(self, data: bytes, name: str) -> None:
-        """Write a small object, as a whole."""
-        self._put(name, lambda place: self._files.pipe_file(place, data))
+    def _write(self, content: Path | bytes, place: str) -> None:
+        if isinstance(content, bytes):
+            self._files.pipe_file(place, content)
+        else:
+            self._files.put_file(str(content), place)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are not there are no mistake."""
         for name in names:
             with self._one_line_errors("cannot be removed", name), suppress(FileNotFoundError):
                 self._files.rm_file(self._at(name))
-
-    def _put(self, name: str, put: Callable[[str], object]) -> None:
-        place = self._at(name)
-        with self._one_line_errors("could not be written", name):
-            if not self._local:
-                put(place)
-                return
-            # In an object store a new object replaces the old one at once; a file would be seen half-written.
-            draft = Path(place).with_name(f".{Path(place).name}.{secrets.token_hex(4)}")
-            draft.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                put(str(draft))
-                os.replace(draft, place)
-            except BaseException:
-                draft.unlink(missing_ok=True)
-                raise
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -140,7 +136,7 @@ class Store:
             raise
         except Exception as error:  # each library has its own classes
             where = f"{self.address}/{name}" if name else self.address
-            fact = "not found" if isinstance(error, FileNotFoundError) else f"{what} ({_line(error)})"
+            fact = "not found" if isinstance(error, FileNotFoundError) else f"{what} ({one_line(error, 200) or type(error).__name__})"
             mistake = not self._answered or isinstance(error, FileNotFoundError | PermissionError)
             kind = self._error if mistake else ResourceError
             raise kind(f"{where}: {fact}; check the address, the credentials and the connection") from error
@@ -157,8 +153,6 @@ def fetch(address: str, where: Path) -> Path:
         if not place.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
             store.get("", draft)
-            if store.marks() != marks:
-                raise DataError(f"{address} changes while it is fetched; wait until it is complete, then try again")
             draft.replace(place)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -168,12 +162,3 @@ def fetch(address: str, where: Path) -> Path:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
     return place
-
-
-def _kinds(files: Any) -> tuple[str, ...]:
-    kinds = files.protocol
-    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

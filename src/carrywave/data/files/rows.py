@@ -1,4 +1,4 @@
-"""A common `Rows` interface to examples, and those that files, frames and lists hold: JSON lines or an array, lines of text, Arrow tables.
+"""`Rows` of examples, and those that files, frames and lists hold: JSON lines or an array, lines of text, Arrow tables.
 
 Rows can be iterated repeatedly; each can be located in an error message. JSON lines and lines of text are read one at a time.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow.parquet as pa_parquet
 
@@ -23,26 +23,9 @@ WEIGHT = "(weight)"  # the field of a row that its weight is read from, whatever
 ITEM, ROW, LINE = " item ", ": row ", ":"  # what stands between the name of the data and the number of a row
 
 
-class Rows(Protocol):
-    """Numbered rows that can be iterated several times."""
-
-    @property
-    def name(self) -> str:
-        """Name of the whole in error messages."""
-
-    @property
-    def join(self) -> bool:
-        """True if texts may be concatenated, so that a stream runs from one row into the next."""
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]: ...
-
-    def where(self, number: int) -> str:
-        """Return the location of a row for error messages."""
-
-
 @dataclass(frozen=True)
-class ReadRows:
-    """Rows with their numbers, which `read` gives anew each time."""
+class Rows:
+    """Numbered rows, which `read` gives anew each time; if they `join`, a stream of text runs from one into the next."""
 
     name: str
     read: Callable[[], Iterable[tuple[int, Row]]]
@@ -57,20 +40,20 @@ class ReadRows:
         return f"{self.name}{self.kind}{number}"
 
 
-def listed_rows(name: str, rows: Sequence[Row]) -> ReadRows:
+def listed_rows(name: str, rows: Sequence[Row]) -> Rows:
     """The rows of a file that was read as a whole."""
-    return ReadRows(name, lambda: enumerate(rows, start=1), ROW)
+    return Rows(name, lambda: enumerate(rows, start=1), ROW)
 
 
-def text_rows(source: Source) -> ReadRows:
+def text_rows(source: Source) -> Rows:
     """Each line that is not blank is a row with the field `text`."""
-    return ReadRows(source.name, lambda: _lines(source, lambda line: {"text": line.decode().removesuffix("\r")}), LINE, join=False)
+    return Rows(source.name, lambda: _lines(source, lambda line: {"text": line.decode().removesuffix("\r")}), LINE, join=False)
 
 
-def json_rows(source: Source) -> ReadRows:
+def json_rows(source: Source) -> Rows:
     """One JSON object per line, or one array of objects."""
     if not source.head().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        return ReadRows(source.name, lambda: _lines(source, _an_object), LINE)
+        return Rows(source.name, lambda: _lines(source, _an_object), LINE)
     try:
         return listed_rows(source.name, [_an_object(row) for row in json.loads(b"".join(source.blocks()))])
     except (ValueError, RecursionError) as error:
@@ -82,9 +65,6 @@ def _lines(source: Source, read: Callable[[bytes], Row]) -> Iterator[tuple[int, 
         if line.strip():
             try:
                 row = read(line)
-            except UnicodeDecodeError as error:
-                fact = f"{source.name}:{number}: byte {error.start} of the line is not valid utf-8"
-                raise DataError(f"{fact}; set data.encoding") from error
             except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
                 fact = f"{source.name}:{number}: the line is not JSON ({str(error)[:100]})"
                 raise DataError(f"{fact}; write one object per line: {EXAMPLE}") from error
@@ -103,7 +83,7 @@ def table_rows(tables: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Row
     return enumerate((row for table in tables for row in table.to_pylist()), start)
 
 
-def parquet_rows(source: Source) -> ReadRows:
+def parquet_rows(source: Source) -> Rows:
     """The rows of a Parquet file."""
 
     def batches() -> Iterator[Any]:
@@ -112,4 +92,4 @@ def parquet_rows(source: Source) -> ReadRows:
             while (batch := source.guard(lambda: next(found, None))) is not None:
                 yield batch
 
-    return ReadRows(source.name, lambda: table_rows(batches(), start=1), ROW)
+    return Rows(source.name, lambda: table_rows(batches(), start=1), ROW)

@@ -10,7 +10,6 @@ import pandas as pd
 import pyarrow as pa
 
 from carrywave.data.files.frames import as_table, to_pandas, with_index
-from carrywave.errors import DataError
 
 KINDS = ("pandas", "polars", "pyarrow")
 
@@ -48,11 +47,7 @@ def _column(values: list[Any], like: Any) -> Any:
     column = pa.array(values)
     if like is None or pa.types.is_floating(column.type) or pa.types.is_dictionary(like) or isinstance(like, pa.BaseExtensionType):
         return column
-    try:
-        if pa.types.is_timestamp(like) and like.tz is not None:
-            # Written with its offset, as in 2026-03-29 03:00:00+02:00; which is the same moment in any zone.
-            return column.cast(pa.timestamp(like.unit, "UTC")).cast(like)
-        return column.cast(like)
-    except pa.ArrowException as error:
-        fact = f"forecasts have values such as {values[0]!r:.40}, which do not fit a column of {like}"
-        raise DataError(f"{fact}; use a wider type") from error
+    if pa.types.is_timestamp(like) and like.tz is not None:
+        # Written with its offset, as in 2026-03-29 03:00:00+02:00; which is the same moment in any zone.
+        column = column.cast(pa.timestamp(like.unit, "UTC"))
+    return column.cast(like)

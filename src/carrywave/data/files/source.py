@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pyarrow as pa
 
@@ -115,7 +115,7 @@ class Source:
                 yield bytes(block)
 
     def content(self) -> bytes:
-        """Return the whole content, as UTF-8 whatever the file's encoding."""
+        """Return the whole content, as UTF-8 whatever the file's encoding: at once where nothing is to be converted."""
         if self.encoding is not None:
             return b"".join(self.blocks())
         with self.guard(self.open) as stream:
@@ -196,15 +196,13 @@ def find(
     """
     if name == BUILTIN_TEXT:
         return Source(name, None, "text", block_bytes)
-    if name.startswith("builtin:"):
-        raise DataError(f"{field}={name} is not a built-in text; use {BUILTIN_TEXT} or a file path")
     if cache is not None and hub_datasets.is_name(name):
         return Source(name, hub_datasets.fetch(name, field, cache), "parquet", block_bytes)
     path = Path(os.path.expanduser(name)) if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
     if not path.exists():
         setting = "" if field == "data" else f"{field}="  # that of a spec, rather than the input of a command
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise DataError(f"{setting}{name}: file not found{where}; use the path of an existing file")
+        raise DataError(f"{setting}{name}: file not found{where}; use the path of an existing file, or {BUILTIN_TEXT}")
     if not path.is_file():
         what = "a folder" if path.is_dir() else "not a regular file, but data is read more than once"
         raise DataError(f"{field}={name} is {what}; use the path of a file")
@@ -217,20 +215,14 @@ def find(
     except OSError as error:
         remedy = remedy_for(error, "check its permissions")
         raise from_system(error, DataError)(f"{field}={name} cannot be opened ({error.strerror}); {remedy}") from error
-    raw = any_bytes and named_format(kind, format) == "text"
-    source = Source(name, path, named_format(kind, format), block_bytes, raw=raw)
+    read_as = FORMATS.get(kind, "text") if format == "auto" else cast(Format, format)
+    raw = any_bytes and read_as == "text"
+    source = Source(name, path, read_as, block_bytes, raw=raw)
     if kind in FOREIGN and not raw and first.startswith(BINARY):  # a text may have such a name, too
         raise DataError(f"{name} {FOREIGN[kind].format(name=name)}")
     if source.format == "parquet" or raw:
         return source
     return replace(source, encoding=_encoding_of(source) if encoding == "auto" else encoding, encoding_is_set=encoding != "auto")
-
-
-def named_format(suffix: str, format: str) -> Format:
-    """Return the format the spec asks for, else the one the file name implies; text by default."""
-    if format in ("text", "jsonl", "csv", "parquet"):
-        return format  # type: ignore[return-value]
-    return FORMATS.get(suffix, "text")
 
 
 def _encoding_of(source: Source) -> str | None:

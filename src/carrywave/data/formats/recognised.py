@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from carrywave.data.files.fields import FIELDS
-from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows
-from carrywave.data.tables.choice import missing_column
+from carrywave.data.files.rows import WEIGHT, Row, Rows
+from carrywave.data.tables.choice import listed, missing_column
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -44,30 +43,13 @@ class NamedRow(Row):
     original: Row
 
 
-@dataclass
-class NamedRows:
+class NamedRows(Rows):
     """Rows with the fields that tasks read; if `labelled`, without those that lack a content or a target."""
 
-    rows: Rows
-    spec: Spec
-    labelled: bool
-    known: Known = NOTHING
-    source_notes: tuple[str, ...] = ()
-    left_out: int = 0  # in the last iteration
-
-    @property
-    def name(self) -> str:
-        """The name of the rows."""
-        return self.rows.name
-
-    @property
-    def join(self) -> bool:
-        """As the rows themselves."""
-        return self.rows.join
-
-    def where(self, number: int) -> str:
-        """Return the location of a row."""
-        return self.rows.where(number)
+    def __init__(self, rows: Rows, spec: Spec, labelled: bool, known: Known = NOTHING, source_notes: tuple[str, ...] = ()) -> None:
+        super().__init__(rows.name, rows.read, rows.kind, rows.join)
+        self.rows, self.spec, self.labelled, self.known, self.source_notes = rows, spec, labelled, known, source_notes
+        self.left_out = 0  # in the last iteration
 
     def count(self) -> int:
         """Count the rows."""
@@ -116,8 +98,7 @@ class NamedRows:
             return self.source_notes
         told = [content if names.text is None else f"{content} as text"]
         told += [] if target is None else [target if names.label is None else f"{target} as {self.target}"]
-        shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
-        return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{f'; ignored: {shown}' if others else ''}")
+        return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{f'; ignored: {listed(others)}' if others else ''}")
 
     def _names(self, head: Sequence[Row]) -> Known:
         data, columns = self.spec.data, dict.fromkeys(chain(*head))
@@ -149,8 +130,7 @@ class NamedRows:
 
     def _only(self, names: Sequence[str], what: str) -> str | None:
         if len(names) > 1:
-            shown = ", ".join(names[:SHOWN])
-            raise DataError(f"{self.name}: which column has the {what} is not clear ({shown}); set data.{what} to its name")
+            raise DataError(f"{self.name}: which column has the {what} is not clear ({listed(names)}); set data.{what} to its name")
         return names[0] if names else None
 
     def _label(self, names: Sequence[str], head: Sequence[Row], content: str | None) -> str | None:

@@ -82,33 +82,28 @@ def arff(text: str) -> Read | None:
 def tsf(text: str) -> pd.DataFrame:
     """The .tsf files of the Monash archive in long format: the columns of their text attributes (series_name), time and value.
 
-    Times are dates if series have a start and a frequency, which is in `frame.attrs["frequency"]`, or else count from 0.
+    Times are dates if series have a start and a frequency, or else count from 0.
     """
     head, *body = re.split(r"(?im)^@data\s*$", text, maxsplit=1)
     marks = MARK.findall(head)
-    frequency = next((value for name, value in marks if name.lower() == "frequency"), None)
+    frequency = next((value for name, value in marks if name.lower() == "frequency"), "")
     attributes = [value.split() for name, value in marks if name.lower() == "attribute"]
-    if not body or not attributes:
-        raise DataError("the text is not in the format .tsf: it has no @attribute, or no @data; check that the file is complete")
     parts: list[pd.DataFrame] = []
     for line in _rows_of(body[0]):
         *given, values = line.split(":")
         each = {name: value for (name, _), value in zip(attributes, given, strict=True)}
         numbers = _numbers(values)
         start = next((each.pop(name) for name, kind in attributes if kind == "date"), None)
-        times = pd.RangeIndex(len(numbers)) if start is None or frequency is None else _times(start, frequency, len(numbers))
-        parts.append(pd.DataFrame({**each, "time": times, "value": numbers}))
-    frame = pd.concat(parts, ignore_index=True)
-    frame.attrs["frequency"] = frequency
-    return frame
+        parts.append(pd.DataFrame({**each, "time": _times(start, frequency, len(numbers)), "value": numbers}))
+    return pd.concat(parts, ignore_index=True)
 
 
-def _times(start: str, frequency: str, count: int) -> pd.DatetimeIndex:
-    """Times from a start such as 1979-01-01 00-00-00 at a frequency such as monthly or 10_minutes."""
+def _times(start: str | None, frequency: str, count: int) -> pd.Index:
+    """Times from a start such as 1979-01-01 00-00-00 at a frequency such as monthly or 10_minutes; numbers from 0 if one is not known."""
     many, _, unit = frequency.partition("_")
     offset = OFFSETS.get(frequency) or (pd.DateOffset(**{unit: int(many)}) if many.isdecimal() else None)
-    if offset is None:
-        raise DataError(f"the frequency {frequency} of the .tsf file is unknown; use one of {', '.join(OFFSETS)}, or 10_minutes")
+    if start is None or offset is None:
+        return pd.RangeIndex(count)
     day, _, time = start.partition(" ")
     return pd.date_range(f"{day} {time.replace('-', ':')}", periods=count, freq=offset)
 

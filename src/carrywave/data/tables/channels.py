@@ -60,7 +60,7 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
         lengths=np.repeat(table.lengths, many),
         names=tuple(f"{series}/{channel}" for series in table.names for channel in channels),
         times=None if table.times is None else table.times.sorted(rows),
-        codes=None if table.codes is None else table.codes[rows],
+        codes=table.codes[rows],
         ahead_rows=None if table.ahead_rows is None else np.repeat(table.ahead_rows, many),
         unfilled=None if table.unfilled is None else laid_out(table.unfilled),
         weights=None if table.weights is None else table.weights[rows],

@@ -80,3 +80,8 @@ def listed(names: Sequence[str]) -> str:
 def quoted(column: str) -> str:
     """Return a name as it is, or in quotes if it would not be seen."""
     return column if column.strip() else repr(column)
+
+
+def counted(count: int, one: str, more: str) -> str:
+    """Return a number with the words for one or for more, as "1 row is" or "2 rows are"."""
+    return f"{count:,} {one if count == 1 else more}"

@@ -32,9 +32,24 @@ NAMES = re.compile(  # of columns that may hold times as plain numbers
 )
 COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx|year", re.IGNORECASE)
 MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
+PARTS = {  # of times, and what columns that hold them are called
+    "year": ("year", "yr", "jahr", "yyyy"),
+    "month": ("month", "months", "mon", "mo", "mnth", "monat", "mm"),
+    "day": ("day", "dy", "tag", "date_of_month", "day_of_month", "dayofmonth", "mday", "dom", "dd", "date"),
+    "hour": ("hour", "hr"),
+    "minute": ("minute",),
+    "second": ("second",),
+    "quarter": ("quarter",),
+}
+HOURS = (*PARTS["hour"], "hours", "hour_of_day", "stunde")
 # Jan-02 is no second of January.
 MONTHS_OF_YEARS = ["%b-%y", "%b %y", "%b-%Y", "%b %Y", "%B %Y", "%B-%Y", "%y-%b", "%Y-%b", "%Y %b", "%Y %B"]
 ISO = r"\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?)?"  # which Arrow reads, many times faster than pandas
+UNUSUAL = (  # ways to write times, and those that pandas knows
+    (r" ?(?:UTC|GMT)$", "+00:00"),
+    (r"( \d?\d)\.(\d\d)\.(\d\d)$", r"\1:\2:\3"),
+    (r"^(\d{8}):(\d\d)(\d\d)$", r"\1 \2:\3"),  # as archives of photovoltaics and loads have them
+)
 OFFSET = r"(?:[+-]\d\d:?(?:\d\d)?|Z)$"
 
 
@@ -82,18 +97,23 @@ def readings(column: pd.Series, *, told: bool = False) -> list[Instants]:
 def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
     numbers = column.astype(float).where(np.isfinite(column.astype(float)))
     known = numbers.dropna()
-    if not len(known) or (not told and not NAMES.fullmatch(name) and not _like_dates(known)):
+    named = told or NAMES.fullmatch(name) is not None  # otherwise only days, as 20240131, and consecutive years are times
+    if not len(known) or not (named or (known.iloc[:SAMPLE] % 1 == 0).all()):
+        return []
+    years = known.between(FIRST_YEAR, LAST_YEAR).all()
+    if not (named or years or known.between(FIRST_YEAR * 10_000, LAST_YEAR * 10_000).all()):
         return []
     if (known % 1 != 0).any():
-        return _decimal_years(numbers) if known.between(FIRST_YEAR, LAST_YEAR).all() else []
+        return _decimal_years(numbers) if named and years else []
     gaps = np.diff(np.unique(known.to_numpy()))
     low, even = known.min(), len(gaps) > 1 and bool((gaps == gaps[0]).all())
-    if len(gaps) > 1 and (told or COUNTED.fullmatch(name)) and (low in (0, 1) or (even and (low <= 1 or known.max() < FIRST_YEAR))):
+    counted = told or (named and COUNTED.fullmatch(name))
+    if counted and len(gaps) > 1 and (low in (0, 1) or (even and (low <= 1 or known.max() < FIRST_YEAR))):
         return [Instants(column)]
     codes, values = pd.factorize(numbers)
     texts = pd.Series(values).astype("int64").astype(str)
     width = int(texts.str.len().iloc[0])
-    if not (texts.str.len() == width).all():
+    if not (texts.str.len() == width).all() or not (named or width == 8 or (even and len(texts) >= LEAST_YEARS)):
         return []
     if width in COMPACT and texts.str[:4].astype(int).between(FIRST_YEAR, LAST_YEAR).all():
         times = pd.to_datetime(texts, format=COMPACT[width], errors="coerce")
@@ -102,25 +122,11 @@ def _of_numbers(column: pd.Series, name: str, *, told: bool) -> list[Instants]:
         weeks = pd.to_datetime(texts + "-1", format="%G%V-%u", errors="coerce")
         if width == 6 and weeks.notna().all():
             return [Instants(_spread(weeks, codes, column.index))]
-    if len(gaps) and (gaps == 1).mean() > MOSTLY and known.between(*SPREADSHEET_DAYS).all():
+    if named and len(gaps) and (gaps == 1).mean() > MOSTLY and known.between(*SPREADSHEET_DAYS).all():
         return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit="D", origin="1899-12-30"), codes, column.index))]
-    if width in MOST_EPOCHS:
+    if named and width in MOST_EPOCHS:
         return [Instants(_spread(pd.to_datetime(texts.astype("int64"), unit=MOST_EPOCHS[width]), codes, column.index))]
     return []
-
-
-def _like_dates(known: pd.Series) -> bool:
-    """True for whole numbers that are days, as 20240131, or consecutive years: what a column is called does not matter then."""
-    if (known.iloc[:SAMPLE] % 1 != 0).any():
-        return False
-    distinct = pd.unique(known)
-    if (distinct % 1 != 0).any() or len(distinct) < LEAST_YEARS:
-        return False
-    if pd.Series(distinct).between(FIRST_YEAR, LAST_YEAR).all():
-        return len(np.unique(np.diff(np.sort(distinct)))) == 1
-    if not pd.Series(distinct).between(FIRST_YEAR * 10_000, LAST_YEAR * 10_000).all():
-        return False
-    return bool(pd.to_datetime(pd.Series(distinct).astype("int64").astype(str), format="%Y%m%d", errors="coerce").notna().all())
 
 
 def _decimal_years(numbers: pd.Series) -> list[Instants]:
@@ -180,9 +186,8 @@ def _mostly_times(times: pd.Series, column: pd.Series) -> bool:
 
 def _of_parts(texts: pd.Series) -> Instants | None:
     """Quarters (2020Q1, 2020-Q1, Q1 2020), weeks (2020-W03) and months (2020M01, 2020-01)."""
+    texts = texts.str.replace(r"^([Qq][1-4])[-/ ]?(\d{4})$", r"\2\1", regex=True)
     parts = texts.str.extract(r"^(?P<year>\d{4})[-: ]?(?P<unit>[QqMmWw])(?P<number>\d{1,2})$")
-    swapped = texts.str.extract(r"^(?P<unit>[Qq])(?P<number>[1-4])[-/ ]?(?P<year>\d{4})$")
-    parts = parts.fillna(swapped)
     if parts["year"].isna().mean() > 1 - LEAST_READ or parts["unit"].str.upper().nunique() != 1:
         return None
     unit, number = parts["unit"].dropna().iloc[0].upper(), pd.to_numeric(parts["number"])
@@ -194,19 +199,14 @@ def _of_parts(texts: pd.Series) -> Instants | None:
 
 
 def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
-    if sample.str.contains(r"(?:UTC|GMT)$").any():
-        texts = texts.str.replace(r" ?(?:UTC|GMT)$", "+00:00", regex=True)
-    texts = (
-        texts.str.replace(r"(\d)\.(\d\d)\.(\d\d)$", r"\1:\2:\3", regex=True) if sample.str.contains(r" \d?\d\.\d\d\.\d\d$").all() else texts
-    )
-    if sample.str.fullmatch(r"\d{8}:\d{4}").all():  # as photovoltaic and load archives write 20110101:0010
-        texts = texts.str.replace(r"^(\d{8}):(\d\d)(\d\d)$", r"\1 \2:\3", regex=True)
+    for form, usual in UNUSUAL:
+        if (changed := sample.str.replace(form, usual, regex=True)).ne(sample).any():
+            texts, sample = texts.str.replace(form, usual, regex=True), changed
     late = texts.str.contains(" 24:00", regex=False).fillna(False) if sample.str.contains(":").any() else pd.Series(False, texts.index)
     texts = texts.mask(late, texts.str.replace(" 24:00", " 00:00", regex=False)) if late.any() else texts  # the end of a day
-    zoned = bool(sample.str.contains(rf"\d:\d\d.*{OFFSET}").all())
     zone = None
-    if zoned or sample.str.contains(r"(?:UTC|GMT)$").all():
-        offsets = texts.str.extract(rf"({OFFSET})")[0].dropna().unique() if zoned else np.array(["Z"])
+    if sample.str.contains(rf"\d:\d\d.*{OFFSET}").all():
+        offsets = texts.str.extract(rf"({OFFSET})")[0].dropna().unique()
         zone = "UTC" if len(offsets) > 1 or offsets[0] in ("Z", "+00:00", "+0000", "+00") else str(offsets[0])
     few = texts.dropna().iloc[:: max(1, len(texts) // 20)].reset_index(drop=True)
     if _parsed(few, day_first=False, utc=zone is not None) is None and _parsed(few, day_first=True, utc=zone is not None) is None:
@@ -254,29 +254,24 @@ def _spread(values: pd.Series, codes: Any, index: pd.Index) -> pd.Series:
 
 def calendar_parts(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
     """Put times together from columns of their parts, and name these: year, month, day, hour; a date and an hour; Date and Time."""
-    lower: dict[str, str] = {}
-    for name in frame.columns:
-        key = SHORT.get(str(name).strip().lower(), str(name).strip().lower())
-        if key == "date" and pd.api.types.is_integer_dtype(frame[name]) and frame[name].between(1, 31).all():
-            key = "day"
-        lower.setdefault(key, name)
-    if (made := _of_year_and(frame, lower)) is not None:
+    if (made := _of_year_and(frame)) is not None:
         return made
-    texts = [name for name in frame.columns if not pd.api.types.is_numeric_dtype(frame[name])]
-    hours = next(
-        (name for name in frame if str(name).lower() in ("hr", "hour", "hours", "hour_of_day", "stunde") and _hours(frame[name])), None
-    )
-    clock = hours or next((name for name in texts if _clock(frame[name]) is not None), None)
-    for name in texts if clock is not None else ():
-        ways = [way for way in readings(frame[name]) if (way.times.dropna() == way.times.dropna().dt.normalize()).all()]
-        if ways and ways[0].times.dropna().duplicated().any():
-            since = pd.to_timedelta(pd.to_numeric(frame[hours]), unit="h") if hours is not None else _clock(frame[clock])
-            return most_regular([Instants(way.times + since) for way in ways]).times, [name, str(clock)]
+    clock = next(((name, since) for name in frame if (since := _clock(frame[name])) is not None), None)
+    for name in frame.columns if clock is not None else ():
+        dates = [] if pd.api.types.is_numeric_dtype(frame[name]) else readings(frame[name])
+        ways = [way for way in dates if (way.times.dropna() == way.times.dropna().dt.normalize()).all()]
+        if clock is not None and ways and ways[0].times.dropna().duplicated().any():
+            return most_regular([Instants(way.times + clock[1]) for way in ways]).times, [name, str(clock[0])]
     return None
 
 
 def _clock(column: pd.Series) -> pd.Series | None:
-    """The time of day in each cell (14:30, 14.30, 2:30 PM, or from one hour to the next: 14 - 15); None if that is not what they hold."""
+    """The time of day in each cell (14:30, 14.30, 2:30 PM, or from one hour to the next: 14 - 15), or the hour if the column is called so;
+    None if that is not what they hold.
+    """
+    if pd.api.types.is_numeric_dtype(column):
+        hours = str(column.name).lower() in HOURS and pd.api.types.is_integer_dtype(column) and column.between(0, 24).all()
+        return pd.to_timedelta(column, unit="h") if hours else None
     if len(column) > 2 * SAMPLE and _clock(sample_of(column)) is None:
         return None
     cells = column.astype("str").str.strip().str.replace(r"^(\d\d)(\d\d)(?: ?(?:UTC|GMT))?$", r"\1:\2", regex=True)
@@ -293,48 +288,31 @@ def _clock(column: pd.Series) -> pd.Series | None:
     return pd.to_timedelta(seconds, unit="s") if hour.dropna().le(24).all() else None
 
 
-SHORT = {
-    "yr": "year",
-    "mon": "month",
-    "mo": "month",
-    "mnth": "month",
-    "months": "month",
-    "hr": "hour",
-    "dy": "day",
-    "jahr": "year",
-    "monat": "month",
-    "tag": "day",
-    "date_of_month": "day",
-    "day_of_month": "day",
-    "dayofmonth": "day",
-    "mday": "day",
-    "dom": "day",
-    "dd": "day",
-    "mm": "month",
-    "yyyy": "year",
-}
-PARTS = ("year", "month", "day", "hour", "minute", "second")
-
-
-def _of_year_and(frame: pd.DataFrame, lower: dict[str, str]) -> tuple[pd.Series, list[str]] | None:
-    if "year" not in lower or not {"month", "quarter"} & lower.keys():
+def _of_year_and(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
+    named = {
+        part: name
+        for name in frame.columns[::-1]  # the first of several
+        for part, usual in PARTS.items()
+        if (lower := str(name).strip().lower()) in usual and (lower != "date" or pd.api.types.is_integer_dtype(frame[name]))
+    }
+    used = [part for part in PARTS if part in named and part != "quarter"] if "month" in named else ["year", "quarter"]
+    if not {*used} <= named.keys() or "year" not in named:
         return None
-    values = {part: pd.to_numeric(frame[lower[part]], errors="coerce") for part in PARTS if part in lower}
+    values: dict[str, Any] = {part: _numbers(frame[named[part]]) for part in used}
     if not values["year"].dropna().between(FIRST_YEAR, LAST_YEAR).all():
         return None
-    used = [lower[part] for part in PARTS if part in lower]
-    if "month" not in lower:
-        quarter = pd.to_numeric(frame[lower["quarter"]].astype(str).str.lstrip("Qq"), errors="coerce")
-        values, used = {"year": values["year"], "month": quarter * 3 - 2}, [lower["year"], lower["quarter"]]
-    elif values["month"].isna().mean() > 0.5:
-        values["month"] = frame[lower["month"]].astype(str).str.strip().str[:3].str.lower().map(MONTHS)
-    with_day = values if "day" in values else {**values, "day": pd.Series(1, frame.index)}
-    times = pd.to_datetime(pd.DataFrame(with_day), errors="coerce")
-    return (times, used) if times.notna().mean() > MOSTLY else None
+    if "quarter" in values:
+        values["month"] = values.pop("quarter") * 3 - 2
+    times = pd.to_datetime(pd.DataFrame({"day": 1, **values}), errors="coerce")
+    return (times, [named[part] for part in used]) if times.notna().mean() > MOSTLY else None
 
 
-def _hours(column: pd.Series) -> bool:
-    return pd.api.types.is_integer_dtype(column) and bool(column.between(0, 24).all())
+def _numbers(column: pd.Series) -> pd.Series:
+    """The numbers of years, months, days, … in a column: 3, Q3, March."""
+    if pd.api.types.is_numeric_dtype(column):
+        return column
+    texts = column.astype("str").str.strip()
+    return pd.to_numeric(texts.str.lstrip("Qq"), errors="coerce").fillna(texts.str[:3].str.lower().map(MONTHS))
 
 
 def most_regular(ways: list[Instants]) -> Instants:

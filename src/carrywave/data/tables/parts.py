@@ -5,6 +5,7 @@ A part that follows another in its series starts `warm` rows earlier; those rows
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +49,21 @@ class SeriesPart:
         return [values[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
 
 
-def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dict[str, SeriesPart]:
-    """Split a training table by `data.split`; without it, the last share becomes valid unless there is a file for it."""
+def spans(table: Table, spec: Spec, files: Collection[str]) -> dict[str, SeriesPart]:
+    """Split a training table by `data.split`; without it, the last share becomes valid unless there is a file for it.
+
+    `files` are the parts that have one.
+    """
     data = spec.data
     if data.split is not None:
-        if valid_file or (test_file and len(data.split) == 3):
+        if "valid" in files or ("test" in files and len(data.split) == 3):
             raise SpecError(
                 "data.split takes valid and test from the training file, but they have files of their own; use one or the other"
             )
         sums, by_share = np.cumsum(data.split), any(part < 1 for part in data.split)
         bounds = np.floor(table.lengths[:, None] * sums + 1e-9) if by_share else np.where(sums[-1] <= table.lengths[:, None], sums, 0)
         bounds = bounds.astype(np.int64)  # a series with too few rows for all parts has none of them
-    elif data.share > 0 and not valid_file:
+    elif data.share > 0 and "valid" not in files:
         least = 1 if spec.each_step else data.horizon
         held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), least)
         bounds = np.stack([np.maximum(table.lengths - held, 0), table.lengths], axis=1)

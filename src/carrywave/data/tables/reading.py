@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from carrywave.data.files.frames import different_names
 from carrywave.data.files.numbers import as_numbers, is_code
 from carrywave.data.sequences import Ints
-from carrywave.data.tables.choice import ColumnChoice, quoted, require
+from carrywave.data.tables.choice import ColumnChoice, counted, quoted, require
 from carrywave.data.tables.frequency import infer
 from carrywave.data.tables.instants import FIRST_YEAR, LAST_YEAR, NAMES, Instants, calendar_parts, most_regular, readings
 from carrywave.errors import DataError
@@ -80,9 +81,9 @@ class _Columns:
             self._ways[name] = readings(frame[name])
         return self._ways[name]
 
-    def __len__(self) -> int:
-        """The rows of the table."""
-        return max((len(codes) for codes, _ in self._codes.values()), default=0)
+    def forget(self, name: str) -> None:
+        """Forget the ways of a column in whose place another one comes."""
+        self._ways.pop(name, None)
 
     def codes(self, frame: pd.DataFrame, name: str) -> tuple[Ints, Any]:
         """The place of each row's value among the distinct values, and these."""
@@ -104,7 +105,7 @@ class _Columns:
 def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     """Find the roles of the columns of a frame; `name` is that of the file in messages."""
     notes: list[str] = []
-    frame = _of_numbers(frame.set_axis(_names(frame), axis=1))
+    frame = _of_numbers(frame.set_axis(different_names(frame), axis=1))
     timeless = choice.in_order or (choice.trained and choice.time is None)
     if not timeless and (choice.time is None or choice.time not in frame.columns):
         frame = _turned(frame, name, notes, choice)
@@ -115,14 +116,14 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     for wanted, key in (((choice.time,) if choice.time else (), "data.time"), (choice.series or (), "data.series")):
         require(list(frame.columns), wanted, name, None if choice.trained else key)
     way = None if timeless else _best(frame, name, choice, columns)
+    every = len(frame)
     if way is not None:
         frame, way = _without_repeats(frame, way, name, choice, notes)
         lost = way.instants.times.isna()
         if lost.any():
-            notes.append(
-                f"{name}: {int(lost.sum())} row{'s' * bool(lost.sum() > 1)} without a time {'are' if lost.sum() > 1 else 'is'} left out"
-            )
+            notes.append(f"{name}: {counted(int(lost.sum()), 'row without a time is', 'rows without a time are')} left out")
             frame, way = frame[~lost], replace(way, instants=replace(way.instants, times=way.instants.times[~lost]))
+    columns = columns if len(frame) == every else _Columns()
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
     frame = _written(frame, {*used, *choice.categorical, *choice.static})
@@ -141,19 +142,11 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     return reading
 
 
-def _names(frame: pd.DataFrame) -> list[str]:
-    """The names of the columns; those of a frame that occur again are numbered as pandas numbers those of a file."""
-    names = pd.Series(frame.columns, dtype=object).astype(str)
-    again = names.groupby(names).cumcount()
-    return list(names.where(again == 0, names + "." + again.astype(str)))
-
-
 def _of_numbers(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with columns of Python's own numbers, such as the Decimals of databases and Parquet, as columns of numbers."""
     kinds = ("decimal", "integer", "floating", "mixed-integer-float")
-    objects = [str(name) for name, dtype in frame.dtypes.items() if str(dtype) == "object"]
-    numbers = [name for name in objects if pd.api.types.infer_dtype(frame[name]) in kinds]
-    return frame.assign(**{name: pd.to_numeric(frame[name]) for name in numbers})
+    found = {str(name): column for name, column in frame.items() if column.dtype == object}
+    return frame.assign(**{name: pd.to_numeric(column) for name, column in found.items() if pd.api.types.infer_dtype(column) in kinds})
 
 
 def _written(frame: pd.DataFrame, used: set[str]) -> pd.DataFrame:
@@ -173,6 +166,7 @@ def _with_time(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnC
         times, used = made
         notes.append(f"{name}: times are put together from {' and '.join(map(quoted, used))}")
         label = TIME if TIME not in frame.columns or TIME in used else f"{TIME}_"
+        columns.forget(label)
         rest = frame.drop(columns=[column for column in used if column not in (choice.targets or ())])
         rest.insert(0, label, times)
         return rest
@@ -243,7 +237,7 @@ def codes_of(reading: TableReading) -> tuple[Ints, list[tuple[Any, ...]]]:
     frame, names = reading.frame, list(reading.series)
     if not names:
         return np.zeros(len(frame), np.int64), [()]
-    columns = reading.columns if len(reading.columns) == len(frame) else _Columns()
+    columns = reading.columns
     codes = columns.codes(frame, names[0])[0] if len(names) == 1 else pd.factorize(columns.joined(frame, names))[0].astype(np.int64)
     first = np.flatnonzero(np.diff(np.maximum.accumulate(codes), prepend=-1))
     return codes, list(frame[names].iloc[first].itertuples(index=False, name=None))
@@ -291,70 +285,50 @@ def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnCh
     """The rows with each time once in each series: identical rows are read once, others as `data.repeats` says."""
     if choice.frequency == "none" or way.told_apart:
         return frame, way
-    keys = way.instants.times.to_frame("\0") if not way.series else frame[list(way.series)].assign(**{"\0": way.instants.times})
-    if not (repeated := keys.duplicated() & way.instants.times.notna()).any():
-        return frame, way
-    same = frame.duplicated() & repeated
+    keys = [*way.series, "\0"]
+    whole = frame.assign(**{"\0": way.instants.times})
+    repeated = whole.duplicated(keys) & way.instants.times.notna()
+    same = frame.duplicated() & repeated if repeated.any() else repeated
     if same.any():
-        many = f"{int(same.sum()):,} rows that stand there twice are" if same.sum() > 1 else "1 row that stands there twice is"
-        notes.append(f"{name}: {many} read once")
-        frame, keys = frame[~same], keys[~same]
-        way = replace(way, instants=replace(way.instants, times=way.instants.times[~same]))
-        repeated = keys.duplicated() & way.instants.times.notna()
-        if not repeated.any() and choice.series is None and not way.series:
-            return frame, way
-    if not repeated.any():
-        return frame, way
-    if choice.repeats is None:
-        row = frame.index[repeated][0]
-        label = "/".join(str(frame.loc[row, column]) for column in way.series)
-        why = f" in series {label}; set" if way.series else ", and no column tells the series apart; set data.series, or"
-        raise DataError(
-            f"{name}: row {int(row) + 1}, column {way.name} repeats {frame.loc[row, way.name]}{why} data.repeats=mean, first or last"
-        )
-    notes.append(f"{name}: {int(repeated.sum())} repeated times are read once (data.repeats={choice.repeats})")
-    groups = frame.assign(**{"\0": way.instants.times}).groupby(["\0", *way.series], sort=False, dropna=False)
-    if choice.repeats == "mean":
-        how = {
-            column: "mean" if pd.api.types.is_numeric_dtype(frame[column]) else "first"
-            for column in frame.columns
-            if column not in way.series
-        }
-        merged = groups.agg(how).reset_index()
-    else:
-        merged = groups.nth(0 if choice.repeats == "first" else -1).reset_index(drop=True)
-    times = merged.pop("\0")
-    return merged[list(frame.columns)], replace(way, instants=replace(way.instants, times=times))
+        notes.append(f"{name}: {counted(int(same.sum()), 'row that stands there twice is', 'rows that stand there twice are')} read once")
+        whole, repeated = whole[~same], repeated[~same]
+    if repeated.any():
+        if choice.repeats is None:
+            row = whole.index[repeated][0]
+            label = "/".join(str(frame.loc[row, column]) for column in way.series)
+            why = f" in series {label}; set" if way.series else ", and no column tells the series apart; set data.series, or"
+            raise DataError(
+                f"{name}: row {int(row) + 1}, column {way.name} repeats {frame.loc[row, way.name]}{why} data.repeats=mean, first or last"
+            )
+        notes.append(f"{name}: {int(repeated.sum())} repeated times are read once (data.repeats={choice.repeats})")
+        how = {column: choice.repeats for column in frame.columns if column not in keys}
+        if choice.repeats == "mean":
+            how = {column: "mean" if pd.api.types.is_numeric_dtype(frame[column]) else "first" for column in how}
+        whole = whole.groupby(keys, sort=False, dropna=False).agg(how).reset_index()
+    return whole[list(frame.columns)], replace(way, instants=replace(way.instants, times=whole["\0"]))
 
 
 def _values(frame: pd.DataFrame, used: set[str], choice: ColumnChoice, times: pd.Series | None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The columns of numbers, and why others are not read: a counter of rows is none of the data, unless it was asked for."""
-    asked = choice.asked
-    numbers: list[str] = []
-    left: dict[str, str] = {}
-    for column in frame.columns:
-        values = frame[column]
-        if column in used:
-            continue
-        if column not in asked and values.isna().all():
-            left[column] = "empty"
-        elif not pd.api.types.is_numeric_dtype(values) or (pd.api.types.is_bool_dtype(values) and column not in asked):
-            left[column] = "truth values" if pd.api.types.is_bool_dtype(values) else "text" if values.dtype.kind not in "mM" else "times"
-        elif column not in asked and COUNTERS.fullmatch(column.strip()) and _counts(values, unnamed=column == "Unnamed: 0"):
-            left[column] = "counts the rows"
-        elif column not in asked and times is not None and _same_times(values, times):
-            left[column] = "the same times"
-        elif (
-            column not in asked
-            and times is None
-            and NAMES.fullmatch(column.strip())
-            and values.is_monotonic_increasing
-            and values.is_unique
-        ):
-            left[column] = "only orders the rows"
-        else:
-            numbers.append(column)
-    return tuple(numbers), left
+    """The columns of numbers, and why others are not read."""
+    why = {column: _why_not(frame[column], column, times, asked=column in choice.asked) for column in frame.columns if column not in used}
+    return tuple(column for column, reason in why.items() if not reason), {column: reason for column, reason in why.items() if reason}
+
+
+def _why_not(values: pd.Series, column: str, times: pd.Series | None, *, asked: bool) -> str:
+    """Why a column is none of numbers, or none of the data, such as a counter of rows, unless it was asked for."""
+    if not asked and values.isna().all():
+        return "empty"
+    if not pd.api.types.is_numeric_dtype(values):
+        return "times" if values.dtype.kind in "mM" else "text"
+    if asked:
+        return ""
+    if pd.api.types.is_bool_dtype(values):
+        return "truth values"
+    if COUNTERS.fullmatch(column.strip()) and _counts(values, unnamed=column == "Unnamed: 0"):
+        return "counts the rows"
+    if times is not None:
+        return "the same times" if _same_times(values, times) else ""
+    return "only orders the rows" if NAMES.fullmatch(column.strip()) and values.is_monotonic_increasing and values.is_unique else ""
 
 
 def _still(reading: TableReading) -> set[str]:
@@ -371,9 +345,8 @@ def _still(reading: TableReading) -> set[str]:
 
 def _counts(values: pd.Series, *, unnamed: bool) -> bool:
     """True if a column numbers the rows; what has no name does so in any order."""
-    if not pd.api.types.is_integer_dtype(values):
-        return False
-    return unnamed or (values.iloc[0] in (0, 1) and bool((values.diff().dropna() == 1).all()))
+    in_turn = unnamed or (values.iloc[0] in (0, 1) and bool((values.diff().dropna() == 1).all()))
+    return pd.api.types.is_integer_dtype(values) and in_turn
 
 
 def _same_times(values: pd.Series, times: pd.Series) -> bool:
@@ -400,16 +373,6 @@ def _turned(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoi
         dated[np.flatnonzero(maybe.notna())] = bool(ways)
         if not ways:
             dated = pd.to_datetime(maybe, errors="coerce", format="mixed").notna().to_numpy(bool)
-    clocks = heads.str.fullmatch(r"\d{1,2}:\d\d(:\d\d)?").to_numpy(bool) & numeric
-    days = [column for column, chosen in zip(frame.columns, clocks, strict=True) if clocks.any() and not chosen and readings(frame[column])]
-    if clocks.sum() >= LEAST_WIDE and len(days) == 1:  # a day a row, with times of day as headers
-        rest = [column for column, chosen in zip(frame.columns, clocks, strict=True) if not chosen]
-        long = frame.melt(rest, list(heads[clocks]), "\0", "value")
-        long[days[0]] = most_regular(readings(long[days[0]])).times + pd.to_timedelta(
-            long["\0"].where(long["\0"].str.count(":") == 2, long["\0"] + ":00")
-        )
-        notes.append(f"{name}: a day a row, with {int(clocks.sum())} times of day as headers")
-        return long.drop(columns="\0").dropna(subset="value").reset_index(drop=True)
     for mask, what in ((dated, "times"), (years, "years"), (counted & (counted.sum() > LEAST_COUNTED), "steps")):
         rest = [column for column, chosen in zip(frame.columns, mask, strict=True) if not chosen]
         if mask.sum() < LEAST_WIDE or len(rest) > MOST_NAMES or not numeric[mask].all() or choice.asked & set(heads[mask]):
@@ -420,13 +383,8 @@ def _turned(frame: pd.DataFrame, name: str, notes: list[str], choice: ColumnChoi
             continue  # columns of measurements are numbered, too
         if not names:
             frame, names = frame.assign(series=range(len(frame))), ["series"]
-        values = [column for column, chosen in zip(heads, mask, strict=True) if chosen]
-        if what == "steps":
-            frame = frame.rename(columns={column: place for place, column in enumerate(values)})
-        elif what == "years":
-            frame = frame.rename(columns={column: column.lstrip("Xx") for column in values})
-            values = [column.lstrip("Xx") for column in values]
-        long = frame.melt(names, list(range(len(values))) if what == "steps" else values, TIME, "value").dropna(subset="value")
+        new = [*range(int(mask.sum()))] if what == "steps" else [*heads[mask].str.lstrip("Xx" if what == "years" else "")]
+        long = frame.rename(columns=dict(zip(heads[mask], new, strict=True))).melt(names, new, TIME, "value").dropna(subset="value")
         long[TIME] = pd.to_numeric(long[TIME]) if what != "times" else long[TIME].astype("str")
         notes.append(f"{name}: a series a row, with {what} as headers: {len(frame):,} series")
         return long.reset_index(drop=True)

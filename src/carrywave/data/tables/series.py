@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.fields import check_largest_weight
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.channels import LEAST, TargetReading
 from carrywave.data.tables.choice import listed
 from carrywave.data.tables.moments import Values, scale_of, scales_of, standardise
 from carrywave.data.tables.parts import SeriesPart, long_enough, spans, whole
-from carrywave.data.tables.table import Open, Table
+from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -44,11 +43,9 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
 
 def described(table: Table, train: SeriesPart, spec: Spec) -> dict[str, Any]:
     """What a codec says of a training table, whatever is learned from it."""
-    categories: tuple[tuple[str, ...], ...] = ()
-    if table.codes is not None:
-        codes = table.codes[train.rows]
-        seen = [np.unique(codes[:, place]) for place in range(len(table.categorical))]
-        categories = tuple(tuple(values[code] for code in each if code >= 0) for values, each in zip(table.categories, seen, strict=True))
+    codes = table.codes[train.rows]
+    seen = [np.unique(codes[:, place]) for place in range(len(table.categorical))]
+    categories = tuple(tuple(values[code] for code in each if code >= 0) for values, each in zip(table.categories, seen, strict=True))
     return {
         "task": spec.task,
         "field": "columns",
@@ -70,12 +67,12 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
     calendar, by_series = calendar_columns(table.choice.calendar), spec.data.standardize == "sequence"
     places = tuple(table.columns.index(target) for target in ((table.value,) if reading.channels else reading.targets))
     counted = places if spec.data.counts else ()
-    mean, std = (0.0,) * len(table.columns), (1.0,) * len(table.columns)
+    measured, rows = len(table.columns) - len(calendar), train.rows
+    mean, std = (0.0,) * measured, (1.0,) * measured
     if spec.data.standardize:
-        rows, gaps = train.rows, table.missing(range(len(table.columns) - len(calendar)))
-        mean, std = scale_of(table.values[rows], counted, None if gaps is None else gaps[rows])
-        if calendar:  # which needs no scale, and comes last
-            mean, std = (*mean[: -len(calendar)], *(0.0,) * len(calendar)), (*std[: -len(calendar)], *(1.0,) * len(calendar))
+        gaps = table.missing(range(measured))
+        mean, std = scale_of(table.values[rows, :measured], counted, None if gaps is None else gaps[rows])
+    mean, std = (*mean, *(0.0 for _ in calendar)), (*std, *(1.0 for _ in calendar))  # the calendar needs no scale, and comes last
     # Series are scaled by their mean absolute seasonal change, as errors of many series are compared.
     by_change = spec.data.scale == "change" or (spec.data.scale == "auto" and bool(table.series))
     codec = Codec(
@@ -145,10 +142,15 @@ def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     """Encode all rows of a table as a model reads it: numbers, standardised, and the codes of categories, 0 for a value that train does not
     contain.
     """
-    inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
     mean, std = (np.repeat(each, table.totals, axis=0) for each in _scales(table, codec))
-    inputs.append(np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
-    return inputs.close()
+    return stored(new, np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
+
+
+def stored(new: NewArray, values: NDArray[np.float32]) -> NDArray[Any]:
+    """Return the values as an array of the cache, or in memory."""
+    appender = new(np.float32, values.shape[1] if values.ndim > 1 else None)
+    appender.append(values)
+    return appender.close()
 
 
 def known_codes(table: Table, codec: Codec) -> Ints:
@@ -157,7 +159,7 @@ def known_codes(table: Table, codec: Codec) -> Ints:
     for place, (values, learned) in enumerate(zip(table.categories, codec.categories, strict=True)):
         number = {value: code for code, value in enumerate(learned, start=1)}
         of_place = np.array([*(number.get(value, 0) for value in values), 0], np.int64)  # the last is that of no value, -1
-        codes[:, place] = of_place[table.own_codes[:, place]]
+        codes[:, place] = of_place[table.codes[:, place]]
     return codes
 
 
@@ -166,9 +168,9 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
     codes, lines = known_codes(table, codec), []
     rows = (whole(table) if span is None else span).scored.rows
     for place, column in enumerate(table.categorical):
-        unknown = rows[(codes[rows, place] == 0) & (table.own_codes[rows, place] >= 0)]
+        unknown = rows[(codes[rows, place] == 0) & (table.codes[rows, place] >= 0)]
         if len(unknown):
-            new = [repr(table.categories[place][code]) for code in np.unique(table.own_codes[unknown, place])]
+            new = [repr(table.categories[place][code]) for code in np.unique(table.codes[unknown, place])]
             values = f"value{'s' * (len(new) > 1)} {listed(new)}"
             many = f"{len(unknown):,} row{'s' * (len(unknown) != 1)}"
             lines.append(f"{where}: column {column} has {values} in {many} that train does not contain; counted as unknown")
@@ -198,10 +200,9 @@ def names_of(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
     return tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
 
 
-def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
-    """Build all parts of the data: those cut from train's table, and one for each separate file."""
-    table = tables["train"](codec)
-    cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
+def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files: Collection[str]) -> Entry:
+    """Build the parts that are cut from train's table; `files` are those that have one of their own."""
+    cut = spans(table, spec, files)
     # A series that is too short to be trained on is left out of all parts: its scale would come from rows that are held out.
     in_train = long_enough(cut["train"], spec.data.horizon)
     notes = [*table.notes, *check(in_train, cut["train"], table, spec, "train")]
@@ -216,24 +217,7 @@ def build(tables: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec
     inputs = _encode(read_as, codec, new)
     parts = {part: _sequences(inputs, span, read_kept[part], read_as, codec) for part, span in read_spans.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
-    for part, open_table in tables.items():
-        if part != "train":
-            other = open_table(codec)
-            sequences = read(other, codec, spec, new, part=part, labelled=True)
-            parts[part] = replace(sequences, notes=())
-            notes += sequences.notes
-    for part, sequences in parts.items():
-        check_weights(sequences, part)
     return Entry(parts, codec, tuple(notes), table.about)
-
-
-def check_weights(data: Sequences, part: str) -> None:
-    """Refuse a part in which no row that is forecast or estimated has a weight above 0; the first rows may only warm up the carry."""
-    weights = data.step_weights
-    bounds = zip(data.starts if data.warm is None else data.starts + data.warm, data.starts + data.lengths, strict=True)
-    if weights is not None:
-        largest = max((float(weights[low:high].max(initial=0.0)) for low, high in bounds), default=1.0)
-        check_largest_weight(largest, f"{part}: every weight in it", "remove data.weight")
 
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:

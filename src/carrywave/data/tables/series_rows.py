@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +22,8 @@ from carrywave.spec.spec import Spec
 
 def choice_of(data: DataSpec, codec: Codec | None, name: str, *, labelled: bool) -> ColumnChoice:
     """The choice of columns of a table; where every step has targets, refuse one without them."""
-    if codec is None and data.each_step:
-        if not data.targets:
-            raise DataError(
-                f"{name} is a table, but data.targets does not say what to estimate at every step; set it to a column or several"
-            )
-        if data.label is not None:
-            raise DataError(f"{name} is a table, whose targets data.targets names, but data.label is {data.label}; remove it")
-        if both := sorted(set(data.targets) & set(data.columns or ())):
-            fact = f"data.columns and data.targets both name {both[0]!r}, but what is estimated is not read"
-            raise DataError(f"{fact}; remove it from data.columns")
+    if codec is None and data.each_step and not data.targets:
+        raise DataError(f"{name} is a table, but data.targets does not say what to estimate at every step; set it to a column or several")
     return ColumnChoice.of(data, codec, labelled=labelled)
 
 
@@ -54,7 +47,6 @@ def _long_table(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool) 
     columns = None if codec is None else len(codec.read_columns)
     outputs = None if codec is None else len(codec.step_targets)
     name_field = (named or (SERIES_NAME,))[0]
-    made: dict[str, Any] = {}
     series: list[str] = []
     steps: list[fields.Matrix] = []
     labels: list[fields.Matrix] = []
@@ -83,14 +75,18 @@ def _long_table(rows: Rows, spec: Spec, codec: Codec | None, *, labelled: bool) 
     targets: tuple[str, ...] = () if codec is None or not each_step else codec.step_targets
     if codec is None and each_step:
         targets = ("label",) if (outputs or 1) == 1 else tuple(f"label {place}" for place in range(outputs or 1))
-    for names_of, matrices in ((tuple(str(place) for place in range(columns or 1)), steps), (targets, labels)):
-        for place, column in enumerate(names_of):
-            made[column] = np.concatenate([np.broadcast_to(matrix, (len(matrix), len(names_of)))[:, place] for matrix in matrices])
+    made = {**_columns(steps, [str(place) for place in range(columns or 1)]), **_columns(labels, targets)}
     if any(weight is not None for weight in weights):
         each = [np.broadcast_to(1.0 if weight is None else weight, many) for weight, many in zip(weights, lengths, strict=True)]
         made[WEIGHT] = np.concatenate(each)
     made[SERIES_NAME] = np.repeat(np.array(series, object), lengths)
     return pd.DataFrame(made), targets
+
+
+def _columns(matrices: Sequence[fields.Matrix], names: Sequence[str]) -> dict[str, Any]:
+    """The numbers of all rows, a column for each name; those of a row in which nothing is there have one column."""
+    whole = [np.broadcast_to(matrix, (len(matrix), len(names))) for matrix in matrices]
+    return dict(zip(names, np.concatenate(whole).T, strict=True)) if names else {}
 
 
 def _width(matrix: fields.Matrix) -> int | None:

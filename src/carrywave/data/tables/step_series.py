@@ -6,9 +6,8 @@ warm up the carry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,8 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
-from carrywave.data.tables.series import check_weights, described, known_codes, names_of, unseen_values
-from carrywave.data.tables.table import Open, Table
+from carrywave.data.tables.series import described, known_codes, names_of, stored, unseen_values
+from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -34,45 +33,32 @@ SEEN, AGE = "_seen", "_age"
 Cut = dict[str, SeriesPart]
 
 
-def build(sources: Mapping[str, Open], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
-    """Build all parts of the data: those cut from the training series, and one for each separate file."""
-    table = sources["train"](codec)
-    if table.separate and spec.data.split is None and spec.data.context is not None:
-        raise DataError("data.context is for a part that is cut from every series, but rows of steps are held out whole; remove it")
-    cut = _cut(table, spec, valid_file="valid" in sources, test_file="test" in sources)
-    notes = list(table.notes)
+def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files: Collection[str]) -> Entry:
+    """Build the parts that are cut from the training series; `files` are those that have one of their own."""
+    cut = _cut(table, spec, files)
     codec = codec or _learn(table, cut["train"], spec)
     parts, left_out = _encoded(table, cut, codec, spec, new)
-    notes += left_out
+    notes = [*table.notes, *left_out]
     for part, span in cut.items():
         notes += unseen_values(part, table, codec, span) if part != "train" else ()
-    if not len(parts["train"]):
-        raise DataError(f"{table.name}: no step of train has a target{_after(spec)}; add rows, or lower data.warmup")
-    parts = {part: data for part, data in parts.items() if len(data)}
-    for part, source in sources.items():
-        if part != "train":
-            sequences = read(source(codec), codec, spec, new, part=part, labelled=True)
-            parts[part], notes = replace(sequences, notes=()), [*notes, *sequences.notes]
-    return Entry(parts, codec, tuple(dict.fromkeys(notes)), table.about)
+    return Entry({part: data for part, data in parts.items() if len(data)}, codec, tuple(notes), table.about)
 
 
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
     """Read a separate table with the codec of the training data; if not `labelled`, all series, without targets."""
     span = _warmed(whole(table), spec) if labelled else whole(table)
     parts, left_out = _encoded(table, {part: span}, codec, spec, new, labelled=labelled)
-    if labelled and not len(parts[part]):
-        raise DataError(f"{table.name}: no step of {part} has a target{_after(spec)}; add rows with {', '.join(codec.step_targets)}")
     notes = (*table.notes[1:], *unseen_values(part, table, codec), *left_out)  # which columns are read was reported in training
     return replace(parts[part], notes=notes)
 
 
-def _cut(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> Cut:
+def _cut(table: Table, spec: Spec, files: Collection[str]) -> Cut:
     """The parts of the training series: separate ones are held out whole."""
     if not table.separate or spec.data.split is not None:
-        cut = spans(table, spec, valid_file=valid_file, test_file=test_file)
+        cut = spans(table, spec, files)
     else:
         cut = {"train": whole(table)}
-        held = np.zeros(0, np.bool_) if valid_file else held_out(len(table.names), spec.data.share, spec.train.seed)
+        held = np.zeros(0, np.bool_) if "valid" in files else held_out(len(table.names), spec.data.share, spec.train.seed)
         if held.any():
             chosen = {"train": ~held, "valid": held}
             cut = {part: replace(cut["train"], lengths=np.where(each, table.lengths, 0)) for part, each in chosen.items()}
@@ -91,8 +77,6 @@ def _learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
     if not measured and not calendar and not table.categorical:
         raise DataError(f"{table.name}: nothing is left to read besides {', '.join(targets)}; add columns, or shorten data.targets")
     masked_columns = tuple(column for column in measured if column not in choice.static) if choice.missing == "mask" else ()
-    if clashing := [column for column in mask_columns(masked_columns) if column in table.columns]:
-        raise DataError(f"{table.name} has a column {clashing[0]}, which data.missing=mask adds; rename it")
     rows, scale = train.rows, {}
     for column in (*measured, *targets):
         values = table.values[rows, table.columns.index(column)]
@@ -134,14 +118,12 @@ def _encoded(
     table: Table, cut: Cut, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool = True
 ) -> tuple[dict[str, Sequences], list[str]]:
     """The parts of a table as a model reads it, which share their arrays, and a line for each part with series that have no target."""
-    if labelled and table.weights is None and table.choice.weight is not None:
-        raise DataError(f"{table.name} has no column {table.choice.weight} (data.weight), which the training data has; add it")
     targets = codec.step_targets if labelled else ()
-    inputs, tags, weights = _stored(new, _inputs(table, codec)), None, None
+    inputs, tags, weights = stored(new, _inputs(table, codec)), None, None
     if labelled:
         values = table.values[:, [table.columns.index(target) for target in targets]]
-        tags = _stored(new, standardise(values, codec.target_mean, codec.target_std))
-        weights = None if table.weights is None else _stored(new, table.weights)
+        tags = stored(new, standardise(values, codec.target_mean, codec.target_std))
+        weights = None if table.weights is None else stored(new, table.weights)
     known, units = dict(zip(codec.names, codec.spreads, strict=True)), np.array(codec.target_std)
     parts: dict[str, Sequences] = {}
     lines: list[str] = []
@@ -154,6 +136,8 @@ def _encoded(
             own = [known.get(table.names[at], _deviations(found[at]) / units) for at in np.flatnonzero(kept)]
             # A single target has no deviation; that of all series stands for it.
             spreads = np.nan_to_num(np.array(own, np.float64).reshape(len(own), len(units)), nan=1.0)
+            if not kept.any() and (part == "train" or len(cut) == 1):  # other parts are none
+                raise DataError(f"{table.name}: no step of {part} has a target{_after(spec)}; add rows, or lower data.warmup")
             if left := int((present & ~kept).sum()):
                 fact = f"{left:,} of {int(present.sum()):,} series have no target in {part}{_after(spec)}"
                 lines.append(f"{table.name}: {fact} and are left out of it")
@@ -162,15 +146,7 @@ def _encoded(
         parts[part] = Sequences(
             inputs, chosen.starts, chosen.lengths, tags=tags, step_weights=weights, warm=warm, spreads=spreads, names=names
         )
-        check_weights(parts[part], part)
     return parts, lines
-
-
-def _stored(new: NewArray, values: NDArray[np.float32]) -> NDArray[Any]:
-    """The values as an array of the cache, or in memory."""
-    appender = new(np.float32, values.shape[1] if values.ndim > 1 else None)
-    appender.append(values)
-    return appender.close()
 
 
 def _inputs(table: Table, codec: Codec) -> NDArray[np.float32]:

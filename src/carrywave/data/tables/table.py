@@ -43,7 +43,7 @@ class Table:
     choice: ColumnChoice = field(default_factory=ColumnChoice)  # what was asked for
     categorical: tuple[str, ...] = ()  # columns of categories
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each
-    codes: Ints | None = None  # [rows, categorical columns] the places of values among them; -1 for none
+    codes: Ints = field(default_factory=lambda: np.empty((0, 0), np.int64))  # [rows, categorical] the places of values; -1 for none
     ahead_rows: Ints | None = None  # rows after the end of each series, in which only what is known ahead is filled in
     unfilled: Values | None = None  # [rows, measured and categorical columns] with NaN where a cell was filled; None: none was
     weights: NDArray[np.float32] | None = None  # [rows] of what a row holds as targets; None: all are 1
@@ -68,11 +68,6 @@ class Table:
     def frequency(self) -> str | None:
         """The spacing of its times, as written in `data.frequency`."""
         return _frequency(self.times)
-
-    @property
-    def own_codes(self) -> Ints:
-        """The codes of categories, of which there may be none."""
-        return np.empty((len(self.values), 0), np.int64) if self.codes is None else self.codes
 
     def missing(self, columns: Sequence[int], rows: slice = slice(None)) -> NDArray[np.bool_] | None:
         """Where some columns have no value of their own, [rows, columns]; None if nothing is missing."""
@@ -113,7 +108,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
     if weights is not None and choice.each_step:
         filled[np.ix_(weights == 0, rows.places(choice.targets))] = np.nan
     numbers, totals, ahead = len(columns), totals[kept], ahead[kept]
-    calendar = _calendar(rows, choice, reading)
+    calendar = _calendar(rows, choice)
     return Table(
         name,
         (*columns, *calendar_columns(choice.calendar)),
@@ -129,7 +124,7 @@ def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tupl
         choice,
         categorical,
         tuple(values for _, values in coded),
-        np.where(np.isnan(filled[:, numbers:]), -1, filled[:, numbers:]).astype(np.int64) if coded else None,
+        np.where(np.isnan(filled[:, numbers:]), -1, filled[:, numbers:]).astype(np.int64),
         ahead if ahead.any() else None,
         unfilled,
         weights,
@@ -345,11 +340,9 @@ def _weights(rows: _Rows, column: pd.Series, label: str) -> NDArray[np.float32]:
     return np.where(rows.ahead, 0.0, weights).astype(np.float32)
 
 
-def _calendar(rows: _Rows, choice: ColumnChoice, reading: TableReading) -> Values:
+def _calendar(rows: _Rows, choice: ColumnChoice) -> Values:
     if not choice.calendar:
         return np.empty((len(rows.codes), 0))
-    if clashing := [column for column in calendar_columns(choice.calendar) if column in reading.frame.columns]:
-        raise DataError(f"{rows.name} has a column {clashing[0]}, which data.calendar adds; rename it, or remove data.calendar")
     if rows.times is None or rows.times.counted:
         raise DataError(f"{rows.name}: data.calendar needs a column of dates; name it in data.time, or remove data.calendar")
     return calendar_features(choice.calendar, rows.times.local)

@@ -11,7 +11,6 @@ import pandas as pd
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.frequency import Frequency, Keys, infer
 from carrywave.data.tables.instants import Instants
-from carrywave.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,7 @@ class Times:
         """Return the times that follow a series of rows; None if the frequency is not known."""
         if self.frequency is None or not length:
             return None
-        try:
-            return self._written(self.frequency.ahead(self.keys[start + length - 1], count))
-        except (pd.errors.OutOfBoundsDatetime, OverflowError) as error:
-            raise DataError(
-                f"forecasting {count} steps of {self.frequency.text} goes beyond the dates that there are; check them"
-            ) from error
+        return self._written(self.frequency.ahead(self.keys[start + length - 1], count))
 
     def written(self, rows: slice) -> list[str | int | float]:
         """Return the times of rows as those ahead are written."""
@@ -77,9 +71,6 @@ class Times:
         if self.layout is not None:
             texts = moments.strftime(self.layout).tolist()
             return [int(text) for text in texts] if "-" not in self.layout else texts
-        dates = bool((moments == moments.normalize()).all()) and self._dates
+        first = self.keys[:1000]
+        dates = bool((moments == moments.normalize()).all() and (first == first.astype("datetime64[D]")).all())
         return [moment.date().isoformat() if dates else moment.isoformat(sep=" ") for moment in moments]
-
-    @property
-    def _dates(self) -> bool:
-        return bool((self.keys[:1000] == self.keys[:1000].astype("datetime64[D]")).all())

@@ -27,6 +27,7 @@ WORD_BLOCK_BYTES = 2 << 20  # a list of words takes about 20 times the memory of
 
 def learn_stream(source: Source, data: DataSpec, task: str, *, keep_rare: bool = False) -> Codec:
     """Learn the codec of a text file."""
+    vocabulary.check_keys(data.tokens, data)
     texts = iter(()) if data.tokens == "byte" else pieces(source, data.tokens)
     words, bpe, size = vocabulary.learn(data.tokens, texts, data, keep_rare=keep_rare)
     return Codec(task, "text", data.tokens, words, bpe, size, lowercase=data.lowercase)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +23,6 @@ UNKNOWN = "<unk>"
 END = "<eos>"
 CODE_POINTS = 0x110000
 WRITTEN_UNKNOWN = re.compile(rf"(?<!\S){UNKNOWN}(?!\S)")  # as a word of a text
-
-
-class Tokens(Protocol):
-    """A tokenizer with its vocabulary."""
-
-    size: int
-    unknown: int  # the number of <unk>; -1 if nothing can be unknown
-
-    def ids(self, text: str) -> Ids:
-        """Return the token ids of a text."""
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Decode token ids to text."""
 
 
 class Chars:
@@ -139,6 +126,10 @@ class NumberTokens:
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Join the numbers with spaces."""
         return " ".join(UNKNOWN if number == self.unknown else str(int(number)) for number in ids)
+
+
+Tokens = Chars | Words | Bytes | BytePairs | NumberTokens
+"""Each has a `size`, the number of <unk> or -1 if nothing can be `unknown`, and maps a text to `ids` and back."""
 
 
 def code_points(text: str) -> NDArray[Any]:

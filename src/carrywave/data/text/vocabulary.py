@@ -54,12 +54,21 @@ def choose(counts: Mapping[str, int], data: DataSpec, *, keep_rare: bool = False
     return tuple(kept) if UNKNOWN in kept else (*kept, UNKNOWN)
 
 
+def check_keys(kind: str, data: DataSpec, characters: str = "none") -> None:
+    """Refuse keys about words, or about a vocabulary, that say nothing about tokens of a kind."""
+    words, chosen = kind == "word", kind in ("word", "char", "bpe", "numbers")  # whoever passes numbers is told of these keys elsewhere
+    applies = {
+        "data.lowercase": words or not data.lowercase,
+        "data.vocabulary": chosen or data.vocabulary is None,
+        "data.min_count": chosen or data.min_count == 1,
+        f"model.characters={characters}": words or characters == "none",
+    }
+    if key := next((key for key, fits in applies.items() if not fits), None):
+        raise SpecError(f"{key} does not apply to {kind} tokens; set data.tokens=word for text, or remove it")
+
+
 def learn(kind: str, texts: Iterable[str], data: DataSpec, *, keep_rare: bool = False) -> tuple[tuple[str, ...], str | None, int]:
     """Learn (vocabulary, byte-pair tokenizer as JSON, size) from texts that are cut only where it does not change the tokens."""
-    applies = {"lowercase": kind == "word", "vocabulary": kind != "byte", "min_count": kind != "byte"}
-    for name, does in applies.items():
-        if not does and getattr(data, name) != DataSpec.model_fields[name].default:
-            raise SpecError(f"data.{name} does not apply to data.tokens={kind}; remove it")
     if kind == "bpe":
         return (), *learn_bpe(texts, data)
     if kind == "byte":

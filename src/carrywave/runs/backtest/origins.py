@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +147,7 @@ def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
     return replace(
         table,
         values=table.values[kept],
-        codes=None if table.codes is None else table.codes[kept],
+        codes=table.codes[kept],
         unfilled=None if table.unfilled is None else table.unfilled[kept],
         labels=tuple(table.labels[place] for place in nonempty) if table.series else (),
         weights=None if table.weights is None else table.weights[kept],
@@ -174,7 +173,7 @@ def at_origin(table: Table, origins: Origins, number: int | Ints) -> Table:
     columns = (*table.columns[:measured], *table.categorical)
     unread = unread_cells(columns, table.choice, _is_ahead(past))
     if past.unfilled is None:
-        values, codes = past.values.copy(), None if past.codes is None else np.where(unread[:, measured:], -1, past.codes)
+        values, codes = past.values.copy(), np.where(unread[:, measured:], -1, past.codes)
         values[:, :measured][unread[:, :measured]] = np.nan
         return replace(past, values=values, codes=codes)
     of_row = np.repeat(np.arange(len(past.names)), past.totals)
@@ -182,10 +181,9 @@ def at_origin(table: Table, origins: Origins, number: int | Ints) -> Table:
     empty = np.isnan(cells) & ~unread
     empty[:, measured:] = False
     cells[empty] = 0.0  # nothing is known of it yet
-    changed: dict[str, Any] = {"values": np.concatenate([cells[:, :measured], past.values[:, measured:]], axis=1)}
-    if past.codes is not None:
-        changed["codes"] = np.where(np.isnan(cells[:, measured:]), -1, cells[:, measured:]).astype(np.int64)
-    return replace(past, unfilled=None, **changed)
+    values = np.concatenate([cells[:, :measured], past.values[:, measured:]], axis=1)
+    codes = np.where(np.isnan(cells[:, measured:]), -1, cells[:, measured:]).astype(np.int64)
+    return replace(past, unfilled=None, values=values, codes=codes)
 
 
 def _is_ahead(table: Table) -> Mask:
@@ -215,4 +213,4 @@ def _alike(early: Table, late: Table, series: int, first: int, last: int, column
     rows, other = (slice(int(table.starts[series]) + first, int(table.starts[series]) + last) for table in (early, late))
     if not np.array_equal(early.values[rows][:, columns], late.values[other][:, columns]):
         return False
-    return early.codes is None or late.codes is None or np.array_equal(early.codes[rows][:, codes], late.codes[other][:, codes])
+    return np.array_equal(early.codes[rows][:, codes], late.codes[other][:, codes])

@@ -40,25 +40,6 @@ class Block:
     others: tuple[Sequences, ...] = ()  # the same rows, as further runs read them
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some of the rows of another `Rows`."""
-
-    of: Rows
-    rows: list[tuple[int, Row]]
-    join: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.of.name
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        return iter(self.rows)
-
-    def where(self, number: int) -> str:
-        return self.of.where(number)
-
-
 def read_blocks(
     rows: Rows,
     codec: Codec,
@@ -81,7 +62,7 @@ def read_blocks(
     for number, row in rows:
         size = _elements(row, codec.field)
         if kept and (len(kept) == most_rows or elements + size > most_elements):
-            yield _block(_Piece(rows, piece), codec, kept, others, empty, tally)
+            yield _block(_some(rows, piece), codec, kept, others, empty, tally)
             piece, kept, empty, elements = [], [], set(), 0
         kept.append(carried.take(row, rows.where(number)))
         count += 1
@@ -94,10 +75,15 @@ def read_blocks(
         elements += size
     if not count:
         raise DataError(f"{rows.name} is empty; use data with at least one row")
-    yield _block(_Piece(rows, piece), codec, kept, others, empty, tally)
+    yield _block(_some(rows, piece), codec, kept, others, empty, tally)
 
 
-def _block(piece: _Piece, codec: Codec, carried: list[Row], others: Sequence[Codec], empty: set[int], tally: Tally) -> Block:
+def _some(rows: Rows, piece: list[tuple[int, Row]]) -> Rows:
+    """Some of the rows."""
+    return Rows(rows.name, lambda: piece, rows.kind, join=False)
+
+
+def _block(piece: Rows, codec: Codec, carried: list[Row], others: Sequence[Codec], empty: set[int], tally: Tally) -> Block:
     tally.left_out += len(empty)
     tallies = (tally, *(Tally() for _ in others))
     data, *more = (
