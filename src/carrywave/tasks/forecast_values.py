@@ -18,6 +18,7 @@ from carrywave.data.tables.channels import backward
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
 from carrywave.spec.data_spec import DataSpec
+from carrywave.tasks.bands import Bands
 from carrywave.tasks.quantile_functions import Quantiles
 from carrywave.tasks.views import Naive
 
@@ -27,8 +28,8 @@ Reals = NDArray[np.float64]
 class ForecastValues:
     """Makes values of outputs. `data` are the sequences that became of the table: `many` of each of its series."""
 
-    def __init__(self, table: Table, data: Sequences, codec: Codec, spec: DataSpec) -> None:
-        self.table, self.data, self.codec = table, data, codec
+    def __init__(self, table: Table, data: Sequences, codec: Codec, spec: DataSpec, bands: Bands | None = None) -> None:
+        self.table, self.data, self.codec, self.bands = table, data, codec, bands
         self.many = len(codec.channels) or 1
         self._scales = scales(table, codec)
         self._targets = np.array(codec.targets)
@@ -48,12 +49,16 @@ class ForecastValues:
 
     def __call__(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
         """Return the forecasts [O, H, C, Q] of a series made after `known_O` of its rows; a single Q if there are no quantiles.
+        With bands, Q are their ends and, in the middle, the forecast itself.
 
         `outs` are the outputs for each sequence of the series, [O, H, …] each. Of a distribution, its quantiles are returned.
         """
         if self._quantiles is not None:
             outs = [self._quantiles(torch.from_numpy(out)).numpy() for out in outs]
-        return self.in_units(series, known_O, outs)
+        made_OHCQ = self.in_units(series, known_O, outs)
+        if self.bands is None or self.codec.transform != "diff":
+            return made_OHCQ
+        return np.moveaxis(self.bands.around(np.moveaxis(made_OHCQ, 0, 1), self.unit(series)), 1, 0)  # of the sums of changes
 
     def in_units(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
         """Return numbers [O, H, C, Q] in the units of a model, quantiles or draws, in those of the file; counts are in them already."""
@@ -66,4 +71,6 @@ class ForecastValues:
             relative_OHCQ = out.reshape(*out.shape[:3], -1) + self._naive(self.data.starts[number] + known_O - 1)[..., None]
             parts.append(relative_OHCQ.astype(np.float64) * std[:, None] + mean[:, None])
         made_HOCQ = np.moveaxis(np.concatenate(parts, axis=2), 1, 0)
+        if self.bands is not None and self.codec.transform != "diff":
+            made_HOCQ = self.bands.around(made_HOCQ, self.unit(series))
         return np.moveaxis(backward(made_HOCQ, self.codec.transform, self.last(series, known_O)[None, ..., None]), 0, 1)

@@ -24,6 +24,7 @@ from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
+from carrywave.train import held_out_bands
 from carrywave.train.evaluations import Stopped
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
@@ -94,6 +95,7 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
         reached["valid"] = dict(loop.state.best)
         if choose_share(loop) and loop.parts.valid is not None:
             reached["valid"] = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
+        reached["valid"] |= held_out_bands.measure(loop)
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
         reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
