@@ -65,6 +65,13 @@ class KeptForecasts:
         """Return nothing."""
         return []
 
+    def groups(self) -> NDArray[np.int64]:
+        """Return for each origin [N] the number of a group, of neighbours in a sequence whose horizons overlap."""
+        horizon = self.out_NHC.shape[1]
+        within_N = np.arange(len(self.sequence_N)) - np.searchsorted(self.sequence_N, self.sequence_N)
+        group_N: NDArray[np.int64] = self.sequence_N * (len(self.sequence_N) + 1) + within_N * self.every // horizon
+        return group_N
+
     def errors(self, *, summed: bool) -> list[Reals]:
         """Return the absolute errors [N, H] of each column, NaN where there is no target; `summed`: those of the sums of changes."""
         absolute_NHC = absolute_errors(self.out_NHC, self.target_NHC, summed=summed)
