@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from carrywave.spec.data_spec import DataSpec
-from carrywave.tasks.bands import POOLED, WIDEST, BandErrors, Bands, within_own
+from carrywave.tasks.bands import POOLED, WIDEST, BandErrors, Bands, fitting, within_own
 from carrywave.tasks.metrics import Columns
 
 
@@ -39,9 +39,11 @@ def test_few_errors_are_pooled_over_steps_and_too_few_give_the_widest() -> None:
 
 def test_forecasts_lie_between_the_ends_of_their_bands() -> None:
     bands = Bands((0.5, 0.8), np.array([[[1.0, 10.0]], [[2.0, 20.0]]]), 9)
-    made_HOC1 = np.array([[[[5.0], [50.0]], [[6.0], [60.0]]]])
-    assert bands.around(made_HOC1).tolist() == [[[[3, 4, 5, 6, 7], [30, 40, 50, 60, 70]], [[4, 5, 6, 7, 8], [40, 50, 60, 70, 80]]]]
-    assert bands.around(made_HOC1, np.array([2.0, 0.1]))[0, 0].tolist() == [[1, 3, 5, 7, 9], [48, 49, 50, 51, 52]]
+    made_HOC1, same = np.array([[[[5.0], [50.0]], [[6.0], [60.0]]]]), np.ones((2, 2))
+    assert bands.around(made_HOC1, same)[0, 0].tolist() == [[3, 4, 5, 6, 7], [30, 40, 50, 60, 70]]
+    sizes_OC = np.array([[2.0, 0.1], [1.0, 0.5]])
+    assert bands.around(made_HOC1, sizes_OC)[0, 0].tolist() == [[1, 3, 5, 7, 9], [48, 49, 50, 51, 52]]
+    assert bands.around(made_HOC1, sizes_OC)[0, 1].tolist() == [[4, 5, 6, 7, 8], [50, 55, 60, 65, 70]]
 
 
 def test_bands_are_read_as_they_were_written() -> None:
@@ -73,6 +75,27 @@ def test_the_share_within_is_counted_column_by_column(apart: bool) -> None:
     assert summed.values()["within_50"] == 1.0  # −0.6 and then 0.9
 
 
+def test_errors_are_in_units_of_the_deviation_where_bands_are() -> None:
+    bands = Bands((0.5,), np.array([[[1.0], [1.0]]]), 9, steps=5)
+    target_TBHC = torch.tensor([[1.5, 1.5], [1.5, 3.5]], dtype=torch.float64)[:, None, :, None]  # two rows of one series
+    wide = torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None, None]
+    columns = Columns(("a",), torch.ones(1, 1, dtype=torch.float64))
+    meter = BandErrors(DataSpec(horizon=2), 1, None, torch.device("cpu"), columns, bands, lambda at, first, steps: wide)
+    meter.update(torch.zeros_like(target_TBHC), target_TBHC, torch.tensor([0]), torch.tensor([0]))
+    assert meter.values()["within_50"] == 0.25
+
+
+def test_bands_move_with_the_deviation_unless_it_tells_nothing() -> None:
+    draw = np.random.default_rng(3)
+    error_NH, deviation_N = np.abs(draw.normal(size=(500, 2))), draw.uniform(1.0, 4.0, size=500)
+    for error, steps in ((error_NH * deviation_N[:, None], 24), (error_NH, 0)):
+        bands = fitting((0.8,), [error], [deviation_N], 24)
+        assert bands.steps == steps
+        assert bands.radius_LHC == pytest.approx(1.28, rel=0.1)  # of a normal distribution
+        assert within_own(bands, [error], [deviation_N])["within_80"] == pytest.approx(0.8, abs=0.005)
+    assert fitting((0.8,), [error_NH * deviation_N[:, None]], [deviation_N], 0).steps == 0  # not asked
+
+
 def test_the_errors_that_made_the_bands_lie_within_them_as_asked() -> None:
     errors = [np.random.default_rng(2).gamma(1.0, size=(199, 4))]
-    assert within_own(Bands.of((0.8,), errors), errors) == {"within_80": 160 / 199}
+    assert within_own(Bands.of((0.8,), errors), errors, [np.ones(199)]) == {"within_80": 160 / 199}

@@ -58,13 +58,30 @@ def test_predictions_have_the_ends_of_the_bands_beside_the_value(tmp_path: Path)
     ahead = forecaster.predict()
     assert list(ahead.columns) == ["unique_id", "ds", "y", "y-q0.1", "y-q0.9"]
     np.testing.assert_allclose(ahead["y"] - ahead["y-q0.1"], ahead["y-q0.9"] - ahead["y"], rtol=1e-9)
-    # One width for both series, in their own units, which are a thousand to one.
+    # One radius for both series, in their own units, which are a thousand to one.
     width = (ahead["y-q0.9"] - ahead["y-q0.1"]).to_numpy().reshape(2, 3)
-    np.testing.assert_allclose(width[0] / width[1], (width[0] / width[1])[0], rtol=1e-9)
-    assert 500 < (width.max(axis=0) / width.min(axis=0))[0] < 2000
+    ratio = dict(zip(ahead.unique_id.unique(), width[:, 0], strict=True))
+    np.testing.assert_allclose(width[0] / width[1], width[0, 0] / width[1, 0], rtol=1e-6)
+    assert 300 < ratio["large"] / ratio["small"] < 3000  # also if they move with the last values
     assert cw.Forecaster.load(tmp_path / "run", device="cpu").predict(frame).equals(ahead)
     without = cw.Forecaster(3, model=MODEL, train={"epochs": 1}, run=tmp_path / "without", device="cpu").fit(frame).predict()
     assert without["y"].equals(ahead["y"])  # they change no forecast
+
+
+def test_bands_are_wide_where_a_series_moves_much(tmp_path: Path) -> None:
+    """Noise whose deviation goes up and down: bands of one width would hold too much of it in quiet times and too little in others."""
+    rows = np.arange(4000)
+    loud = np.where(rows // 200 % 2, 4.0, 1.0)
+    frame = pd.DataFrame(
+        {"ds": pd.date_range("2020-01-01", periods=4000, freq="h"), "y": loud * np.random.default_rng(0).normal(size=4000)}
+    )
+    fitted(tmp_path / "run", frame, bands=[0.9])
+    rolled = cw.Forecaster.load(tmp_path / "run", device="cpu").backtest(frame, origins=150, stride=5)
+    inside = (rolled["q0.05"] <= rolled.truth) & (rolled.truth <= rolled["q0.95"])
+    shares = inside.groupby(loud[4000 - 5 * np.arange(149, -1, -1).repeat(4) - 5]).mean()
+    assert (shares - 0.9).abs().max() < 0.06, shares  # with one width, about 1.00 and 0.79
+    fitted(tmp_path / "one", frame, bands=[0.9], standardize=True)
+    assert json.loads((tmp_path / "one/bands.json").read_text())["steps"] == 0
 
 
 def test_columns_apart_and_together_have_the_widths_of_their_errors(tmp_path: Path) -> None:
@@ -72,7 +89,7 @@ def test_columns_apart_and_together_have_the_widths_of_their_errors(tmp_path: Pa
     draw = np.random.default_rng(5)
     frame = pd.DataFrame({"noise": draw.normal(size=900), "wave": 10 * np.sin(np.arange(900) / 40) + 0.1 * draw.normal(size=900)})
     for channels in ("independent", "joint"):
-        fitted(tmp_path / channels, frame, channels=channels, bands=[0.9])
+        fitted(tmp_path / channels, frame, channels=channels, bands=[0.9], standardize=True)
         radius_LHC = np.array(json.loads((tmp_path / channels / "bands.json").read_text())["radius"])
         assert radius_LHC.shape == (1, 4, 2)
         assert (radius_LHC[0, :, 0] > 1.2).all(), channels  # 1.645 of pure noise, if the forecast is its mean

@@ -17,6 +17,7 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.channels import backward
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
+from carrywave.data.tables.window_scale import WindowScale
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks.bands import Bands
 from carrywave.tasks.quantile_functions import Quantiles
@@ -35,12 +36,22 @@ class ForecastValues:
         self._targets = np.array(codec.targets)
         self._naive = Naive(data, self._targets, spec.horizon, spec.season, spec.residual)
         self._counts = spec.counts
+        self._deviation = None if bands is None or not bands.steps else WindowScale(data, self._targets, bands.steps)
         self._quantiles = Quantiles(spec.distribution, spec.levels or ()) if spec.distribution != "none" else None
         self.places = [table.columns.index(column) for column in codec.forecast_columns]  # in the table
 
     def unit(self, series: int) -> Reals:
         """Return the size of a standardised unit of each column [C] of a series, before the transform is undone."""
         return self._scales[1][series * self.many : (series + 1) * self.many][:, self._targets].ravel()
+
+    def _size(self, series: int, known_O: Ints) -> Reals:
+        """Return how large a radius of 1 is [O, C], before the transform is undone."""
+        unit_C = self.unit(series)
+        if self._deviation is None:
+            return np.broadcast_to(unit_C, (len(known_O), len(unit_C)))
+        starts = self.data.starts[series * self.many : (series + 1) * self.many]
+        size_OC: Reals = np.concatenate([self._deviation(start + known_O - 1)[1] for start in starts], axis=1) * unit_C
+        return size_OC
 
     def last(self, series: int, known_O: Ints) -> Reals:
         """Return the values [O, C] of a series in the last of its first `known_O` rows."""
@@ -58,7 +69,8 @@ class ForecastValues:
         made_OHCQ = self.in_units(series, known_O, outs)
         if self.bands is None or self.codec.transform != "diff":
             return made_OHCQ
-        return np.moveaxis(self.bands.around(np.moveaxis(made_OHCQ, 0, 1), self.unit(series)), 1, 0)  # of the sums of changes
+        sums_HOC1 = np.moveaxis(made_OHCQ, 0, 1)  # of changes
+        return np.moveaxis(self.bands.around(sums_HOC1, self._size(series, known_O)), 1, 0)
 
     def in_units(self, series: int, known_O: Ints, outs: Sequence[NDArray[Any]]) -> Reals:
         """Return numbers [O, H, C, Q] in the units of a model, quantiles or draws, in those of the file; counts are in them already."""
@@ -72,5 +84,5 @@ class ForecastValues:
             parts.append(relative_OHCQ.astype(np.float64) * std[:, None] + mean[:, None])
         made_HOCQ = np.moveaxis(np.concatenate(parts, axis=2), 1, 0)
         if self.bands is not None and self.codec.transform != "diff":
-            made_HOCQ = self.bands.around(made_HOCQ, self.unit(series))
+            made_HOCQ = self.bands.around(made_HOCQ, self._size(series, known_O))
         return np.moveaxis(backward(made_HOCQ, self.codec.transform, self.last(series, known_O)[None, ..., None]), 0, 1)

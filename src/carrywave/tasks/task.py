@@ -15,6 +15,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import LARGEST, LEAST, series_names
 from carrywave.data.tables.series import unseen_series
+from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.data.text.tokenizers import UNKNOWN
@@ -293,7 +294,8 @@ class Task:
         `metrics.for_task`.
         """
         if part.kept:
-            return KeptForecasts(part.view, self.spec.data.horizon, self.facts.outputs, len(self.codec.channels), device)
+            shape = self.spec.data.horizon, self.facts.outputs, len(self.codec.channels)
+            return KeptForecasts(part.view, *shape, device, self._deviation(part.data, self.spec.scale_steps, device))
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit: Tensor | None = None
         columns: metrics.Columns | None = None
@@ -315,7 +317,8 @@ class Task:
                 sizes = self._future(part.data, device) if self.codec.transform == "none" else None
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
             if self.bands is not None:
-                return BandErrors(self.spec.data, self.facts.outputs, change, device, columns, self.bands)
+                deviation = self._deviation(part.data, self.bands.steps, device)
+                return BandErrors(self.spec.data, self.facts.outputs, change, device, columns, self.bands, deviation)
         weighted = part.view.weights is not None or part.view.weights_at is not None
         if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
             weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf is True
@@ -353,6 +356,19 @@ class Task:
             return torch.from_numpy(values_TBHC * std_SC[at][:, None] + mean_SC[at][:, None]).to(device)
 
         return future
+
+    def _deviation(self, data: Sequences, steps: int, device: torch.device) -> metrics.Slope | None:
+        """The deviation of the last values at each row, in standardised units, the same for all steps ahead; None without `steps`."""
+        if not steps:
+            return None
+        scale = WindowScale(data, np.array(self.codec.targets), steps)
+
+        def deviation(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+            at, first = at_B.cpu().numpy(), first_B.cpu().numpy()
+            rows_TB = data.starts[at] + np.minimum(first + np.arange(steps)[:, None], data.lengths[at] - 1)
+            return torch.from_numpy(scale(rows_TB)[1]).to(device, torch.float64)[:, :, None]
+
+        return deviation
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

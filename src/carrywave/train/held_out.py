@@ -26,7 +26,7 @@ from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.evaluation import evaluate
 from carrywave.runs.run_place import BANDS
 from carrywave.spec.spec import Spec
-from carrywave.tasks.bands import Bands, within_own
+from carrywave.tasks.bands import fitting, within_own
 from carrywave.tasks.kept_forecasts import KeptForecasts
 from carrywave.tasks.metrics import Metric
 from carrywave.train.evaluations import DataParts, leave_if_asked
@@ -144,9 +144,10 @@ def _take(loop: Loop, share: float) -> None:
 
 def _measured(loop: Loop, shares: tuple[float, ...], kept: KeptForecasts) -> Mapping[str, float]:
     errors_NH = kept.errors(summed=loop.spec.data.transform == "diff")
-    bands = Bands.of(shares, errors_NH)
+    deviations_N = kept.deviations()
+    bands = fitting(shares, errors_NH, deviations_N, loop.spec.scale_steps)
     loop.task = replace(loop.task, bands=bands)
     with raise_on_all(loop.trainer.mesh.world, same_message=True):
         loop.folder.write_json(BANDS, bands.to_json() | {"step": loop.state.weights_step})
     loop.watch.say(bands.said())
-    return within_own(bands, errors_NH)
+    return within_own(bands, errors_NH, deviations_N)
