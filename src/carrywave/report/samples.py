@@ -241,7 +241,7 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> list[Sample]:
     table = series_of(getattr(spec, name) or spec.train, codec, saved.spec)
     rows_read = TargetReading.of(codec).part(whole(table), table)
     everything = Sequences(data.inputs, rows_read.starts, rows_read.lengths)
-    values = ForecastValues(table, everything, codec, spec)
+    values = ForecastValues(table, everything, codec, spec, saved.task.bands)
     few = _few(data, spec.horizon, values.many)
     part = saved.task.part(name, few)
     lasts = {number: int(length) - 1 for number, length in enumerate(part.view.lengths)}
@@ -301,7 +301,7 @@ def _errors(saved: Saved, name: str, data: Sequences) -> list[Sample]:
 
 def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, made_HQ: NDArray[np.float64]) -> Forecasted:
     """What came before and after a row of a series, and the forecast after it."""
-    spec, shares = saved.spec.data, saved.spec.data.levels
+    spec, shares, bands = saved.spec.data, saved.task.levels, saved.task.bands
     start = max(0, row + 1 - 2 * spec.horizon)
     past, came = values_R[start : row + 1], values_R[row + 1 : row + 1 + spec.horizon]
     history = [(float(start - row + at), float(value)) for at, value in enumerate(past)]
@@ -310,10 +310,10 @@ def _panel(saved: Saved, values_R: NDArray[np.float64], row: int, title: str, ma
     if shares is not None:
         low, high = int(np.argmin(shares)), int(np.argmax(shares))
         middle = min(range(len(shares)), key=lambda at: abs(shares[at] - 0.5))
-        point_name = "median" if shares[middle] == 0.5 else f"quantile {shares[middle]:g}"
+        point_name = "forecast" if bands is not None else "median" if shares[middle] == 0.5 else f"quantile {shares[middle]:g}"
         if low != high:
             band = [(float(at), float(made_HQ[at - 1, low]), float(made_HQ[at - 1, high])) for at in ahead]
-            band_name = f"quantiles {shares[low]:g} to {shares[high]:g}"
+            band_name = f"quantiles {shares[low]:g} to {shares[high]:g}" if bands is None else f"band of {bands.shares[-1]:g}"
         value_H = made_HQ[:, middle]
     else:
         value_H = made_HQ[:, 0]

@@ -32,7 +32,7 @@ class NullRun(Run):
     def write_timeline(self, value: Any) -> None:
         """Do nothing."""
 
-    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int, share: float | None = None) -> None:
         """Do nothing."""
 
     def write_linear(self, tensors: Mapping[str, Tensor]) -> None:

@@ -28,12 +28,12 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import MANIFEST, is_plain
 from carrywave.runs.checkpoint.own_weights import METRICS
 from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER
-from carrywave.runs.run_place import INITIAL, LINEAR
+from carrywave.runs.run_place import BANDS, INITIAL, LINEAR
 
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "memory", "file", "local")  # show objects as a whole
 SNAPSHOTS, SPEC = "snapshots", "spec.yaml"
 TOKEN = owner.FILE  # in the store; the file of that name in the local folder stays there
-NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", LINEAR, "weights.safetensors", METRICS)  # to evaluate and to predict
+NEEDED = (SPEC, "plan.json", "codec.json", "facts.json", LINEAR, BANDS, "weights.safetensors", METRICS)  # to evaluate and to predict
 
 
 class RemoteRun:

@@ -222,16 +222,18 @@ class Run:
         data = json.dumps(value, indent=1).encode() + b"\n"
         self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
 
-    def write_weights(self, parameters: Mapping[str, Tensor], step: int) -> None:
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int, share: float | None = None) -> None:
         """Replace weights.safetensors, now or when there is room; no snapshot is published before.
 
-        Its metadata holds spec and codec, so that the file is self-contained, the step, and a mark of the run (`own_weights`).
+        Its metadata holds spec and codec, so that the file is self-contained, the step, and a mark of the run (`own_weights`);
+        `share` is how much of the head was left when training ended.
         """
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
         first_row = own_weights.first_row(self.path, self.backlog.rows(METRICS))
         metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(first_row)
+        metadata |= {} if share is None else {"share": str(share)}
         metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
 
         def later() -> Callable[[], None]:

@@ -21,6 +21,7 @@ from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 
 SNAPSHOTS, TIMING, EVENTS, WEIGHTS = "snapshots", "timing.jsonl", "tb", "weights.safetensors"
 LINEAR = "linear.safetensors"  # the part of a model that is fitted before the network is trained
+BANDS = "bands.json"  # how far bands reach around forecasts, which is measured when training ends
 MADE = (
     METRICS,
     TIMING,
@@ -33,6 +34,7 @@ MADE = (
     "codec.json",
     "facts.json",
     LINEAR,
+    BANDS,
     SNAPSHOTS,
     launch_record.NOTE,
 )  # everything a run writes, except its weights, logs and owner file; without spec.yaml, what follows it is no run

@@ -167,6 +167,11 @@ class DataSpec(Section):
         description="forecasting: quantiles to forecast, in increasing order; with data.distribution, those that are reported of it, by "
         "default 0.1, 0.5 and 0.9",
     )
+    bands: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
+        None,
+        description="forecasting of single values: bands around them that are to hold these shares of what comes, as [0.8, 0.95]; as "
+        "wide as the errors of the best weights on valid say",
+    )
     distribution: Distribution = Field(
         "none",
         description="forecasting: the model forecasts a distribution of each value, trained by its likelihood: normal; student_t, with "
@@ -233,6 +238,8 @@ class DataSpec(Section):
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
             raise ValueError(f"quantiles must increase, got {list(self.quantiles)}; list each once, from low to high")
+        if self.bands is not None:
+            self._check_bands(self.bands)
         if self.quantiles is not None and self.transform == "diff":
             raise ValueError("quantiles of changes do not add up to quantiles of values; use transform=none or log, or remove quantiles")
         try:
@@ -262,6 +269,13 @@ class DataSpec(Section):
             if all(part >= 1 for part in self.split) and any(part != int(part) for part in self.split):
                 raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
         return self
+
+    def _check_bands(self, bands: tuple[float, ...]) -> None:
+        if not bands or list(bands) != sorted(set(bands)):
+            raise ValueError(f"bands must increase, got {list(bands)}; list each once, from narrow to wide, as in [0.8, 0.95]")
+        other = "quantiles" if self.quantiles is not None else "distribution" if self.distribution != "none" else None
+        if other is not None:
+            raise ValueError(f"bands are put around single values, but data.{other} already says how values spread; remove one of them")
 
     def _check_distribution(self) -> None:
         kind = self.distribution

@@ -165,7 +165,7 @@ ACTS: Mapping[str, Rule] = {
     **dict.fromkeys(("data.channels", "data.transform"), _tasks("forecasting")),
     **dict.fromkeys(("data.calendar", "data.categorical", "data.static", "data.missing"), _series),
     **dict.fromkeys(("data.horizon", "data.season", "data.residual", "data.scale", "data.known"), _tasks("forecasting")),
-    **dict.fromkeys(("data.quantiles", "data.distribution"), _tasks("forecasting")),
+    **dict.fromkeys(("data.quantiles", "data.bands", "data.distribution"), _tasks("forecasting")),
     "data.lowercase": _not_forecasting(),
     "data.word_length": _characters,
     "data.context": _context,

@@ -15,6 +15,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import LARGEST, LEAST, series_names
 from carrywave.data.tables.series import unseen_series
+from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.data.text.tokenizers import UNKNOWN
@@ -35,11 +36,13 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
+from carrywave.tasks.bands import BandErrors, Bands
 from carrywave.tasks.baselines import LAGS, LINEAR_METRICS, Errors, baselines, line_of, without_season
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.distribution_metrics import DistributionErrors
 from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
+from carrywave.tasks.kept_forecasts import KeptForecasts
 from carrywave.tasks.linear.part import LinearPart
 from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.step_metrics import StepErrors
@@ -57,6 +60,7 @@ class Part:
     baseline: dict[str, float] = field(default_factory=dict)  # their metrics
     notes: tuple[str, ...] = ()  # remarks for the user
     change_SC: NDArray[np.float64] | None = None  # forecasting: denominator of MASE per series and column; 0 excludes it
+    kept: bool = False  # forecasting: an evaluation keeps every forecast instead of summing errors
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Task:
     own_model: bool = False  # the network is the user's: the spec does not say how often it answers
     line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
     linear: LinearPart | None = None  # classification and regression: the fitted part whose answers are mixed with the network's
+    bands: Bands | None = None  # forecasting: what lies around single values
 
     @staticmethod
     def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
@@ -279,10 +284,18 @@ class Task:
         tokens = list(self.codec.vocabulary)
         load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
 
+    @property
+    def levels(self) -> tuple[float, ...] | None:
+        """The quantiles that a forecast has, those that the ends of bands stand for included; None: forecasts are single values."""
+        return self.spec.data.levels if self.bands is None else self.bands.levels
+
     def meter(self, device: torch.device, part: Part, *, by_series: bool = False, tops: Sequence[int] = ()) -> metrics.Metric | None:
         """Create an empty metric for one pass over a part; `by_series`: forecasts are scored for each series, too. `tops` as in
         `metrics.for_task`.
         """
+        if part.kept:
+            shape = self.spec.data.horizon, self.facts.outputs, len(self.codec.channels)
+            return KeptForecasts(part.view, *shape, device, self._deviation(part.data, self.spec.scale_steps, device))
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit: Tensor | None = None
         columns: metrics.Columns | None = None
@@ -303,6 +316,9 @@ class Task:
             if self.spec.data.distribution != "none":
                 sizes = self._future(part.data, device) if self.codec.transform == "none" else None
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
+            if self.bands is not None:
+                deviation = self._deviation(part.data, self.bands.steps, device)
+                return BandErrors(self.spec.data, self.facts.outputs, change, device, columns, self.bands, deviation)
         weighted = part.view.weights is not None or part.view.weights_at is not None
         if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
             weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf is True
@@ -340,6 +356,19 @@ class Task:
             return torch.from_numpy(values_TBHC * std_SC[at][:, None] + mean_SC[at][:, None]).to(device)
 
         return future
+
+    def _deviation(self, data: Sequences, steps: int, device: torch.device) -> metrics.Slope | None:
+        """The deviation of the last values at each row, in standardised units, the same for all steps ahead; None without `steps`."""
+        if not steps:
+            return None
+        scale = WindowScale(data, np.array(self.codec.targets), steps)
+
+        def deviation(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+            at, first = at_B.cpu().numpy(), first_B.cpu().numpy()
+            rows_TB = data.starts[at] + np.minimum(first + np.arange(steps)[:, None], data.lengths[at] - 1)
+            return torch.from_numpy(scale(rows_TB)[1]).to(device, torch.float64)[:, :, None]
+
+        return deviation
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

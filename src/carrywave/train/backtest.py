@@ -21,7 +21,7 @@ from carrywave.runs.backtest.rolled import Rolled, forecast
 from carrywave.runs.backtest.scores import Score, scores
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
-from carrywave.runs.trained_run import Saved, codec_of, files_of, open_run
+from carrywave.runs.trained_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
@@ -58,7 +58,7 @@ class Backtest:
     folder: Path  # of the run, or of the runs of all origins
     table: Table
     columns: tuple[str, ...]
-    quantiles: tuple[float, ...] | None
+    quantiles: tuple[float, ...] | None  # 0.5 among those of bands is the forecast itself
     rolling: Rolling
     forecasts: list[Rolled]
     scores: list[Score]
@@ -70,6 +70,7 @@ def backtest_run(path: Path | str, data: Any, request: Request, device: str, not
     world = join(device)
     with raise_on_all(world, no_timeout=True):
         saved = open_run(path, device, world=world)
+        check_bands(saved)
         spec, codec = saved.spec, saved.task.codec
         _check(spec, str(path))
         source = spec.data.train if data is None else data
@@ -159,7 +160,7 @@ def spec_of_run(path: Path | str) -> Spec:
 
 
 def _read(saved: Saved) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    return saved.task.codec.forecast_columns, saved.spec.data.levels
+    return saved.task.codec.forecast_columns, saved.task.levels
 
 
 def _result(saved: Saved, table: Table, rolling: Rolling, made: list[Rolled]) -> Backtest:

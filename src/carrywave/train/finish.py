@@ -24,6 +24,7 @@ from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
+from carrywave.train import held_out
 from carrywave.train.evaluations import Stopped
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
@@ -92,7 +93,10 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     reached = {}
     if loop.state.best is not None:
         reached["valid"] = dict(loop.state.best)
-        if choose_share(loop) and loop.parts.valid is not None:
+        found = held_out.look(loop)
+        best = found.of_head(best)
+        reached["valid"] |= found.within or {}
+        if (choose_share(loop) or found.share < 1.0) and loop.parts.valid is not None:
             reached["valid"] = mixed = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
             loop.callbacks.on_evaluation(lambda: loop.moment("valid", mixed))
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.

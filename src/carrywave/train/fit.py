@@ -55,6 +55,7 @@ from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Task
+from carrywave.train import held_out
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.evaluations import DataParts, check_can_judge
@@ -246,6 +247,7 @@ def _train(
             None if prepared.valid is None else task.part("valid", prepared.valid),
             None if prepared.test is None else task.part("test", prepared.test),
         )
+        held_out.check(spec, parts)
     units = Units.of(spec, prepared.facts) if user_model is None else None
     layers = spec.model.layers if built is None else built.lstm.num_layers if isinstance(built, Model) else 0
     pooled = spec.pooled if built is None else built.pooled

@@ -157,7 +157,7 @@ def forward(values: NDArray[Any], kind: str, last: NDArray[Any]) -> NDArray[np.f
     """Transform values [rows, …]; `last` [1, …] is the row before the first, from which it differs."""
     values = np.asarray(values, np.float64)
     if kind == "diff":
-        return np.diff(values, axis=0, prepend=last)
+        return np.diff(values, axis=0, prepend=np.broadcast_to(last, (1, *values.shape[1:])))
     result: NDArray[np.float64] = np.log(values) if kind == "log" else np.log1p(values) if kind == "log1p" else values
     return result
 

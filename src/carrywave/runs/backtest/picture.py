@@ -41,7 +41,7 @@ def draw(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], quan
             *_panel(table, of_series, place, columns[place], quantiles, top + 20),
         ]
         top += 20 + PANEL + FOOT + MARGIN
-    parts += _legend(top, quantiles)
+    parts += _legend(top, quantiles, banded=any(each.banded for each in forecasts))
     return drawing.document(title, parts, WIDTH, top + HEAD, light=_LIGHT, dark=_DARK)
 
 
@@ -96,8 +96,9 @@ def _middle(quantiles: Sequence[float] | None) -> int:
     return 0 if quantiles is None else int(np.argmin(np.abs(np.array(quantiles) - 0.5)))
 
 
-def _legend(top: int, quantiles: Sequence[float] | None) -> list[str]:
-    entries = [("truth", "truth"), ("forecast", "forecast" if quantiles is None else f"quantile {quantiles[_middle(quantiles)]:g}")]
+def _legend(top: int, quantiles: Sequence[float] | None, *, banded: bool) -> list[str]:
+    point = "forecast" if quantiles is None or banded else f"quantile {quantiles[_middle(quantiles)]:g}"
+    entries = [("truth", "truth"), ("forecast", point)]
     if quantiles is not None and len(quantiles) > 1:
         entries.append(("band", f"quantiles {quantiles[0]:g} to {quantiles[-1]:g}"))
     entries.append(("origin", "origin, the last row known"))

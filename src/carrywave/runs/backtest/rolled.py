@@ -43,6 +43,7 @@ class Rolled:
     last_C: Reals  # the values in the last row that was known
     transform: str = "none"  # what was standardised of the values
     counted_HC: NDArray[np.bool_] | None = None  # targets that are there and whose weight is not 0 (`data.weight`); None: all
+    banded: bool = False  # what stands for the quantile 0.5 is the forecast, between the ends of its bands
 
     def standard(self, values_HCX: Reals) -> Reals:
         """Values [H, C, …] in standardised units, up to a constant that is the same for all."""
@@ -108,7 +109,7 @@ def _in_units(
 ) -> Iterator[Rolled]:
     spec, codec, rolling = saved.spec.data, saved.task.codec, origins.rolling
     ahead = np.arange(1, rolling.horizon + 1)
-    values = ForecastValues(reading.table, data, codec, spec)
+    values = ForecastValues(reading.table, data, codec, spec, saved.task.bands)
     places, many = values.places, values.many
     past = Sequences(reading.table.values, reading.table.starts, reading.table.lengths)
     seasonal = Naive(past, np.array(places), rolling.horizon, spec.season, "season")
@@ -132,6 +133,7 @@ def _in_units(
                 last_OC[at],
                 codec.transform,
                 _counted(table, came, places),
+                values.bands is not None,
             )
 
 
@@ -164,7 +166,6 @@ def rows_of(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], q
             for place, column in enumerate(columns):
                 row = {**named, "origin": origin, table.time or "row": when, "step": step + 1, "column": column}
                 values = each.forecast_HCQ[step, place].tolist()
-                made = (
-                    {"forecast": values[0]} if quantiles is None else {f"q{q:g}": value for q, value in zip(quantiles, values, strict=True)}
-                )
+                names = ["forecast"] if quantiles is None else ["forecast" if each.banded and q == 0.5 else f"q{q:g}" for q in quantiles]
+                made = dict(zip(names, values, strict=True))
                 yield row | made | {"truth": float(each.truth_HC[step, place]), "naive": float(each.naive_HC[step, place])}

@@ -87,14 +87,20 @@ def _score(
         if single and size:
             gap_EQ = truth_E[:, None] - forecast_EQ
             figures["weighted_quantile_loss"] = 2.0 * float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean()) / size
-        if 0.1 in quantiles and 0.9 in quantiles:
-            low, high = (forecast_EQ[:, list(quantiles).index(level)] for level in (0.1, 0.9))
-            figures["within_80"] = float(((low <= truth_E) & (truth_E <= high)).mean())
+        for low, high in _pairs(quantiles):
+            lowest_E, highest_E = (forecast_EQ[:, list(quantiles).index(level)] for level in (low, high))
+            figures[f"within_{100 * (high - low):.6g}"] = float(((lowest_E <= truth_E) & (truth_E <= highest_E)).mean())
         gap_EQ = standard_E[:, None] - made_EQ
         figures["pinball"] = float(np.maximum(share_Q * gap_EQ, (share_Q - 1.0) * gap_EQ).mean())
         for place, quantile in enumerate(quantiles):
             figures[f"coverage_{quantile:g}"] = float((truth_E <= forecast_EQ[:, place]).mean())
     return figures
+
+
+def _pairs(quantiles: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """The quantiles below the median with those as far above it."""
+    above = {round(1.0 - quantile, 10): quantile for quantile in quantiles if quantile > 0.5}
+    yield from ((quantile, above[quantile]) for quantile in quantiles if quantile in above)
 
 
 def _counted(each: Rolled) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ def evaluate_together(
     """As `runs.evaluation.evaluate`, of the average; `parts` are the same data as each run reads it. The loss is that of the first."""
     _check_parts(members, parts)
     first, mesh, device = members[0], members[0].mesh, members[0].mesh.device
-    meter = first.task.meter(device, parts[0], by_series="series" in details.by, tops=tops)
+    task = replace(first.task, bands=None)  # those of a run are around its own forecasts
+    meter = task.meter(device, parts[0], by_series="series" in details.by, tops=tops)
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
     units = _units(members, parts)
     for batch, outs, target, targets in _side_by_side(members, parts):

@@ -55,7 +55,7 @@ def open_members(paths: Sequence[Path | str], device: str, world: World) -> list
 def _check_alike(first: Saved, other: Saved) -> None:
     differs = [field.name for field in fields(Codec) if field.name not in MAY_DIFFER and _of(first, field.name) != _of(other, field.name)]
     if first.spec.task == "forecasting":
-        differs += [name for name in ("horizon", "levels") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
+        differs += [name for name in ("horizon", "levels", "bands") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
     if differs:
         what = differs[0] if differs[0].endswith("s") else f"{differs[0]}s".replace("ys", "ies")
         raise RunError(
