@@ -12,6 +12,9 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import RunError, SpecError
+from carrywave.report.sample_kinds import Forecasted
+from carrywave.report.samples import samples_of
+from carrywave.runs.prediction import predict_run
 from carrywave.spec.load import parse
 
 MODEL: dict[str, Any] = {"hidden": 8, "linear": 12}
@@ -82,6 +85,19 @@ def test_bands_are_wide_where_a_series_moves_much(tmp_path: Path) -> None:
     assert (shares - 0.9).abs().max() < 0.06, shares  # with one width, about 1.00 and 0.79
     fitted(tmp_path / "one", frame, bands=[0.9], standardize=True)
     assert json.loads((tmp_path / "one/bands.json").read_text())["steps"] == 0
+
+
+def test_the_report_and_a_file_of_predictions_have_the_bands(tmp_path: Path) -> None:
+    frame = series(400).query("unique_id == 'small'")[["ds", "y"]]
+    frame.to_csv(tmp_path / "y.csv", index=False)
+    data = {"train": str(tmp_path / "y.csv"), "cache": str(tmp_path / "cache")}
+    found = fitted(tmp_path / "run", None, **data)
+    [drawn] = [sample for sample in samples_of(tmp_path / "run", "cpu").shown if isinstance(sample, Forecasted)]
+    assert (drawn.band_name, drawn.point_name) == ("band of 0.95", "forecast")
+    assert all(low < value < high for (_, low, high), (_, value) in zip(drawn.band, drawn.forecast, strict=True))
+    assert predict_run(tmp_path / "run", tmp_path / "y.csv", tmp_path / "ahead.csv", device="cpu") == 4
+    assert list(pd.read_csv(tmp_path / "ahead.csv").columns) == ["ds", "step", "y", "y-q0.025", "y-q0.1", "y-q0.9", "y-q0.975"]
+    assert cw.evaluate(tmp_path / "run", device="cpu")["within_80"] == found.metrics["test"]["within_80"]
 
 
 def test_columns_apart_and_together_have_the_widths_of_their_errors(tmp_path: Path) -> None:
