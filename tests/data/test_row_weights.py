@@ -98,7 +98,7 @@ def test_a_frame_and_a_third_array_have_weights() -> None:
 
 
 def test_held_out_rows_keep_their_weights() -> None:
-    rows = [{"text": "ab", "label": number % 2, "weight": float(number)} for number in range(20)]
+    rows = [{"text": "a b", "label": number % 2, "weight": float(number)} for number in range(20)]
     found = from_python(rows, spec_of("classification", data={"share": 0.2}))
     assert found.valid is not None
     for part in (found.train, found.valid):

@@ -83,7 +83,7 @@ def test_what_has_no_words_is_refused(tmp_path: Path) -> None:
         {"steps": [[1.0]], "label": 1},
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(row))
-        files = {"train": str(tmp_path / "train.jsonl"), "share": 0.0, "cache": str(tmp_path / "cache")}
+        files = {"train": str(tmp_path / "train.jsonl"), "share": 0.0, "tokens": "char", "cache": str(tmp_path / "cache")}
         with pytest.raises(SpecError, match=r"model.characters=cnn does not apply to .* tokens; set data.tokens=word"):
             prepare(parse({"task": "classification", "data": files, "model": {"characters": "cnn"}}))
         with pytest.raises(SpecError, match=r"data.lowercase does not apply to .* tokens"):

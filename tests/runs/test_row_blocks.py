@@ -268,6 +268,6 @@ def test_a_row_without_a_text_has_an_empty_answer_at_its_place(tmp_path: Path) -
     assert {found[0]["label"], found[2]["label"]} <= {"yes", "no"}
     assert told == [
         "the input: 1 row without a text or a label is left out",
-        "the input: 1 of 9 tokens is unknown to the vocabulary, and read as <unk>",
+        "the input: 1 of 3 tokens is unknown to the vocabulary, and read as <unk>",
     ]
     assert cw.predict(result.run, [{"text": ""}], note=told.append)[0]["label"] is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from carrywave.spec.data_spec import BatchSpec
-from carrywave.spec.defaults import FEATURES, fitted, with_kept_weights
+from carrywave.spec.defaults import FEATURES, NGRAMS, fitted, with_kept_weights
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -76,14 +76,14 @@ def test_strides_leave_about_as_many_steps_of_short_and_of_long_signals(length: 
     assert [layer.stride for layer in fitted(parse({"task": "classification"}), facts).model.front_layers] == strides
 
 
-def test_numbers_get_a_linear_part_unless_they_are_to_be_read_step_by_step() -> None:
+def test_a_linear_part_is_there_unless_numbers_are_to_be_read_step_by_step() -> None:
     facts = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=200, longest=20)
     words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=200, longest=20)
     found = [
         fitted(parse({"task": "classification", "model": model}), data).model.linear
         for model, data in (({}, facts), ({"linear": 0}, facts), ({"front": "none"}, facts), ({"bidirectional": False}, facts), ({}, words))
     ]
-    assert found == [FEATURES, 0, 0, 0, 0]
+    assert found == [FEATURES, 0, 0, 0, NGRAMS]
 
 
 def test_a_linear_part_follows_the_length_of_series_unless_it_is_given() -> None:

@@ -127,7 +127,7 @@ TEXTS = [({"text": "abc"[: number % 3 + 1], "label": number % 2}) for number in 
 @pytest.mark.parametrize(
     ("data", "sections", "message"),
     [
-        (NUMBERS, {"data": {"tokens": "word"}}, "data.tokens is for text, but the data is numbers; remove it"),
+        (NUMBERS, {"data": {"tokens": "byte"}}, "data.tokens is for text, but the data is numbers; remove it"),
         (NUMBERS, {"model": {"dropout_words": 0.1}}, "model.dropout_words is for text and tokens, but the data is numbers; remove it"),
         (
             NUMBERS,

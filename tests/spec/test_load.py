@@ -62,7 +62,7 @@ def test_a_whole_file(spec_file: Path) -> None:
     assert spec.train == TrainSpec(
         optimizer="adam", lr=0.003, betas=(0.8, 0.99), epochs=30, class_weights={"no": 2.0, "1": 0.5}, **OF_CLASSES
     )
-    assert spec.data == DataSpec(train="train.jsonl", test="test.jsonl")
+    assert spec.data == DataSpec(train="train.jsonl", test="test.jsonl", tokens="word")
     assert spec.plan == PlanSpec(chunk_steps=16)
 
 

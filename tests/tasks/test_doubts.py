@@ -16,6 +16,7 @@ from carrywave.tasks.doubts import (
     one_label,
     one_step,
     short_of_season,
+    single_words,
     too_few_epochs,
     unknown_tokens,
     untrained_tokens,
@@ -157,3 +158,16 @@ def test_a_forecast_with_less_than_a_season_before_it() -> None:
     assert said.startswith("1 of 3 forecasts have less than a season (7 rows) before the first step, so the last value stands for the last")
     assert short_of_season(spec("forecasting", season=7).data, rows) is None  # the model adds to the last value anyway
     assert short_of_season(spec("forecasting", season=6, residual="season").data, rows) is None
+
+
+def test_names_are_better_read_by_characters() -> None:
+    """Surnames by nationality, one to a line, are what many learn recurrent networks with."""
+    asked = spec(tokens="word")
+    names, phrases = (
+        from_python([{"text": text, "label": "x"} for text in texts], asked)
+        for texts in (("Nagata", "Rossi", "Van Dijk"), ("so it is", "it is so", "is it"))
+    )
+    said = single_words(asked, names.codec, names.train)
+    assert said is not None
+    assert "set data.tokens=char" in said
+    assert single_words(asked, phrases.codec, phrases.train) is None

@@ -29,8 +29,15 @@ def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequ
         valid = None if valid is None else replace(valid, inputs=valid.tokens)
     lines = [one_step(spec, order), too_few_epochs(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
     lines += [] if spec.model.dropout_rare else [unknown_tokens(codec, train, valid)]  # <unk> is learned from rare words
-    lines += [untrained_tokens(codec, train, valid)]
+    lines += [untrained_tokens(codec, train, valid), single_words(spec, codec, train)]
     return [each for each in lines if each is not None]
+
+
+def single_words(spec: Spec, codec: Codec, train: Sequences) -> str | None:
+    """Warn if most texts with one label each are single words, as names are, and texts in scripts without spaces."""
+    if not spec.mixes or codec.kind != "word" or np.median(train.lengths) > 1:
+        return None
+    return "most texts are a single word, since words are separated by white space; set data.tokens=char to read their characters"
 
 
 def one_step(spec: Spec, order: Order) -> str | None:
