@@ -186,8 +186,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("plan.stages=0", "plan.stages is 0; use a whole number >= 1"),
         (
             "plan=fast",
-            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, micro_batches, cuts, recompute, kernel, '
-            "share_head, split_vocabulary",
+            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, micro_batches, cuts, recompute, kernel, share_head',
         ),
         ("batch=3", "batch is 3; use a section with lanes, steps, windows, warmup, vary, tokens, eval_lanes"),
         # what fields say of each other
