@@ -234,6 +234,11 @@ def test_a_comma_is_a_decimal_mark() -> None:
     assert load(None, ["task=forecasting", "data.train=x.csv", "data.decimal=,"]).data.decimal == ","
 
 
+def test_one_name_or_number_is_a_list_of_one() -> None:
+    data = load(overrides=["task=forecasting", "data.train=a.csv", "data.targets=load", "data.calendar=hour", "data.bands=0.8"]).data
+    assert (data.targets, data.calendar, data.bands) == (("load",), ("hour",), (0.8,))
+
+
 def test_several_mistakes_are_counted(spec_file: Path) -> None:
     spec_file.write_text("model: {hidden: 0, layers: x}\ntrain: {lr: -1}\n")
     assert refused(spec_file) == f"model.hidden is 0; {HIDDEN} (and 2 more)"
