@@ -15,7 +15,7 @@ from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_ov
 from carrywave.errors import DataError, PlanError
 from carrywave.launch.hardware import cores, gpus
 from carrywave.measure.profiles import CROWDED, empty, profile_for
-from carrywave.plan import canonical_shards, placement
+from carrywave.plan import placement
 from carrywave.plan.cost.cluster import Cluster, Host
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import LINKS, PROFILE, find_profile
@@ -182,9 +182,7 @@ def _requested_plan(spec: Spec, units: Units, devices: int) -> Plan | None:
         pooled=units.pooled,
         whole=spec.reads_whole,
     )
-    if units.reproducible:
-        canonical_shards.check(requested)
-    check_sync(requested, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
+    check_sync(requested, spec.train.sync)
     return requested
 
 

@@ -90,26 +90,12 @@ class PlanCase(Footprint):
         if seconds is None:
             last = self.last_unit(last, chunk)
             work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
-            extra_forward, extra_backward = self._exchanges(stage, first, last, lanes, self.steps(chunk)) if self.units.rows else (0.0, 0.0)
             # Where carries are recomputed too, all chunks of a segment but its last run forward once more.
             segment = self.plan.segment(self.chunks)
-            again = (work.forward + extra_forward) * (2 - 1 / segment) if self.plan.recompute else 0.0
-            backward = self.task_seconds + again + work.backward + extra_backward + (0.0 if self.defer_weights else work.deferred)
-            seconds = self._tasks[key] = self.task_seconds + work.forward + extra_forward, backward
+            again = work.forward * (2 - 1 / segment) if self.plan.recompute else 0.0
+            backward = self.task_seconds + again + work.backward + (0.0 if self.defer_weights else work.deferred)
+            seconds = self._tasks[key] = self.task_seconds + work.forward, backward
         return seconds
-
-    def _exchanges(self, stage: int, first: int, last: int, lanes: int, steps: int) -> tuple[float, float]:
-        """Seconds that a split vocabulary adds forward and backward: its messages, roughly, and the logits, which are computed twice."""
-        replicas, cells = self.plan.replicas, self.plan.replicas * lanes * steps  # every replica has a part for the lanes of all
-        forward = backward = 0.0
-        if first == 0:
-            rows = self._reduce(replicas, cells * self.units.units[0].width_out * self.units.parameter_bytes)
-            forward, backward = rows, rows / 2  # a gather takes half as long as a sum
-        if last == len(self.units) and self.units.scores_vocabulary:
-            outputs = self._reduce(replicas, cells * self.units.units[-1].width_in * self.units.activation_bytes)
-            forward += outputs / 2 + 2 * self._reduce(replicas, cells * self.units.parameter_bytes)
-            backward += outputs + self._head(stage, lanes, steps).forward
-        return forward, backward
 
     def weight_gradients(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of a micro-batch's deferred weight gradients, including a shared head's for the `scored` chunks of the last stage."""
@@ -231,24 +217,21 @@ class PlanCase(Footprint):
         shared, members = self.units.common(edges, share_head=self.share_head)
         done = []
         for stage, end in enumerate(ends):
-            reduced = (held[stage] - (shared if stage in members else 0) - self.units.rows) * self.units.parameter_bytes
+            reduced = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
             window = self._window(stage, *self.units.alike(edges[stage], edges[stage + 1]))
             done.append(end * (1 + self.lag) + self._exposed(reduced, window))
         if shared:
-            groups = 1 if self.units.reproducible else replicas * len(members)
             agreed = max(done[stage] for stage in members)
-            seconds = self._reduce(groups, shared * self.units.parameter_bytes)
+            seconds = self._reduce(replicas * len(members), shared * self.units.parameter_bytes)
             done = [agreed + seconds if stage in members else each for stage, each in enumerate(done)]
         agreed = max(done) + self.agree()
         updates = []
-        owners = replicas if self.units.shard_optimizer else 1
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-            owned = -(-held[stage] // owners)
             unit_range, passes = (edges[stage], edges[stage + 1]), len(self.lanes)  # every pass drops weights anew
-            seconds = max((costs.update(owned, tensors[stage]) + passes * costs.weight_drop(*unit_range)) * crowd for costs, crowd in pairs)
-            if owners > 1:  # exchanging the new weights is the second half of an all-reduce
-                seconds += self._reduce(replicas, held[stage] * self.units.parameter_bytes) / 2
+            seconds = max(
+                (costs.update(held[stage], tensors[stage]) + passes * costs.weight_drop(*unit_range)) * crowd for costs, crowd in pairs
+            )
             updates.append((agreed, agreed + seconds))
         return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
 
@@ -267,9 +250,6 @@ class PlanCase(Footprint):
         replicas = self.plan.replicas
         if replicas == 1 or num_bytes == 0:
             return 0.0
-        if self.units.reproducible:  # pairwise exchanges between replicas, one after another, once all gradients are complete
-            link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
-            return (replicas.bit_length() - 1) * _message(link, num_bytes)
         buckets = -(-num_bytes // (DEVICE_BUCKET_BYTES if self.transports.sums == DEVICE_MEMORY else BUCKET_BYTES))
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))

@@ -17,7 +17,6 @@ class Footprint:
     """One plan, without its cuts, on one batch shape."""
 
     def __init__(self, plan: Plan, shape: BatchShape, units: Units, transports: Transports | None = None) -> None:
-        units = units.split_over(plan.replicas) if plan.splits_vocabulary else units
         self.plan, self.shape, self.units, self.transports = plan, shape, units, transports or Transports()
         lanes = max(1, -(-shape.lanes // plan.replicas))
         self.lanes = units.micro_batches(plan, lanes) * units.accumulate
@@ -60,7 +59,6 @@ class Footprint:
             self.share_head,
             reduced=self.plan.replicas > 1 and not self.units.outer,
             segment=self.plan.segment(self.chunks),
-            owners=self.plan.replicas if self.units.shard_optimizer else 1,
             links=self.shared,
         )
 

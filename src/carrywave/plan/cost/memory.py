@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from carrywave.plan.cost.link_memory import NO_LINKS, Links, link_bytes
-from carrywave.plan.cost.unit import Unit
 from carrywave.plan.cost.units import Units
 from carrywave.plan.schedule.schedule import Schedule
 from carrywave.plan.schedule.wavefront_order import MOST_WAITING, extra
@@ -104,7 +103,6 @@ class Split:
     share_head: bool
     reduced: bool  # gradients are all-reduced, in separate buffers
     segment: int = 1  # chunks from one carry that is kept to the next
-    owners: int = 1  # replicas that divide the optimizer state
     links: Links = NO_LINKS  # what lies in device memory that workers share
 
 
@@ -137,9 +135,8 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
 
 
 def _fixed(units: Units, first: int, last: int, split: Split) -> tuple[int, int, int]:
-    # What replicas exchange of new weights, a few megabytes at a time, is not counted: no activations are held then.
     parameters = units.parameters(first, last, share_head=split.share_head) * units.parameter_bytes
-    return parameters, parameters * (2 if split.reduced else 1), parameters * units.outer - (-parameters * units.states // split.owners)
+    return parameters, parameters * (2 if split.reduced else 1), parameters * (units.outer + units.states)
 
 
 def _numbers(units: Units, first: int, last: int, chunk: int, share_head: bool) -> tuple[int, int, int, int, int, int]:
@@ -155,10 +152,6 @@ def _numbers(units: Units, first: int, last: int, chunk: int, share_head: bool) 
         sum(unit.deferred for unit in held),
         units.units[first].width_in or -(-INDEX_BYTES // units.activation_bytes),
         sum(unit.carry for unit in held),
-        max([_work(unit, chunk) for unit in held] + [(head.work + head.kept) * chunk] * share_head, default=0),
+        max([unit.work * chunk for unit in held] + [(head.work + head.kept) * chunk] * share_head, default=0),
         max([unit.deferred for unit in held], default=0),
     )
-
-
-def _work(unit: Unit, chunk: int) -> int:
-    return min(unit.work * chunk, unit.most_work) if unit.most_work else unit.work * chunk

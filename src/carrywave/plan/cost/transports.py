@@ -56,9 +56,9 @@ def transports_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) ->
     between = between if between not in ("", DEVICE_MEMORY) else "NCCL" if on_gpu else "gloo"
     messages = "" if plan.stages == 1 else between if any(placed.crossing) else within
     sums = "" if plan.workers == 1 else between if placed.hosts > 1 else within
-    if not on_gpu or units.precision == "fp64" or messages == "gloo" or plan.splits_vocabulary or units.picks_rows:
+    if not on_gpu or units.precision == "fp64" or messages == "gloo" or units.picks_rows:
         return Transports(messages, sums, "", on_gpu)
-    one_piece = sums != "gloo" and (plan.stages > 1 or units.accumulate == 1) and not units.reproducible
+    one_piece = sums != "gloo" and (plan.stages > 1 or units.accumulate == 1)
     return Transports(messages, sums, "steps" if one_piece else "passes", on_gpu)
 
 

@@ -41,7 +41,6 @@ class Unit:
     deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
     carry: int = 0  # elements per lane
     work: int = 0  # elements per lane and step of temporary memory while it runs
-    most_work: int = 0  # the most of it, however many lanes and steps there are; 0: no limit
     projection: int = 0
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none

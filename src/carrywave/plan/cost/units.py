@@ -11,10 +11,9 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 from carrywave.errors import PlanError
-from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import CallKind
 from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
-from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
+from carrywave.plan.plan import Plan
 from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
@@ -54,12 +53,9 @@ class Units:
     pooled: bool = False  # the head scores whole sequences
     whole: bool = False  # layers are bidirectional, or a front or the head read whole sequences, so time cannot be cut into chunks
     streams: bool = True
-    reproducible: bool = False
-    shard_optimizer: bool = False  # replicas divide the optimizer state
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
     whole_head: bool = False  # the head reads whole sequences, so that stages cannot share it
     picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
-    rows: int = 0  # parameters of a split vocabulary that one replica holds alone
     stride: int = 1  # steps of the data that a front makes one of; shapes are those after it
 
     def __len__(self) -> int:
@@ -147,48 +143,9 @@ class Units:
         return (self.tied, (0, last)) if self.tied else (0, ())
 
     def micro_batches(self, plan: Plan, lanes: int) -> list[int]:
-        """Lanes in each micro-batch of a replica with `lanes` lanes; in a reproducible run the micro-batches are its shards."""
-        parts = SHARDS // plan.replicas if self.reproducible and plan.replicas in REPLICAS else plan.micro_batches
-        parts = min(parts, lanes)
+        """Lanes in each micro-batch of a replica with `lanes` lanes."""
+        parts = min(plan.micro_batches, lanes)
         return [lanes * (part + 1) // parts - lanes * part // parts for part in range(parts)]
-
-    @property
-    def has_vocabulary(self) -> bool:
-        """True if the encoder has rows that replicas can split."""
-        return self.units[0].kind == "embedding" and not self.units[0].front
-
-    @property
-    def scores_vocabulary(self) -> bool:
-        """True if the head has the same rows, and is split with the encoder."""
-        head = self.units[-1]
-        whole = not self.pooled and not self.picks_rows and not self.whole_head
-        return self.has_vocabulary and whole and head.kind == "softmax" and head.outputs == self.units[0].inputs
-
-    def split_over(self, replicas: int) -> Units:
-        """With the rows of the vocabulary split over this many replicas. Each reads the tokens and outputs of all of them, and keeps no
-        logits.
-        """
-        if replicas == 1 or not self.has_vocabulary:
-            return self
-        encoder, head = self.units[0], self.units[-1]
-        encoder = replace(
-            encoder,
-            parameters=-(-encoder.parameters // replicas),
-            kept=encoder.kept + 2 * replicas,
-            deferred=replicas * encoder.deferred,
-            work=2 * replicas * encoder.work,
-        )
-        if self.scores_vocabulary:
-            head = replace(
-                head,
-                parameters=-(-head.parameters // replicas),
-                kept=replicas * (head.width_in + 2),
-                deferred=0,
-                most_work=2 * LOGITS_AT_ONCE,
-            )
-        tied = -(-self.tied // replicas)
-        rows = encoder.parameters + tied + (head.parameters if self.scores_vocabulary else 0)
-        return replace(self, units=(encoder, *self.units[1:-1], head), tied=tied, rows=rows)
 
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:
@@ -250,9 +207,7 @@ class Units:
             pooled or bool(alignments),
             model.bidirectional or spec.reads_whole,
             spec.streams,
-            spec.train.reproducible,
-            spec.train.shard_optimizer,
-            _outer_copies(spec.train),
+            outer=_outer_copies(spec.train),
             whole_head=model.crf is True or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),

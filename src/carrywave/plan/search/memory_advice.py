@@ -51,8 +51,6 @@ def remedies(error: NoFit, space: Space) -> list[str]:
         changes.append(f"{devices} such devices")
     if (lanes := _fewer_lanes(space)) is not None:
         changes.append(lanes)
-    if units.states and not units.shard_optimizer and fits(replace(space, units=replace(units, shard_optimizer=True))):
-        changes.append("train.shard_optimizer=true")
     if units.activation_bytes > 2 and fits(replace(space, units=replace(units, precision="bf16"))):
         changes.append("train.precision=bf16")
     if units.states and fits(replace(space, units=replace(units, states=0, optimizer="sgd"))):

@@ -64,7 +64,7 @@ class Predictor:
 
     def cases(self, plan: Plan) -> tuple[PlanCase, ...]:
         """The plan on each batch shape; independent of the cuts."""
-        key = plan.replicas, plan.stages, plan.chunk_steps, plan.micro_batches, plan.recompute, plan.share_head, plan.split_vocabulary
+        key = plan.replicas, plan.stages, plan.chunk_steps, plan.micro_batches, plan.recompute, plan.share_head
         of_plan = self._cases.get(key)
         if of_plan is None:
             of_plan = self._cases[key] = tuple(
@@ -90,7 +90,7 @@ class Predictor:
             for stage, (first, last) in enumerate(pairwise(edges))
         )
         sent = plan.replicas * self._mean([float(sum(line.sent_bytes)) for line in lines])
-        reduced = (max(cases[0].parameters(edges)) - cases[0].units.rows) * self.units.parameter_bytes if plan.replicas > 1 else 0
+        reduced = max(cases[0].parameters(edges)) * self.units.parameter_bytes if plan.replicas > 1 else 0
         speed, counted, transports = self.units.tokens / seconds, self.units.counted, cases[0].transports
         return Prediction(plan, seconds, speed, stages, lines[most], bubble, round(sent), reduced, transports, counted)
 
@@ -114,7 +114,7 @@ class Predictor:
         cases = self.cases(plan)
         timed_with = cases[0].kinds[0][0].workers
         piped = tuple(case.piped for case in cases)
-        how = plan.chunk_steps, plan.recompute, cases[0].share_head, plan.split_vocabulary
+        how = plan.chunk_steps, plan.recompute, cases[0].share_head
         key = tuple(tuple(case.lanes) for case in cases), *how, piped, timed_with
         if key not in self._balanced:
             most = min(len(self.units), self.cluster.devices)

@@ -22,7 +22,6 @@ from itertools import count
 from typing import Literal
 
 from carrywave.errors import PlanError
-from carrywave.plan.canonical_shards import REPLICAS
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, even_cuts
@@ -114,7 +113,6 @@ def describe(plan: Plan) -> str:
     if plan.micro_batches > 1:
         parts.append(f"{plan.micro_batches} micro-batches")
     parts += ["recompute twice" if plan.recompute == "twice" else "recompute"] * bool(plan.recompute) + ["shared head"] * plan.shares_head
-    parts += ["split vocabulary"] * plan.splits_vocabulary
     return ", ".join(parts)
 
 
@@ -261,10 +259,9 @@ class Search:
         devices, most = self.cluster.devices, self.space.most_lanes
         if self.misfits:
             return min((self.predictor.missing(plan) for plan in list(self.misfits)[:64]), key=lambda error: error.missing_bytes)
-        allowed = f", and replicas must be one of {', '.join(map(str, REPLICAS))}" if self.units.reproducible else ""
         return PlanError(
-            f"{most} lanes and {len(self.units)} units (encoder, {self.units.layers} layers, head) cannot use all {devices} devices"
-            f"{allowed}; use fewer devices"
+            f"{most} lanes and {len(self.units)} units (encoder, {self.units.layers} layers, head) cannot use all {devices} devices; "
+            "use fewer devices"
         )
 
     def lacking(self, wanted: Wanted) -> Plan | None:

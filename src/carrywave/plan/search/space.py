@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from carrywave.plan.canonical_shards import REPLICAS
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
@@ -38,8 +37,7 @@ class Space:
 
     def stages(self) -> list[int]:
         """Numbers of stages to try: all up to `ALL_STAGES`, then in steps of about one eighth."""
-        # Stages change the order of summation, but a reproducible run must give the same bits on any number of devices.
-        most = 1 if self.units.reproducible else min(len(self.units), self.cluster.devices)
+        most = min(len(self.units), self.cluster.devices)
         numbers = list(range(1, min(most, ALL_STAGES) + 1))
         while numbers[-1] < most:
             numbers.append(min(most, numbers[-1] + max(1, numbers[-1] // 8)))
@@ -58,14 +56,10 @@ class Space:
                 if shares != before:
                     numbers.append(replicas)
                 before = shares
-        if self.units.reproducible:
-            return [replicas for replicas in numbers if replicas in REPLICAS]
         return _thinned(numbers)
 
     def micro_batches(self, replicas: int, numbers: Sequence[int]) -> list[int]:
         """Those of `numbers` that leave at least one lane for every micro-batch of every replica."""
-        if self.units.reproducible:
-            return [1]
         return [micro_batches for micro_batches in numbers if micro_batches == 1 or replicas * micro_batches <= self.most_lanes]
 
     def chunk_steps(self) -> list[int | None]:
@@ -85,15 +79,6 @@ class Space:
         once = [Plan(chunk_steps=steps, recompute=True) for steps in chunk_steps]
         return once + [replace(plan, recompute="twice") for plan in once if plan.chunks(longest) >= LEAST_CHUNKS_TWICE]
 
-    def splits_vocabulary(self, plan: Plan) -> bool:
-        """True if the replicas of this plan can split a vocabulary: in one stage, if nothing else in the spec decides what they hold."""
-        return (
-            self.units.has_vocabulary
-            and plan.stages == 1
-            and 1 < plan.replicas <= self.units.units[0].inputs
-            and not (self.units.reproducible or self.units.shard_optimizer or self.units.outer)
-        )
-
     def plans(self, group: Plan) -> Iterator[Plan]:
         """All plans to try with the group's replicas and stages; cuts and recomputation are added later, as needed."""
         if group.stages == 1:
@@ -105,8 +90,7 @@ class Space:
                     yield replace(group, chunk_steps=steps, micro_batches=micro_batches, share_head=share_head)
 
     def leaner(self, plan: Plan) -> Iterator[Plan]:
-        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks and
-        a split vocabulary.
+        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks.
 
         On one stage, micro-batches and chunks have no other benefit.
         """
@@ -117,13 +101,11 @@ class Space:
                     yield replace(plan, micro_batches=micro_batches)
                     yield replace(plan, micro_batches=micro_batches, recompute=True)
         elif plan == Plan(plan.replicas):
-            for split in (False, True) if self.splits_vocabulary(plan) else (False,):
-                variant = replace(plan, split_vocabulary=split)
-                for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
-                    if micro_batches > 1 or split:
-                        yield replace(variant, micro_batches=micro_batches)
-                    for each in self.recomputed():
-                        yield replace(variant, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
+            for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
+                if micro_batches > 1:
+                    yield replace(plan, micro_batches=micro_batches)
+                for each in self.recomputed():
+                    yield replace(plan, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
 
     def leanest(self) -> Iterator[Plan]:
         """For each number of stages, the plain plan, then those that need the least memory."""
@@ -132,13 +114,12 @@ class Space:
             replicas = self.replicas(stages)
             for number in sorted({*replicas[:1], *replicas[-1:]}):
                 micro_batches = self.micro_batches(number, MICRO_BATCHES + MORE_MICRO_BATCHES)
-                for split in (False, True) if self.splits_vocabulary(Plan(number, stages)) else (False,):
-                    yield Plan(number, stages, split_vocabulary=split)
-                    for parts in sorted({1, micro_batches[-1]}):
-                        for each in {steps[0]: None, steps[-1]: None}:
-                            yield Plan(number, stages, (), each, parts, recompute=True, split_vocabulary=split)
-                        for recomputed in self.recomputed()[-1:] if stages == 1 else ():
-                            yield replace(recomputed, replicas=number, micro_batches=parts, split_vocabulary=split)
+                yield Plan(number, stages)
+                for parts in sorted({1, micro_batches[-1]}):
+                    for each in {steps[0]: None, steps[-1]: None}:
+                        yield Plan(number, stages, (), each, parts, recompute=True)
+                    for recomputed in self.recomputed()[-1:] if stages == 1 else ():
+                        yield replace(recomputed, replicas=number, micro_batches=parts)
 
 
 def _thinned(numbers: list[int]) -> list[int]:

@@ -27,7 +27,7 @@ def section(plan: Plan, units: Units) -> dict[str, Any]:
         keys["chunk_steps"] = chunk_steps
     if plan.micro_batches > 1:
         keys["micro_batches"] = plan.micro_batches
-    keys |= {name: value for name in ("recompute", "share_head", "split_vocabulary") if (value := getattr(plan, name))}
+    keys |= {name: value for name in ("recompute", "share_head") if (value := getattr(plan, name))}
     return keys if plan.kernel == "auto" else keys | {"kernel": plan.kernel}
 
 

@@ -80,9 +80,8 @@ def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
 
 def _plan(world: World, request: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
     spec, workers, units = request.spec, request.workers, request.units
-    # If any number of replicas must give the same bytes there is nothing to choose: every worker is a replica. So too where replicas do
-    # not exchange at every step, because their number then changes the result.
-    auto = spec.plans_itself and not spec.train.reproducible and spec.train.sync == "step"
+    # Where replicas do not exchange at every step there is nothing to choose, because their number changes the result.
+    auto = spec.plans_itself and spec.train.sync == "step"
     if auto and request.before is not None and request.before.workers == workers:
         plan = request.before  # a resumed run continues bit for bit
     elif auto and units is not None and workers > 1:
@@ -186,9 +185,7 @@ def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
         recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
-        # Older runs do not name what they could not do.
-        older = {"split_vocabulary": False}
-        return _of_json({name: (older | recorded)[name] for name in PlanSpec.model_fields})
+        return _of_json({name: recorded[name] for name in PlanSpec.model_fields})
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -206,7 +203,6 @@ def _of_json(values: Mapping[str, Any]) -> Plan:
         plan_spec.recompute,
         plan_spec.kernel,
         plan_spec.share_head,
-        plan_spec.split_vocabulary,
     )
 
 
