@@ -238,9 +238,7 @@ def _head(head: str, layers: cw.Recurrent, encoder: Any, drop: float) -> nn.Modu
     return DistributionForecast(width, HORIZON, NUMBERS, head, linear=scaled, scaled=scaled, past_steps=kind.past)
 
 
-def batch(
-    head: str, steps: int, lengths: list[int], *, resets: bool, weights: bool, seed: int, odd: bool, **more: Any
-) -> cw.Batch:
+def batch(head: str, steps: int, lengths: list[int], *, resets: bool, weights: bool, seed: int, odd: bool, **more: Any) -> cw.Batch:
     """Data drawn by the seed, in float64. `odd`: NaN, or another word, stands in padding."""
     kind, lanes, draw = KINDS[head], len(lengths), torch.Generator().manual_seed(seed)
     lengths_B = torch.tensor(lengths)
@@ -275,9 +273,7 @@ def batch(
     weights_B = 3.0 * torch.rand(lanes, generator=draw, dtype=torch.float64) if weights else None
     if weights_B is not None:
         weights_B[1] = 0.0
-    return cw.Batch.of(
-        inputs, targets, lengths_B, pooled=kind.pooled, resets=resets_TB, weights=weights_B, history=history, **more
-    )
+    return cw.Batch.of(inputs, targets, lengths_B, pooled=kind.pooled, resets=resets_TB, weights=weights_B, history=history, **more)
 
 
 def _targets(head: str, lead: tuple[int, ...], lengths_B: Tensor, draw: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ Row = dict[str, str]
 
 
 def pairs(factors: Mapping[str, Sequence[str]], fits: Callable[[Row], bool]) -> list[Row]:
-    """Rows with a value of each factor, always the same ones; those that cover the most come first. `fits` also judges rows in the making."""
+    """Rows with a value of each factor, always the same ones; the widest first. `fits` also judges rows in the making."""
     names = list(factors)
     places = {name: place for place, name in enumerate(names)}
     open_pairs = {

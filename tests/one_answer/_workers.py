@@ -41,7 +41,7 @@ class Workers:
             self.folder.cleanup()
 
     def train(self, case: dict[str, Any], size: int) -> list[Any]:
-        from _cases import load
+        from _answers import load
 
         if self.program is None:
             self.folder = tempfile.TemporaryDirectory(prefix="carrywave-workers-")
@@ -50,7 +50,8 @@ class Workers:
             command = [sys.executable, __file__, self.folder.name, self.device]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.program = subprocess.Popen(command, **pipes, text=True, env=kept | own | self.environment)  # type: ignore[call-overload]
-        assert self.program is not None and self.program.stdin is not None and self.program.stdout is not None
+        assert self.program.stdin is not None
+        assert self.program.stdout is not None
         self.program.stdin.write(json.dumps({"size": size, "case": case}) + "\n")
         self.program.stdin.flush()
         told = json.loads(self.program.stdout.readline())
@@ -109,7 +110,7 @@ class Group:
 
 def serve(path: Path, device: str, read: int, write: int) -> None:
     """Train the cases that come in, until there are no more."""
-    from _cases import save, train
+    from _answers import save, train
 
     with os.fdopen(read) as lines, os.fdopen(write, "w", buffering=1) as replies:
         for text in lines:
@@ -123,11 +124,11 @@ def serve(path: Path, device: str, read: int, write: int) -> None:
 
 
 def main() -> None:
-    import _cases  # loads all that a case needs
+    import _answers  # loads all that a case needs
     import torch
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)  # loads what any optimizer loads when it is first made
-    assert _cases
+    assert _answers
     groups: dict[int, Group] = {}
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no reply

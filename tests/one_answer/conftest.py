@@ -1,4 +1,4 @@
-"""Tests that know nothing of the insides: they use the public names, the command line, and real processes where several workers are meant."""
+"""Tests that know nothing of the insides: public names, the command line, and real processes where several workers are meant."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import carrywave
 from _workers import LAUNCHERS, Workers
+
+import carrywave
 
 
 @pytest.fixture(autouse=True)

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from _cases import FACTORS, LIMIT, Answer, Case, errors, fits, limit_of, serial, train, workers_of
+from _answers import FACTORS, LIMIT, Answer, Case, errors, fits, limit_of, serial, train, workers_of
 from _pairs import pairs
 from _workers import Workers
 
 QUICK = 24  # rows of the table, in which each value is at least once
 TABLE = pairs(FACTORS, fits)
-ROWS = [
-    pytest.param(row, id="-".join(row.values()), marks=[pytest.mark.slow] if place >= QUICK else [])
-    for place, row in enumerate(TABLE)
-]
+ROWS = [pytest.param(row, id="-".join(row.values()), marks=[pytest.mark.slow] if place >= QUICK else []) for place, row in enumerate(TABLE)]
 CASE: Case = {
     "plan": "2x2, micro-batches",
     "head": "tied words",

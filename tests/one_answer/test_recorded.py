@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _cases import FACTORS, OPTIMIZERS, Case, fits, net, plan_of, steps_of
+from _answers import FACTORS, OPTIMIZERS, Case, fits, net, plan_of, steps_of
 from _emulated_graphs import Graph, emulate
 from _pairs import pairs
 

@@ -1,4 +1,4 @@
-"""A case is a row of the table, as plain data: what is trained, how, and by which plan. Here a worker trains it, and answers are compared."""
+"""A case is a row of the table, as plain data: what is trained, how, and by which plan. Workers train it here; answers are compared."""
 
 from __future__ import annotations
 
@@ -202,5 +202,5 @@ def _error(a: Tensor, b: Tensor, floor: float) -> float:
 
 
 def limit_of(case: Case) -> float:
-    """Adam divides a gradient by its own size and adds 1e-8: where one is nothing but rounding, 1e-16, it moves the weight by 1e-8 of a step."""
+    """Adam divides a gradient by its own size and adds 1e-8: one that is nothing but rounding, 1e-16, moves a weight by 1e-8 of a step."""
     return 1e-8 if case["optimizer"] == "adamw" else LIMIT
