@@ -56,8 +56,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "report": (
         ("carrywave report runs/words", "one page: report.html in the run's folder"),
-        ("carrywave report runs/a runs/b -o both.html", "two runs side by side"),
-        ("carrywave report runs/words --live", "while it trains"),
+        ("carrywave report runs/words -o words.html --no-samples", "elsewhere, and without reading the data"),
     ),
     "bench": (
         ("carrywave bench train --quick", "see that it works, in seconds"),

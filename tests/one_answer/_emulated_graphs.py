@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from carrywave.kernels.torch_kernels import without_onednn
 
 
 class Graph:
     """A list of operations."""
+
+    replays = 0  # of all graphs
 
     def __init__(self) -> None:
         # Operation, arguments, where results are put, whether oneDNN could be used, which rounds otherwise, and whether gradients were on,
@@ -31,6 +33,7 @@ class Graph:
     def replay(self) -> None:
         """Run them again, each with its results in the place where it put them when it was recorded."""
         self.replayed += 1
+        Graph.replays += 1
         with torch.no_grad():
             for call, args, kwargs, results, onednn, gradients in self.calls:
                 with contextlib.nullcontext() if onednn else without_onednn(), torch.set_grad_enabled(gradients):
@@ -67,7 +70,8 @@ class Recording(TorchDispatchMode):
         ]
         self.made |= {_storage(tensor) for _, tensor in new}
         if new or func._schema.is_mutable:
-            self.graph.calls.append((func, tuple(args), kwargs, new, torch.backends.mkldnn.enabled, torch.is_grad_enabled()))
+            flags = torch.backends.mkldnn.enabled, torch.is_grad_enabled()
+            self.graph.calls.append((func, *tree_map(_bare, (tuple(args), kwargs, new)), *flags))
         return result
 
     def _keep(self, tensor: Any) -> None:
@@ -79,6 +83,11 @@ class Recording(TorchDispatchMode):
         """Undo what ran."""
         for whole, old in self.before.values():
             whole.copy_(old)
+
+
+def _bare(leaf: Any) -> Any:
+    """A tensor without its history, which a replay knows nothing of."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _storage(tensor: Tensor) -> int:
