@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
@@ -40,6 +39,7 @@ from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
+from carrywave.plan.schedule import schedule as schedules
 from carrywave.spec.data_spec import COUNTS
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
@@ -50,6 +50,12 @@ from _chain import Chain
 from _odd import CELLS
 
 Case = dict[str, Any]
+
+SCHEDULERS: dict[str, Any] = {
+    "sequential": schedules.sequential,
+    # Weights are never deferred: time is not cut.
+    "gpipe": lambda stages, chunks, *, backward=True, weights=True: schedules.gpipe(stages, len(chunks), backward=backward),
+}
 
 VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
 CHARACTERS, LETTERS = 7, 3  # codes of characters, and how many of a word are read
