@@ -70,8 +70,8 @@ def examine(request: Request, deliver: Callable[[Report], None], say: Callable[[
     except (UserError, ContactLost, RuntimeError) as error:
         told = error if isinstance(error, (UserError, ContactLost)) else RuntimeError(f"{where}: {error}")
         report = Report((*findings, of_error("workers", told)))
-        if local_rank == 0 and getattr(error, "reported_by", None) in (None, rank):
-            deliver(report)
+        if getattr(error, "reported_by", None) in (None, rank):
+            deliver(report) if local_rank == 0 else say(report.findings[-1].text)
         code = 1
     timer.cancel()
     return code
