@@ -62,7 +62,6 @@ def test_what_is_no_choice_and_no_range_is_refused(given: dict[str, Any], said: 
         (["model.hiden=4,8"], "unknown key model.hiden; did you mean model.hidden"),
         (["model.hidden=4,-8"], "model.hidden is -8"),
         (["train.lr=-1..1"], "train.lr is -1"),
-        (["train.momentum=0.5,0.9"], "is for sgd"),
         (["train.best=loss,accuracy"], "train.best changes what"),
         (["data.share=0.1,0.2"], "data.share"),
         (["train.class_weights=balanced,null"], "train.class_weights changes what loss measures"),
