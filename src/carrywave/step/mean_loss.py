@@ -20,7 +20,7 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import Lanes, check_batches, check_continued
-from carrywave.step.checks.own_modules.splitting import SplitCheck
+from carrywave.step.checks.trial import SplitTrial
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import Observer
 from carrywave.step.passes.micro_batches import lanes_of
@@ -37,7 +37,7 @@ class MeanLoss:
     precision: str
     keep_state: bool
     agreement: Agreement
-    splits: SplitCheck
+    trial: SplitTrial
 
     @torch.no_grad()
     def __call__(
@@ -57,7 +57,7 @@ class MeanLoss:
                 check_batches([batch], model, keep_state=self.keep_state, gradients=False)
                 if self.keep_state:
                     lanes = check_continued(batch, lanes)
-                self.splits.look([batch], [random.key(0)], training=False)
+                self.trial.before([batch], [random.key(0)], training=False)
                 part = local_part(mesh, self.stage, batch, scores=self.stage.has_head, pooled=model.pooled)
                 count = part.lanes.shape[0]
                 if state is None or not self.keep_state or lanes_of(state, count) != count:
