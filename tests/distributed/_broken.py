@@ -18,6 +18,7 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.over_time import pooling
 from carrywave.model.state import Chunk
 from carrywave.step import trainer, worker_setup
+from carrywave.step.gradients import Gradients
 from carrywave.step.passes import executor
 from carrywave.step.passes.chunks import Chunks
 from carrywave.step.passes.job import BatchOutcome, Job
@@ -48,7 +49,10 @@ def _mean_of_means(rank: int) -> Any:
         jobs = [replace(job, scale=torch.tensor(1.0 / local(job), dtype=torch.float64)) for job in jobs]
         outcomes = run(stage, plan, program, jobs, *others, **named)
         one = torch.ones((), dtype=torch.float64)
-        return [replace(each, loss_sum=each.loss_sum / local(job), count=one) for each, job in zip(outcomes, jobs, strict=True)]
+        return [
+            replace(each, sums=torch.stack([each.loss_sum / local(job), one, each.penalty]))
+            for each, job in zip(outcomes, jobs, strict=True)
+        ]
 
     return mock.patch.object(executor, "run", wrong)
 
@@ -160,17 +164,19 @@ def _score_not_returned(rank: int) -> Any:
 
 def _summed_twice(rank: int) -> Any:
     """Gradients that were reduced already are reduced once more."""
-    sum_over_workers = worker_setup.AllReduce.sum_over_workers
+    summed = Gradients.sum
 
-    def wrong(self: Any, meanwhile: Any) -> Any:
-        result = sum_over_workers(self, meanwhile)
+    def wrong(self: Gradients) -> None:
+        summed(self)
         for bucket in self.buckets:
+            numbers = None if self.numbers is None else self.numbers.clone()
             work = bucket.group.all_reduce(bucket.flat)
             if work is not None:
                 work.wait()
-        return result
+            if self.numbers is not None and numbers is not None:
+                self.numbers.copy_(numbers)  # of loss and count alone, which travel with them, nothing is wrong
 
-    return mock.patch.object(worker_setup.AllReduce, "sum_over_workers", wrong)
+    return mock.patch.object(Gradients, "sum", wrong)
 
 
 MISTAKES: dict[str, Callable[[int], Any]] = {

@@ -178,7 +178,8 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             net.encoder.splittable = True  # not tried, so that the step itself fails
             net.encoder.register_forward_hook(lambda *seen: seen[-1].register_hook(fails) and None)
         if case == "state set by all" and number == 2:
-            trainer.state, trainer.uncounted = None, 7
+            trainer.state = None
+            trainer.position = replace(trainer.position, counted=7)
         if case == "notes of one" and rank == 0:
             net.head.best = losses
         if rank == 1 and number == 2:
@@ -281,7 +282,7 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
         case "another state":
             trainer.state = None
         case "another count":
-            trainer.uncounted = 7
+            trainer.position = replace(trainer.position, counted=7)
         case "another hook":
             net.head.out.register_forward_hook(lambda module, given, out: out * 2)
         case "another evaluation":

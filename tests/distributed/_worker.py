@@ -41,7 +41,7 @@ from carrywave.parallel.sums import host_sums
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.step import worker_setup
-from carrywave.step.all_reduce import AllReduce
+from carrywave.step.gradients import Gradients
 
 TRANSPORTS = {"nccl": "pair_links", "device": "device_links", "gloo": "transport"}  # the modules of their links
 
@@ -77,7 +77,7 @@ class Worker:
         if line["meeting"] != self.meeting:
             self._meet(line["meeting"], plan.workers)
         options = {} if case.get("bucket_bytes") is None else {"bucket_bytes": case["bucket_bytes"]}
-        with broken(case.get("broken"), self.rank), mock.patch.object(worker_setup, "AllReduce", functools.partial(AllReduce, **options)):
+        with broken(case.get("broken"), self.rank), mock.patch.object(worker_setup, "Gradients", functools.partial(Gradients, **options)):
             return train(case, self._mesh(plan, tuple(case.get("hosts", ()))))
 
     def _meet(self, path: str, size: int) -> None:

@@ -63,8 +63,8 @@ class Engine:
         passes, carry = self.forward_backward(batches, keys, carry, graphs)
         if self.gradients.unreached:
             self._missed.add(_kind(batches))
-        alone = graphs is not None and self.mesh.world.size == 1
-        result = self._recorded_update(passes, graphs) if alone and graphs is not None else self.update(passes, marks)
+        alone = self.mesh.world.size == 1 and not self.gradients.buckets
+        result = self._recorded_update(passes, graphs) if graphs is not None and alone else self.update(passes, marks)
         return result, self._reset(carry)
 
     def backward(

@@ -148,7 +148,7 @@ class Gradients:
         for parameter in self._frozen:  # including those that the user's optimizer does not hold
             parameter.grad = None
         for flat in self._flats:
-            for parameter, piece in zip(flat.parameters, flat.buffer.split(flat.sizes), strict=False):
+            for parameter, piece in zip(flat.parameters, torch.split(flat.buffer, flat.sizes), strict=False):
                 # New views every time, because `model.half()` and back move a `.grad` away. `.data` has a version counter of its own, which
                 # tells whether backward has added to it.
                 view = piece.view_as(parameter).data
@@ -175,8 +175,8 @@ class Gradients:
 
     def sum(self) -> None:
         """The gradients of the step are complete: sum them over workers."""
-        # What was pending belongs to the pass. Kept until the next step, it would keep the pass's autograd graph as well, which no recording
-        # of that step survives.
+        # What was pending belongs to the pass. Kept until the next step, it would keep the pass's autograd graph as well, which no
+        # recording of that step survives.
         self._armed, self._pending = False, _nothing
         for bucket in self.buckets:
             self._start(bucket)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +43,11 @@ class MeanLoss:
         self,
         batches: Iterable[Batch],
         observe: Callable[[Tensor, Tensor | None], None] | None,
-        guarded: Callable[[], AbstractContextManager[None]],
+        broke_off: Callable[[BaseException], None],
     ) -> float:
-        """The mean loss over the real targets of all batches; the same on every worker. `guarded`: around what other workers wait for."""
+        """The mean loss over the real targets of all batches; the same on every worker. `broke_off`: told of an error in the middle of what
+        other workers wait for.
+        """
         model, mesh = self.model, self.mesh
         see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
         sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -62,10 +63,12 @@ class MeanLoss:
                 count = part.lanes.shape[0]
                 if state is None or not self.keep_state or lanes_of(state, count) != count:
                     state = self.stage.start(count, mesh.device).detach()
-                with guarded():
-                    outcome = executor.forward(
-                        self.stage, mesh, part, state, uncut_time=model.reads_whole, precision=self.precision, observe=see
-                    )
+                uncut_time, precision = model.reads_whole, self.precision
+                try:
+                    outcome = executor.forward(self.stage, mesh, part, state, uncut_time=uncut_time, precision=precision, observe=see)
+                except BaseException as error:
+                    broke_off(error)
+                    raise
                 sums += outcome.sums[:2]
                 state = outcome.state
         loss_sum, number = mesh.sum_(sums).tolist()

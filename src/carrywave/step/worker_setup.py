@@ -148,13 +148,12 @@ def engine_of(
     compute: Compute,
     optimizer: torch.optim.Optimizer,
     scaler: Scaler | None,
+    checks: tuple[Agreement, Hooks],
     *,
-    agreement: Agreement,
-    hooks: Hooks,
     guards_weights: bool,
 ) -> Engine:
     """The engine that trains these parameters. Collective: every rank must call it."""
-    mesh, spec = compute.mesh, compute.spec
+    mesh, spec, (agreement, hooks) = compute.mesh, compute.spec, checks
     tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)

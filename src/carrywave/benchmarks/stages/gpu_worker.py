@@ -152,9 +152,8 @@ class Loop:
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None = None
     ) -> tuple[None, FlatCarry]:
         engine = self.trainer.engine
-        engine.gradients.begin_step()
-        _, left = engine.run_passes(batches, keys, carry, graphs)
-        engine.gradients.sum_over_workers(meanwhile=lambda: None)
+        _, left = engine.forward_backward(batches, keys, carry, graphs)
+        engine.gradients.sum()
         return None, left
 
     @property

@@ -49,9 +49,7 @@ class Compute:
         mesh, plan = self.mesh, self.mesh.plan
         program = program_for(plan, batches, backward=True, uncut_time=self.uncut_time, scheduler=self.scheduler)
         jobs = self._jobs(batches, keys, carry)
-        outcomes = executor.run(
-            self.stage, plan, program, jobs, mesh.links, stage_number=mesh.stage, gradients=gradients, clock=self.clock
-        )
+        outcomes = executor.run(self.stage, plan, program, jobs, mesh.links, stage_number=mesh.stage, gradients=gradients, clock=self.clock)
         norms = norm_of_each([part for outcome in outcomes for carry in outcome.state.carries for part in carry]).to(mesh.device)
         if len(outcomes) == 1:
             [outcome] = outcomes
@@ -79,7 +77,5 @@ class Compute:
             elif lanes_before is None:
                 entered = State(self.stage.carries(carry or []))
             lanes_before, spec = lanes, self.spec
-            jobs.append(
-                Job(batch, entered, key.to(self.mesh.device), self.scale, spec.alpha, spec.beta, self.per_change, spec.precision)
-            )
+            jobs.append(Job(batch, entered, key.to(self.mesh.device), self.scale, spec.alpha, spec.beta, self.per_change, spec.precision))
         return jobs

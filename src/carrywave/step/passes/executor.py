@@ -202,10 +202,10 @@ class _Run:
                         with self._timed("wait", step.task):
                             self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
                     deferred = self.deferred.get(step.task.micro_batch)
-                    with self._timed(step.task.phase, step.task) if watched else nullcontext():
-                        # Also around F: in forward, a layer learns where its weight gradients will go.
-                        with nullcontext() if deferred is None else deferring(deferred):
-                            run[step.task.phase](step.task)
+                    timed = self._timed(step.task.phase, step.task) if watched else nullcontext()
+                    # Also around F: in forward, a layer learns where its weight gradients will go.
+                    with timed, nullcontext() if deferred is None else deferring(deferred):
+                        run[step.task.phase](step.task)
                     done = step.task
                 if self.in_place is not None and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
                     self.in_place.finished(step.task.micro_batch)

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from carrywave.errors import WorkerError
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.step.nonfinite import Seen
+from carrywave.step.nonfinite import NonfiniteRecord, Seen
+from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.stats import Slots
-from carrywave.step.update import StepResult
-
-if TYPE_CHECKING:
-    from carrywave.step.trainer import Trainer
+from carrywave.step.sync.modes import Sync
+from carrywave.step.update import StepResult, Votes
 
 SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
 SUMS = 5  # loss, targets, norm, steps; non-finite steps
+
+
+@dataclass(frozen=True)
+class News:
+    """What this worker brings to a meeting besides its sums."""
+
+    votes: Votes
+    nonfinite: NonfiniteRecord
+    scaler: Scaler | None
+    guards_weights: bool
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,8 @@ class Met:
 class Meetings:
     """The meetings of one trainer's replicas, and what this worker brings to the next one."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        assert trainer.sync is not None
-        self.trainer, self.mesh, self.sync = trainer, trainer.mesh, trainer.sync
+    def __init__(self, mesh: Mesh, sync: Sync) -> None:
+        self.mesh, self.sync = mesh, sync
         size = self.mesh.world.size
         self.slots = Slots(
             sums=(SUMS,),
@@ -62,32 +70,32 @@ class Meetings:
         self.sums = self.sums + result.counted()
         self.sync.add(result)
 
-    def meet(self) -> Met:
+    def meet(self, news: News) -> Met:
         """Share this worker's numbers, and read those of the others. Collective: every rank must call it after the same step."""
-        trainer, slots, rank = self.trainer, self.slots, self.mesh.world.rank
-        seen = trainer.nonfinite.look()
-        scaler = trainer.scaler
+        slots, rank = self.slots, self.mesh.world.rank
+        seen = news.nonfinite.look()
+        scaler = news.scaler
         gone = scaler is not None and float(scaler.scale) < SMALLEST_SCALE
         report = torch.zeros(slots.size, dtype=torch.float64, device=self.mesh.device)
         replicas = self.mesh.plan.replicas
         if self.mesh.stage == 0:  # the other stages of a replica know the same numbers
             mean = torch.tensor([1.0, 1.0, 1.0 / replicas, 1.0 / replicas, 1.0], dtype=torch.float64, device=self.mesh.device)
-            slots.read(report, "sums").copy_(self.sums * mean)
-            slots.read(report, "targets")[self.mesh.replica] = self.sync.targets
-        slots.read(report, "votes").copy_(torch.tensor(trainer.votes, dtype=torch.float64))
-        code = seen.codes[trainer.within.world.rank] if seen.codes else 0
+            slots.parts(report)["sums"].copy_(self.sums * mean)
+            slots.parts(report)["targets"][self.mesh.replica] = self.sync.targets
+        slots.parts(report)["votes"].copy_(torch.tensor(news.votes, dtype=torch.float64))
+        code = seen.codes[news.nonfinite.world.rank] if seen.codes else 0
         row = [0 if seen.ago is None else seen.ago + 1, code, seen.bad, seen.longest, seen.in_a_row, float(gone)]
-        slots.read(report, "seen")[rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
-        slots.read(report, "marks")[rank] = self.sync.checksum()
+        slots.parts(report)["seen"][rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
+        slots.parts(report)["marks"][rank] = self.sync.checksum()
         summed = self.mesh.sum_(report)
-        sums = slots.read(summed, "sums").clone()
+        sums = slots.parts(summed)["sums"].clone()
         on_host = summed.cpu()
-        self._compare(slots.read(on_host, "marks").tolist())
-        rows = [[int(number) for number in each] for each in slots.read(on_host, "seen").tolist()]
-        stop, end = slots.read(on_host, "votes").tolist()
+        self._compare(slots.parts(on_host)["marks"].tolist())
+        rows = [[int(number) for number in each] for each in slots.parts(on_host)["seen"].tolist()]
+        stop, end = slots.parts(on_host)["votes"].tolist()
         self.forget()
         joint = joined(rows, [self.mesh.rank_at(replica, 0) for replica in range(replicas)])
-        return Met(sums, (stop, end), slots.read(on_host, "targets").clone(), joint, any(each[5] for each in rows))
+        return Met(sums, (stop, end), slots.parts(on_host)["targets"].clone(), joint, any(each[5] for each in rows))
 
     def _compare(self, checksums: Sequence[float]) -> None:
         stages = self.mesh.plan.stages

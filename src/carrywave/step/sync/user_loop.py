@@ -6,43 +6,42 @@ may have at any step.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from carrywave.errors import Diverged, UserError
 from carrywave.parallel.liveness import lost_contact
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.finite import remedy
 from carrywave.step.nonfinite import MOST_IN_A_ROW
-from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
+from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings, News
+from carrywave.step.sync.modes import Sync
 from carrywave.step.update import StepResult
-
-if TYPE_CHECKING:
-    from carrywave.step.trainer import Trainer
 
 
 class UserExchanges:
     """The exchanges of one trainer's replicas."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.meetings = Meetings(weakref.proxy(trainer))  # the trainer holds this object
-        self.alone = trainer.plan.replicas == 1 and trainer.spec.sync == "local"  # the mean of one replica's weights is these weights
+    def __init__(self, mesh: Mesh, sync: Sync, spec: TrainSpec) -> None:
+        self.mesh, self.sync, self.spec = mesh, sync, spec
+        self.meetings = Meetings(mesh, sync)
+        self.alone = mesh.plan.replicas == 1 and spec.sync == "local"  # the mean of one replica's weights is these weights
         self.steps = 0
         self.met = 0  # the step after which everything was exchanged last
 
-    def after(self, trainer: Trainer, result: StepResult) -> None:
+    def after(self, result: StepResult, news: News) -> None:
         """Count a step of this replica, and exchange what is due. Collective at the same steps on every rank."""
         self.meetings.add(result)
         self.steps += 1
-        due = self.meetings.sync.due(self.steps, last=False)
+        due = self.sync.due(self.steps, last=False)
         if due:
-            self._meet(trainer, due)
+            self._meet(news, due)
 
-    def everything(self, trainer: Trainer) -> None:
+    def everything(self, news: News) -> None:
         """Exchange all weights now, unless that was the last thing done. Collective: every rank must call it after the same step."""
         if self.met != self.steps:
-            self._meet(trainer, self.meetings.sync.due(self.steps, last=True))
+            self._meet(news, self.sync.due(self.steps, last=True))
 
     def check_met(self) -> None:
         """Refuse what needs the weights that all replicas agree on, where they have not agreed since their last step."""
@@ -50,17 +49,17 @@ class UserExchanges:
             raise UserError("replicas have trained on their own since their last exchange; call trainer.exchange() on all workers first")
 
     @lost_contact.kept
-    def _meet(self, trainer: Trainer, due: Sequence[int]) -> None:
-        met = self.meetings.meet()
+    def _meet(self, news: News, due: Sequence[int]) -> None:
+        met = self.meetings.meet(news)
         seen = met.seen
-        stops = trainer.spec.on_nan == "stop" or seen.longest >= MOST_IN_A_ROW
+        stops = self.spec.on_nan == "stop" or seen.longest >= MOST_IN_A_ROW
         if met.scale_gone or (seen.ago is not None and stops):  # before anything non-finite reaches another replica
-            cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights, world=trainer.mesh.world)
+            cause = news.nonfinite.cause(seen, weights=news.guards_weights, world=self.mesh.world)
             gone = f" at any loss scale down to {SMALLEST_SCALE:g}" if met.scale_gone else ""
             advice = remedy(cause, "lower the learning rate, or set train.clip")
             raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; {advice}"))
-        self.meetings.sync.exchange(due, met.targets)
-        if len(due) == self.meetings.sync.fragments:
+        self.sync.exchange(due, met.targets)
+        if len(due) == self.sync.fragments:
             self.met = self.steps
 
 
