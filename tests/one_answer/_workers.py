@@ -26,10 +26,12 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Workers:
-    """`train(case)`: the answer of each rank, those of rank 0 with the weights. `environment` and `device` are those of all workers."""
+    """`train(case)`: the answer of each rank, that of rank 0 with the weights. What is given here is the same for all workers; for
+    `transport`, see `_transports.py`.
+    """
 
-    def __init__(self, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
-        self.device, self.environment = device, dict(environment or {})
+    def __init__(self, device: str = "cpu", environment: Mapping[str, str] | None = None, transport: str = "") -> None:
+        self.device, self.environment, self.transport = device, dict(environment or {}), transport
         self.program: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Workers:
@@ -47,7 +49,7 @@ class Workers:
             self.folder = tempfile.TemporaryDirectory(prefix="carrywave-workers-")
             kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
             own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "CUBLAS_WORKSPACE_CONFIG": ":4096:2"}
-            command = [sys.executable, __file__, self.folder.name, self.device]
+            command = [sys.executable, __file__, self.folder.name, self.device, self.transport]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.program = subprocess.Popen(command, **pipes, text=True, env=kept | own | self.environment)  # type: ignore[call-overload]
         assert self.program.stdin is not None
@@ -63,7 +65,7 @@ class Workers:
 class Group:
     """The workers of one world, in the process that forks."""
 
-    def __init__(self, size: int, folder: Path, device: str) -> None:
+    def __init__(self, size: int, folder: Path, device: str, transport: str) -> None:
         with socket.socket() as any_port:
             any_port.bind(("127.0.0.1", 0))
             port = any_port.getsockname()[1]
@@ -79,6 +81,10 @@ class Group:
                 os.close(back)
                 ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
                 os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                if transport:
+                    import _transports
+
+                    _transports.use(transport, folder / f"meeting-{port}")
                 serve(folder / f"{size}-{rank}-{port}", device, read, write)
             os.close(read)
             os.close(write)
@@ -136,7 +142,7 @@ def main() -> None:
         asked = json.loads(line)
         size = asked["size"]
         if size not in groups:
-            groups[size] = Group(size, Path(sys.argv[1]), sys.argv[2])
+            groups[size] = Group(size, Path(sys.argv[1]), *sys.argv[2:])
         told = groups[size].train(asked["case"])
         if any(not each.startswith("/") for each in told):
             groups.pop(size).end()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _answers import FACTORS, LIMIT, Answer, Case, errors, fits, limit_of, serial, train, workers_of
+from _answers import FACTORS, LIMIT, Case, answered, check, errors, fits, limit_of, net, serial
 from _pairs import pairs
 from _workers import Workers
 
@@ -26,27 +26,6 @@ CASE: Case = {
     "optimizer": "momentum",
     "loop": "step",
 }
-
-
-def answered(case: Case, workers: Workers) -> Answer:
-    """By the plan of the case; weights that several workers hold are the same on all of them, bit for bit."""
-    size = workers_of(case)
-    if size == 1:
-        return train(case)
-    answers = workers.train(case, size)
-    seen: dict[str, str] = {}
-    for rank, answer in enumerate(answers):
-        assert answer.numbers == answers[0].numbers, f"rank {rank} has other losses than rank 0"
-        for name, digest in answer.digests.items():
-            assert seen.setdefault(name, digest) == digest, f"{name} of rank {rank} differs in its bits from the same weight elsewhere"
-    first: Answer = answers[0]
-    return first
-
-
-def check(case: Case, workers: Workers, *, limit: float, floor: float | None = None) -> None:
-    found = errors(answered(case, workers), serial(case), **({} if floor is None else {"floor": floor}))
-    worst = max(found, key=found.__getitem__)
-    assert found[worst] < limit, f"{worst} is off by {found[worst]:.2g}"
 
 
 def test_the_table_has_every_value_and_few_rows() -> None:
@@ -93,6 +72,15 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 def test_other_precisions_differ_by_roundings(precision: str, limit: float, floor: float, plan: str, workers: Workers) -> None:
     case = {**CASE, "plan": plan, "optimizer": "sgd", "keys": {"precision": precision, "lr": 0.1}, "dtype": "float32"}
     check(case, workers, limit=limit, floor=floor)
+
+
+@pytest.mark.parametrize("plan", ["2x1", pytest.param("2x2", marks=pytest.mark.slow)])
+def test_an_overflow_on_one_worker_is_skipped_by_all(plan: str, workers: Workers) -> None:
+    keys = {"precision": "fp16", "lr": 0.1}
+    case = {**CASE, "plan": plan, "head": "numbers of a lane", "data": "lengths", "optimizer": "sgd", "keys": keys, "dtype": "float32"}
+    start, found = net(case).state_dict(), answered({**case, "huge": True}, workers)
+    assert all(torch.equal(found.weights[f"first {name}"], tensor) for name, tensor in start.items())
+    assert not all(torch.equal(found.weights[f"last {name}"], tensor) for name, tensor in start.items())
 
 
 @pytest.mark.sampled(1)
