@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from carrywave.errors import Diverged
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
@@ -36,7 +38,7 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
         return now
     seen = trainer.nonfinite.look()
     cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
-    advice = remedy(cause, "lower the learning rate, or set train.clip")
+    advice = remedy(trainer.model, cause, "lower the learning rate, or set train.clip")
     state, stage = trainer.state, trainer.stage
     if state is not None and state.carries:
         left = state.carries
@@ -51,6 +53,7 @@ def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | 
     )
 
 
-def remedy(cause: str, usual: str) -> str:
-    """The remedy for a cause as `NonfiniteRecord.cause` names it."""
-    return f"{usual}, and let the loss be 0 where a part of a batch has no targets" if cause.startswith(LOSS) else usual
+def remedy(model: Model | OpaqueModel, cause: str, usual: str) -> str:
+    """The remedy for a cause as `NonfiniteRecord.cause` names it; a user's loss may be a mean over no targets."""
+    own_loss = cause.startswith(LOSS) and not type(model.head).__module__.startswith("carrywave.")
+    return f"{usual}, and let the loss be 0 where a part of a batch has no targets" if own_loss else usual
