@@ -274,7 +274,8 @@ def test_a_trial_leaves_model_and_generators_as_they_were() -> None:
     trainer = trainer_of(encoder, Head(), CHUNKS)
     before, generator = copy.deepcopy(encoder.state_dict()), torch.get_rng_state()
     trainer._trial.before([batch()], [torch.zeros(2, dtype=torch.int32)], training=True)
-    assert encoder.calls == 0 and encoder.log == [] and torch.equal(torch.get_rng_state(), generator)
+    assert (encoder.calls, encoder.log) == (0, [])
+    assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is None for p in encoder.parameters())
     torch.testing.assert_close(encoder.state_dict(), before, rtol=0, atol=0)
 

@@ -371,7 +371,7 @@ class Trainer:
     @property
     def news(self) -> News:
         """What this worker brings to the next meeting of replicas that train on their own."""
-        return News(self.votes, self.nonfinite, self.scaler, self.guards_weights)
+        return News(self.model, self.votes, self.nonfinite, self.scaler, self.guards_weights)
 
     def _new_engine(self) -> Engine:
         """An engine for the parameters that are trained now. Collective: every rank must call it."""
@@ -408,7 +408,7 @@ class Trainer:
                 start = self.stage.start(carry.carries[0][0].shape[1], self.device).detach().carries
                 carry = State(self.stage.carries(reset_nonfinite_lanes(carry.carries, start)))
             self.state = carry  # on workers that have no lanes too
-            raise diverged(self.nonfinite, guards_weights=self.guards_weights)
+            raise diverged(self.model, self.nonfinite, guards_weights=self.guards_weights)
 
     def local_part(self, batch: Batch) -> Batch:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device."""

@@ -7,6 +7,8 @@ has none, and then not finite, however low the learning rate is.
 from __future__ import annotations
 
 from carrywave.errors import Diverged, UserError
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.checks.arguments import uncounted
@@ -29,10 +31,10 @@ def look(result: StepResult, before: Later | None, *, at_once: bool) -> tuple[La
     return now, finite
 
 
-def diverged(record: NonfiniteRecord, *, guards_weights: bool) -> UserError:
+def diverged(model: Model | OpaqueModel, record: NonfiniteRecord, *, guards_weights: bool) -> UserError:
     """The error for a step that was not finite. Collective: every rank must call it."""
     cause = record.cause(record.look(), weights=guards_weights)
-    advice = remedy(cause, "lower the learning rate, or set train.clip")
+    advice = remedy(model, cause, "lower the learning rate, or set train.clip")
     return on_every_rank(
         Diverged(
             f"{cause} is no longer finite; {advice}; the weights are as they were before that step "
@@ -41,6 +43,7 @@ def diverged(record: NonfiniteRecord, *, guards_weights: bool) -> UserError:
     )
 
 
-def remedy(cause: str, usual: str) -> str:
-    """The remedy for a cause as `NonfiniteRecord.cause` names it."""
-    return f"{usual}, and let the loss be 0 where a part of a batch has no targets" if cause.startswith(LOSS) else usual
+def remedy(model: Model | OpaqueModel, cause: str, usual: str) -> str:
+    """The remedy for a cause as `NonfiniteRecord.cause` names it; a user's loss may be a mean over no targets."""
+    own_loss = cause.startswith(LOSS) and not type(model.head).__module__.startswith("carrywave.")
+    return f"{usual}, and let the loss be 0 where a part of a batch has no targets" if own_loss else usual

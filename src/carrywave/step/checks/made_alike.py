@@ -45,7 +45,8 @@ def check_tied(model: nn.Module) -> None:
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         other = owners.setdefault(parameter.data_ptr(), name) if parameter.numel() and not parameter.is_meta else name
-        if other != name:
+        stays = name.partition(".")[0] == other.partition(".")[0] != "lstm"  # within an encoder or a head, which no stage divides
+        if other != name and not stays:
             raise PlanError(
                 f"{other} and {name} are two tensors in the same memory; make them one parameter (head.weight = encoder.weight)"
             )

@@ -68,7 +68,8 @@ def _reads_padding(whole: OpaqueModel, batch: Batch) -> bool:
 
 def _loss(whole: OpaqueModel, batch: Batch, dtype: torch.dtype) -> float:
     made = twin(whole, dtype).eval()
-    assert isinstance(made, OpaqueModel) and batch.targets is not None
+    assert isinstance(made, OpaqueModel)
+    assert batch.targets is not None
     chunk = Chunk(batch.lengths, None, batch.lanes, whole=True, weights=batch.weights)
     out, _, state = made(batch.inputs.clone(), State(()), chunk)
     return float(made.loss(out, state, batch.targets.clone(), chunk)[0])

@@ -1,4 +1,4 @@
-"""Which modules need no trial: ours and many of torch's, and those whose owner promises that no step and no lane in them depends on another."""
+"""Which modules need no trial: ours, many of torch's, and those whose owner promises that no step and no lane depends on another."""
 
 from __future__ import annotations
 

@@ -102,6 +102,8 @@ class SplitTrial:
         lanes = batch.lanes.shape[0]
         batch = batch.take(0, min(lanes, max(2 * self._groups(lanes), LANE_STEPS // batch.steps)), pooled=self.model.pooled)
         batch = stand_in(self.stage, batch.to(self.mesh.device))
+        if lanes == 1 and self._groups(batch.cells[1] // batch.steps) > 1:
+            batch = doubled(batch, self.model.pooled)
         with unseen(self.mesh.device):
             try:
                 twin(self.stage, self.stage.dtype)
@@ -170,7 +172,7 @@ class SplitTrial:
 
 def difference(whole: Answer, parts: Answer, tolerance: float) -> str | None:
     """What differs first by more than rounding, and by how much."""
-    if whole.count != parts.count:
+    if abs(whole.count - parts.count) > tolerance * abs(whole.count):
         return f"{parts.count:g} targets instead of {whole.count:g}"
     apart = abs(whole.loss - parts.loss)
     if math.isfinite(whole.loss) and not apart <= tolerance * abs(whole.loss):
@@ -233,6 +235,19 @@ def stand_in(stage: Stage | OpaqueModel, batch: Batch) -> Batch:
 
 def _numbers(steps: int, lanes: int, width: int) -> Tensor:
     return torch.rand(steps, lanes, width, generator=torch.Generator().manual_seed(steps)) * 2 - 1
+
+
+def doubled(batch: Batch, pooled: bool) -> Batch:
+    """The only lane of a batch, and the same backwards, so that there are lanes to cut."""
+    end = int(batch.lengths)
+    by_lane = {"lengths", "fresh", "lanes", "sequence", "offset", "linear"} | ({"targets"} if pooled and batch.resets is None else set())
+
+    def both(name: str, tensor: Tensor) -> Tensor:
+        if name in by_lane or tensor.dim() == 1:
+            return torch.cat([tensor, tensor + (name == "lanes")])
+        return torch.cat([tensor, torch.cat([tensor[:end].flip(0), tensor[end:]])], 1)
+
+    return replace(batch.each_tensor(both), real=-1)
 
 
 def apart(batch: Batch, model: Model | OpaqueModel) -> Batch:

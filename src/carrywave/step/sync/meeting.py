@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import WorkerError
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.nonfinite import NonfiniteRecord, Seen
@@ -29,6 +31,7 @@ SUMS = 5  # loss, targets, norm, steps; non-finite steps
 class News:
     """What this worker brings to a meeting besides its sums."""
 
+    model: Model | OpaqueModel
     votes: Votes
     nonfinite: NonfiniteRecord
     scaler: Scaler | None

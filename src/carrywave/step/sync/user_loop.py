@@ -56,7 +56,7 @@ class UserExchanges:
         if met.scale_gone or (seen.ago is not None and stops):  # before anything non-finite reaches another replica
             cause = news.nonfinite.cause(seen, weights=news.guards_weights, world=self.mesh.world)
             gone = f" at any loss scale down to {SMALLEST_SCALE:g}" if met.scale_gone else ""
-            advice = remedy(cause, "lower the learning rate, or set train.clip")
+            advice = remedy(news.model, cause, "lower the learning rate, or set train.clip")
             raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; {advice}"))
         self.sync.exchange(due, met.targets)
         if len(due) == self.sync.fragments:
