@@ -46,6 +46,7 @@ class _Flat:
     """A buffer and the parameters whose gradients lie in it, one after the other."""
 
     buffer: Tensor
+    gradients: Tensor  # the buffer without what lies behind them
     parameters: Sequence[nn.Parameter]
     sizes: list[int]
 
@@ -131,7 +132,7 @@ class Gradients:
 
     def _add_flat(self, part: Sequence[nn.Parameter], buffer: Tensor) -> None:
         sizes = [p.numel() for p in part]
-        self._flats.append(_Flat(buffer, part, [*sizes, buffer.numel() - sum(sizes)]))
+        self._flats.append(_Flat(buffer, buffer[: sum(sizes)], part, [*sizes, buffer.numel() - sum(sizes)]))
 
     def begin(self) -> None:
         """Start an optimizer step."""
@@ -185,9 +186,15 @@ class Gradients:
                 bucket.work.wait()
                 bucket.work = None
 
-    def of(self, parameter: Tensor) -> Tensor:
-        """The gradient of a parameter as it lies in its buffer: zeros if no pass has reached it."""
-        return self._views[id(parameter)]
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of parameters as they lie in their buffers: zeros if no pass has reached one."""
+        return [self._views[id(p)] for p in parameters]
+
+    @torch.no_grad()
+    def scale(self, by: Tensor) -> None:
+        """Multiply all gradients by one factor."""
+        for flat in self._flats:
+            flat.gradients.mul_(by.to(flat.buffer.device, flat.buffer.dtype))
 
     def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
         """Before the last backward of a step: its gradients are final, except where part of one is still `pending`."""

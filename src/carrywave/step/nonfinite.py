@@ -105,7 +105,7 @@ class NonfiniteRecord:
         self._pass_codes = self._tensor([loss, loss, 0, *(units.forward(layer + 1) for layer, _ in stage.parts)])
         self.watched = self._smallest()
         self._local_codes = self._tensor([units.backward(self.unit[id(p)]) for p in self.watched])
-        self._gradient_codes = self._tensor([])
+        self._gradient_codes = self._all_codes = self._tensor([])  # until `expect`
 
     def _smallest(self) -> list[nn.Parameter]:
         """The smallest parameter of each unit, inspected before the all-reduce: a non-finite gradient anywhere in a unit reaches it too."""
@@ -117,6 +117,12 @@ class NonfiniteRecord:
     def expect(self, counted: Sequence[Tensor], gradients: Gradients) -> None:
         """Learn which gradients `of_gradients` will be given the norms of, in their order."""
         self._gradient_codes = self._tensor([self.units.backward(self.unit[id(p)], summed=gradients.reduces(p)) for p in counted])
+        self._all_codes = torch.cat([self._pass_codes, self._gradient_codes])
+
+    @torch.no_grad()
+    def of_step(self, passes: Tensor, norms: Tensor) -> Tensor:
+        """The code of a worker that is alone: of what its passes reported, and of gradients with these norms."""
+        return _first(torch.cat([passes, norms.square()]), self._all_codes)
 
     @torch.no_grad()
     def of_passes(self, passes: Tensor, gradients: Gradients) -> Tensor:

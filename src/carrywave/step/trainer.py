@@ -7,8 +7,8 @@ update. What a trainer goes on from is a value, `Position`; parts of a step are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -185,9 +185,17 @@ class Trainer:
         keys, counted = self._keys(batches, position.counted)
         local_batches = self._local(batches, keys)
         carry, local_batches = self._carry(local_batches, position)
+        hooked = self.hooks.any_registered(self._optimizer)  # also refuses some
+        clock = self.compute.clock
+        # A replay would not run a hook, nor ask a clock.
+        graphs = None if hooked or (clock is not None and not clock.recordable) else self.capture
         run = self.engine.step if applies else self.engine.backward
-        with self._whole_or_broken():
-            result, left = run(local_batches, keys, carry, self.votes, self._graphs())
+        try:
+            with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off() if hooked else nullcontext():
+                result, left = run(local_batches, keys, carry, self.votes, graphs)
+        except BaseException as error:
+            self._broke_off(error)  # other workers are not left waiting, and learn why
+            raise
         state = position.carry if left is None else State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
         self.position, self._state_set, self._audited = Position(state, lanes, counted), False, True
         return result
@@ -195,12 +203,13 @@ class Trainer:
     def _check(self, batches: Sequence[Batch], position: Position) -> tuple[int, ...] | None:
         """What a step is given, and the model that takes it; returns the lanes whose carry will be kept."""
         self.modes.resume()
-        if self.mesh.hung_up:
+        several = self.mesh.world.size > 1
+        if several and self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         arguments.check_batches(batches, self.model, keep_state=self.keep_state)
         arguments.check_surroundings(self.spec, self.device)
         self._follow()
-        if self.within.world.size > 1:
+        if several:
             self.agreement.before(batches, self.optimizer, position.counted)
         return arguments.check_lanes(batches, position.lanes) if self.keep_state else position.lanes
 
@@ -214,10 +223,12 @@ class Trainer:
 
     def _local(self, batches: Sequence[Batch], keys: Sequence[Tensor]) -> list[Batch]:
         """This worker's lanes of the batches, after a trial of a user's modules with them."""
-        self.compute.count_changes(batches)
+        if self.spec.beta:
+            self.compute.count_changes(batches)
         local_batches = [self.local_part(batch) for batch in batches]
         self._trial.before(batches if self.within is self.mesh else local_batches, keys, training=True)
-        self._padding.before(local_batches)
+        if self._padding.whole is not None:
+            self._padding.before(local_batches)
         return local_batches
 
     def _carry(self, batches: list[Batch], position: Position) -> tuple[FlatCarry, list[Batch]]:
@@ -233,22 +244,6 @@ class Trainer:
             # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.
             batches = [replace(first, fresh=torch.ones_like(first.fresh)), *batches[1:]]
         return flatten(carry), batches
-
-    def _graphs(self) -> Capture | None:
-        """Where this step may be recorded and replayed; None if something in it is code that a replay would not run."""
-        clock = self.compute.clock
-        hooked = self.hooks.any_registered(self.optimizer)  # also refuses some
-        return None if hooked or (clock is not None and not clock.recordable) else self.capture
-
-    @contextmanager
-    def _whole_or_broken(self) -> Iterator[None]:
-        """Around what other workers wait for: if it ends halfway here, they learn why."""
-        try:
-            with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off():
-                yield
-        except BaseException as error:
-            self._broke_off(error)
-            raise
 
     def _broke_off(self, error: BaseException) -> None:
         if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:

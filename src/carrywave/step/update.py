@@ -150,15 +150,16 @@ class Update:
             shared.fill(passes, marks, self.reach.own(), self.nonfinite.of_passes(passes, gradients))
         with span("sum of gradients"):
             gradients.sum()
-        grads = [p.grad for _, p in self.named if p.grad is not None]
-        overflow = self._none[0] if self.scaler is None else self.scaler.unscale_(grads).double()
-        of_grads = norms([gradients.of(p) for p in self.counted]).to(self.mesh.device)
-        squared, code = of_grads.square().sum(), self.nonfinite.of_gradients(of_grads)
+        overflow = self._none[0]
+        if self.scaler is not None:
+            overflow = self.scaler.unscale_([p.grad for _, p in self.named if p.grad is not None]).double()
+        of_grads = norms(gradients.of(self.counted)).to(self.mesh.device)
+        squared = of_grads.square().sum()
         if shared is None:
             loss_sum, count, votes, marks_of_all = passes[LOSS], passes[COUNT], self._none, self._none[:0]
-            codes = torch.maximum(code, self.nonfinite.of_passes(passes, gradients))[None]
+            codes = self.nonfinite.of_step(passes, of_grads)[None]
         else:
-            codes = shared.parts["codes"]
+            codes, code = shared.parts["codes"], self.nonfinite.of_gradients(of_grads)
             if not shared.travels:
                 shared.parts["squared"].copy_(squared)
                 shared.parts["overflow"].copy_(overflow)
@@ -171,9 +172,8 @@ class Update:
             if self.agreement.at_once:
                 self.agreement.after(marks_of_all)
             self.reach.forget(shared.parts["reached"])
-            grads = [p.grad for _, p in self.named if p.grad is not None]
         norm = norm_of_mean(squared, count)
-        scale_(grads, factor(norm, count, clip))
+        gradients.scale(factor(norm, count, clip))
         # If any worker overflowed, all skip the step.
         overflowed = overflow > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)

@@ -110,7 +110,8 @@ class UserGradients:
 
     def end(self) -> None:
         """Before a step that is no backward: recorded steps find their gradients where they left them."""
-        self.check_applied()
+        if self.lent or self.unapplied is not None:
+            self.check_applied()
         self.last = None
         if self._recorded:
             for parameter in self.held:

@@ -44,7 +44,7 @@ class Hooks:
                 "train.clip for a norm over all, register_post_accumulate_grad_hook for a single one, or, if it treats each element by "
                 f"itself, set hook.{SPLITTABLE} = True"
             )
-        found = bool(self._put_off or of_steps or self._with_users())
+        found = bool(of_steps or self._with_users())
         for name, parameter in self.held.items():
             if parameter._backward_hooks:
                 self._refuse(f"the hook on the gradient of {name} (register_hook)")

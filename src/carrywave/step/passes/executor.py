@@ -58,7 +58,7 @@ from carrywave.step.gradients import Gradients
 from carrywave.step.passes.chunk_forward import ChunkForward, ChunkOutcome
 from carrywave.step.passes.chunks import Chunks
 from carrywave.step.passes.job import BatchOutcome, Job, Observer
-from carrywave.step.passes.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
+from carrywave.step.passes.micro_batches import flatten, join_states, split_lanes, split_state
 from carrywave.step.passes.profiler_ranges import profiled, span
 from carrywave.step.passes.programs import program_for
 from carrywave.step.passes.task_clock import Arrived, TaskClock
@@ -134,7 +134,8 @@ class _Run:
         self.first: list[int] = []  # the first micro-batch of each job
         self.states: list[State | None] = []  # current state of each micro-batch; None: not started
         for number, job in enumerate(jobs):
-            lanes, micro_batches = job.batch.lanes.shape[0], micro_batches_of(plan, job.batch)
+            lanes = job.batch.lanes.shape[0]
+            micro_batches = min(plan.micro_batches, lanes)  # never more than it has lanes
             self.first.append(len(self.batches))
             self.owner += [number] * micro_batches
             if micro_batches == 1:
@@ -172,6 +173,7 @@ class _Run:
             reads_lengths=stage.has_head,
         )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
+        self.casts = any(job.precision in HALVES for job in jobs)
         self.chunk_forward = ChunkForward(stage, self.dtype, share_head=self.share_head)
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
@@ -283,7 +285,7 @@ class _Run:
             x = self.batches[task.micro_batch].inputs[first:end]
         if self.trains and task.chunk > 0:  # the first chunk keeps its link to an initial carry that may be learned
             entered = entered.leaves()
-        with torch.set_grad_enabled(self.trains and not self.plan.recompute), self._cast(task):
+        with torch.set_grad_enabled(self.trains and not self.plan.recompute), self._cast(task) if self.casts else nullcontext():
             done = self._run_chunk(task, x, entered)
         if done.sums is not None:
             self.sums[self.owner[task.micro_batch]] += done.sums
@@ -365,7 +367,8 @@ class _Run:
         if roots:
             deferred_gradients.backward(roots, root_gradients)
         if task.chunk == 0:
-            self.chunks.finish(task.micro_batch)
+            if self.deferred:
+                self.chunks.finish(task.micro_batch)
         else:
             self.carry_gradients[task.micro_batch] = [tensor.grad for tensor in flatten(entered)]
         if self.stage_number > 0:
@@ -388,6 +391,7 @@ class _Run:
         return entered
 
     def _cast(self, task: StageTask) -> AbstractContextManager[object]:
+        """The arithmetic of a task, where it is not that of the parameters."""
         return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
 
     def _range(self, task: StageTask) -> tuple[int, int]:
