@@ -29,6 +29,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
@@ -566,3 +567,23 @@ def test_the_reason_is_the_first_error_and_where_it_was_raised() -> None:
     assert _reason(caught.value).startswith("shape '[3]' is invalid")
     assert _reason(caught.value).endswith(f"(test_capture_parts.py, line {failing.__code__.co_firstlineno + 2})")
     assert _reason(RuntimeError("")) == "RuntimeError"
+
+
+@pytest.mark.parametrize("parts", [{"c"}, {"h"}, {"h", "c"}], ids=["c", "h", "both, exchanged"])
+def test_any_part_of_a_carry_that_was_set_enters_a_replay(parts: set[str]) -> None:
+    """Only the first part had been looked at, so that a replay went on from the old c."""
+    recorded, plain = pair(language, keep_state=True)
+    for trainer in (recorded, plain):
+        for number in range(5):
+            trainer.step(words(4, 2, number, fresh=number == 0))
+            if number == 3:
+                assert trainer.state is not None
+                swap = len(parts) == 2
+                trainer.state = State(
+                    tuple(
+                        type(each)(each.c if swap else each.h + ("h" in parts), each.h if swap else each.c + ("c" in parts))
+                        for each in trainer.state.carries
+                    )
+                )
+    same(recorded, plain)
+    assert counted(recorded, "step") >= 3

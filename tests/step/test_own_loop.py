@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import _warm
 import carrywave as cw
 from carrywave.errors import Diverged, RunError, SpecError, UserError
 from carrywave.model.encoders import Embedding
@@ -19,6 +21,7 @@ from carrywave.model.parameter_placement import Holding, hold
 from carrywave.plan.plan import Plan
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.trainer_state import PARTS
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
@@ -521,3 +524,14 @@ def test_a_part_of_a_model_is_not_saved_as_a_whole() -> None:
     for part in (net, net.head):
         with pytest.raises(UserError, match=r"is held by another worker.*trainer\.state_dict\(\)"):
             part.state_dict()
+
+
+def test_a_state_that_lacks_a_part_is_refused_on_all_workers(tmp_path: Path) -> None:
+    """Rank 0 alone had raised, and the others had waited for it."""
+    ended = _warm.start([sys.executable, str(Path(__file__).with_name("_incomplete.py")), str(tmp_path)], 2)
+    assert ended.code == 0, ended
+    said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in range(2)]
+    assert said[0] == said[1]
+    assert said[0] == [
+        f"the trainer state is incomplete: it has no {part}; pass what trainer.state_dict() returned on rank 0" for part in PARTS
+    ]
