@@ -52,9 +52,8 @@ from carrywave.step.passes.micro_batches import FlatCarry, flatten, lanes_of
 from carrywave.step.passes.profiler_ranges import span
 from carrywave.step.position import Position
 from carrywave.step.precision import configure, with_settled_precision
-from carrywave.step.sync.meeting import News
+from carrywave.step.sync.meeting import News, UserExchanges, check_unsaved
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
-from carrywave.step.sync.user_loop import UserExchanges, check_unsaved
 from carrywave.step.trainer_state import Stateful
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.user_gradients import UserGradients
