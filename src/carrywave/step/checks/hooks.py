@@ -65,7 +65,6 @@ class Hooks:
     @contextmanager
     def put_off(self) -> Iterator[None]:
         """Inside this context torch does not call the user's post-accumulate hooks; `call` does."""
-        self._put_off = []
         taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for parameter in self._with_users():
             users, hooks = _users(parameter), parameter._post_accumulate_grad_hooks
@@ -76,6 +75,7 @@ class Hooks:
         try:
             yield
         finally:
+            self._put_off = []
             for hooks, before in taken:
                 added = {key: hook for key, hook in hooks.items() if key not in before}
                 hooks.clear()

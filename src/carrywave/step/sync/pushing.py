@@ -111,9 +111,9 @@ class Pushing:
 
     def summary(self) -> str:
         """How stale gradients were, in a sentence."""
-        bound = (self.size - 1) * (2 * self.spec.max_staleness + 1)
+        seen, bound = self.staleness, (self.size - 1) * (2 * self.spec.max_staleness + 1)
         return (
-            f"asynchronous: a gradient missed {self.staleness.mean:.1f} updates of other replicas on average, {self.staleness.most} at most "
+            f"asynchronous: a gradient missed {seen.mean:.1f} updates of other replicas on average, {seen.most} at most "
             f"(bound {bound}); another run will end with other weights"
         )
 
