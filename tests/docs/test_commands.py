@@ -54,7 +54,6 @@ NOT_RUN = {
     "--cluster": "planned in tests/cli/test_plan.py",
     "--devices N": "a number of the reader's own",
     "machine.json": "needs a measured profile",
-    "ours.json": "needs a measured profile",
     "runs/words": "needs the run",
     "runs/search": "needs the search",
     "--seeds": "starts several runs: tests/tuning/test_seeds.py",
