@@ -113,8 +113,10 @@ def test_what_reads_over_the_edges_of_sequences_is_refused() -> None:
     with pytest.raises(UserError, match="the front reads over their edges"):
         cw.Trainer(front, {}).step(packed)
 
+    labels = torch.zeros(packed.lengths.shape, dtype=torch.int64)
+    batch = cw.Batch.of(packed.inputs, labels, packed.lengths, resets=packed.resets, pooled=True)
     with pytest.raises(UserError, match="the head PooledSoftmax reads each lane as one; use one for each sequence"):
-        cw.Trainer(model_of(head=PooledSoftmax(5, CLASSES)), {"precision": "fp64"}).step(packed)
+        cw.Trainer(model_of(head=PooledSoftmax(5, CLASSES)), {"precision": "fp64"}).step(batch)
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -133,8 +135,8 @@ def test_what_reads_over_the_edges_of_sequences_is_refused() -> None:
 
 
 def test_evaluation_reads_resets() -> None:
-    padded, packed = both_ways(labels=True)
-    trainer = cw.Trainer(model_of(head=PooledSoftmax(5, CLASSES, "mean")), {"precision": "fp64"}, plan={"chunk_steps": 3}, keep_state=False)
+    padded, packed = both_ways()
+    trainer = cw.Trainer(model_of(), {"precision": "fp64"}, plan={"chunk_steps": 3}, keep_state=False)
     # float64, another order of summation
     assert float(trainer.evaluate([packed])) == pytest.approx(float(trainer.evaluate([padded])), rel=1e-12)
 
