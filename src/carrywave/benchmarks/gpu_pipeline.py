@@ -45,15 +45,15 @@ from carrywave.launch.shares.mps import PERCENT, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.worker_pool import Row
-from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Profile
-from carrywave.plan.cost.simulation import TaskSpan, Timeline
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan
+from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.profile import Profile
 from carrywave.plan.schedule.schedule import StageTask
-from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.show import svg
 from carrywave.plan.show.svg import Panel
 from carrywave.plan.show.text import unit_names
+from carrywave.plan.simulation import TaskSpan, Timeline
 from carrywave.runs import output_file
 
 ROUNDS, BLOCK_SECONDS = 5, 0.1

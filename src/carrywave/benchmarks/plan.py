@@ -30,12 +30,12 @@ from carrywave.parallel import worker_pool
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile
-from carrywave.plan.cost.units import Units
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, even_cuts
-from carrywave.plan.search.predictor import Predictor
-from carrywave.plan.search.search import describe, search
+from carrywave.plan.predict import Predictor
+from carrywave.plan.profile import PROFILE, find_profile
+from carrywave.plan.search import describe, search
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec

@@ -11,7 +11,7 @@ import typer
 
 from carrywave.cli.options import JsonOption, numbers_of, show, write_rows
 from carrywave.errors import UserError
-from carrywave.plan.cost.shipped_profiles import PROFILE
+from carrywave.plan.profile import PROFILE
 from carrywave.runs import output_file
 from carrywave.runs.display import table_of
 

@@ -34,7 +34,7 @@ from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.launcher_env import launched, worker_file
 from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
 from carrywave.parallel.world import World, join, launch_store, leave
-from carrywave.plan.cost.profile import Profile, Reduction
+from carrywave.plan.profile import Profile, Reduction
 from carrywave.runs import output_file
 
 LOOK_SECONDS = 60.0  # for a worker to look at its own host: a disk may not answer

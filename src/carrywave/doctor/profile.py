@@ -9,7 +9,7 @@ from pathlib import Path
 from carrywave.doctor.links import MeasuredLink
 from carrywave.measure.grid import OPTIMIZERS, PRECISIONS, modest_grid
 from carrywave.measure.profiles import Wanted, empty, extended
-from carrywave.plan.cost.profile import Link, Profile, Reduction, Transport
+from carrywave.plan.profile import Link, Profile, Reduction, Transport
 
 TRANSPORTS: dict[str, Transport] = {"device memory": "device memory", "NCCL": "NCCL", "gloo": "gloo"}
 

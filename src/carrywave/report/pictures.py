@@ -7,11 +7,11 @@ from html import escape
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
-from carrywave.plan.cost.simulation import TaskSpan, Timeline
 from carrywave.plan.schedule.schedule import Phase, StageTask
 from carrywave.plan.show.drawing import inline
 from carrywave.plan.show.svg import Panel, draw
 from carrywave.plan.show.text import seconds_text, unit_names
+from carrywave.plan.simulation import TaskSpan, Timeline
 from carrywave.report.record import RunRecord, is_number
 
 BOX, GAP, TALL, LINE, MARGIN = 176, 44, 64, 26, 8  # pixels: width of a stage, between stages, height of a stage, between replicas

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
-from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
+from carrywave.plan.memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.gradients import FlatBuffers, Gradients, Result
 from carrywave.step.norms import by_dtype, norm_of_each
 from carrywave.step.optim.pieces import Pieces

@@ -28,9 +28,9 @@ from carrywave.parallel import worker_pool
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.plan.cost.footprint import largest_stage
-from carrywave.plan.cost.units import Units
+from carrywave.plan.memory import largest_stage
 from carrywave.plan.plan import Plan
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.step.trainer import Trainer

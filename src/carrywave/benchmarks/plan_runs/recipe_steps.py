@@ -30,12 +30,12 @@ from carrywave.parallel import worker_pool
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.cost.sample_requests import Ask, asks_of
-from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.predict import Predictor
+from carrywave.plan.profile import Profile
+from carrywave.plan.units import Units
 from carrywave.runs.evaluation import order_for
 from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import holding_of

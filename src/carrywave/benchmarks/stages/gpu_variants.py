@@ -11,7 +11,7 @@ from carrywave.benchmarks.stages.gpu_worker import Split, SummedStack
 from carrywave.benchmarks.stages.variants import SCHEDULERS
 from carrywave.errors import UserError
 from carrywave.parallel.worker_pool import Row
-from carrywave.plan.cost.transports import BY_BACKEND, DEVICE_MEMORY
+from carrywave.plan.profile import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.schedule import schedule as schedules
 
 CHUNKS = (2, 4, 8, 16, 32)

@@ -36,8 +36,8 @@ from carrywave.parallel.liveness.lost_contact import sounds_lost
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World, all_gather_text
-from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.step.graphs.capture import Capture

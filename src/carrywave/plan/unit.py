@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from carrywave.cells.cell import HALF_PRECISIONS, Cell, by_name, names
 from carrywave.errors import PlanError
-from carrywave.plan.cost.profile import CallKind
+from carrywave.plan.rates import CallSize
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
@@ -31,9 +31,9 @@ class Unit:
     """The encoder, a layer or the head."""
 
     name: str
-    kind: CallKind  # of a `Sample`: for a layer, its cell; or "numbers": numeric input passes through unchanged
-    inputs: int  # inputs and outputs are as in a `Sample`
-    outputs: int
+    kind: str  # of a layer, its cell; embedding, softmax, linear; or "numbers": numeric input passes through unchanged
+    inputs: int  # of a layer its width, of an embedding its rows
+    outputs: int  # of a layer its hidden units, of a head its classes or numbers
     width_in: int  # width of the input from the previous unit; 0 for the encoder
     width_out: int  # width of the output to the next unit; 0 for the head
     parameters: int  # not counting those shared with another unit
@@ -41,16 +41,21 @@ class Unit:
     deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
     carry: int = 0  # elements per lane
     work: int = 0  # elements per lane and step of temporary memory while it runs
-    most_work: int = 0  # the most of it, however many lanes and steps there are; 0: no limit
     projection: int = 0
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
     norm: int = 0  # width of the layer norm applied to its output; 0 for none
-    dropped_rows: int = 0  # rows of recurrent weights, of `outputs` or `projection` each, that are dropped anew in every pass; 0 for none
-    launches: int = 0  # of a layer that its cell's kernels do not run: operations per step; samples are of the kernels
+    launches: int = 0  # of what no kernel of ours runs: operations that are launched at every step
     heads: int = 1
-    tensors: int = 0  # number of parameter tensors
     front: tuple[Convolution, ...] = ()  # of the encoder
+
+    def call(self, lanes: int, steps: int) -> CallSize:
+        """What the time of one direction on this many lanes and steps depends on."""
+        if self.cell is None:
+            return CallSize(self.inputs, self.outputs, lanes, steps)
+        gates = self.cell.gates * self.outputs
+        weights = self.cell.multiply_adds(self.inputs, self.outputs, self.projection, self.heads)
+        return CallSize(self.inputs, gates, lanes, steps, max(1, weights - gates * self.inputs))
 
     @property
     def cell(self) -> Cell | None:
@@ -88,7 +93,6 @@ def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
         deferred=plain.deferred * total_stride(layers),
         work=max(work, plain.work * total_stride(layers)),
         dropout=width if plain.dropout else 0,
-        tensors=plain.tensors + 4 * len(layers),
         front=(*plain.front, *front),
     )
 
@@ -111,15 +115,14 @@ def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
             deferred=width + 2,
             work=width,
             dropout=dropped,
-            tensors=1,
         )
         return _spelled(words, spec, facts) if facts.characters else words
     if not facts.features:
         raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
     inputs = step_inputs(spec, facts)
-    width, tables = inputs.width, len(inputs.tables)
+    width = inputs.width
     dropped = width if model.dropout_input else 0
-    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped, tensors=tables)
+    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped)
 
 
 def _spelled(words: Unit, spec: Spec, facts: DataFacts) -> Unit:
@@ -139,7 +142,6 @@ def _spelled(words: Unit, spec: Spec, facts: DataFacts) -> Unit:
         kept=words.kept + kept * facts.word_length + added,
         work=words.work + kept * facts.word_length,
         dropout=words.dropout and words.dropout + added,
-        tensors=words.tensors + (3 if convolved else 9),
         front=(read,),
     )
 
@@ -178,10 +180,8 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
         directions=directions,
         dropout=dropout,
         norm=norm,
-        dropped_rows=directions * rows if model.weight_drop else 0,
         launches=cell.launches if kernels and by_steps else 0,
         heads=model.heads,
-        tensors=directions * (4 + bool(model.projection) + len(extra)) + 2 * bool(norm) + len(learned),
     )
 
 

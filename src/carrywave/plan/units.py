@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 
 from carrywave.errors import PlanError
-from carrywave.plan.canonical_shards import REPLICAS, SHARDS
-from carrywave.plan.cost.profile import CallKind
-from carrywave.plan.cost.unit import Unit, encoder_unit, given_or, layer_unit
-from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
+from carrywave.plan.plan import Plan
+from carrywave.plan.unit import Unit, encoder_unit, given_or, layer_unit
 from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
@@ -54,12 +52,9 @@ class Units:
     pooled: bool = False  # the head scores whole sequences
     whole: bool = False  # layers are bidirectional, or a front or the head read whole sequences, so time cannot be cut into chunks
     streams: bool = True
-    reproducible: bool = False
-    shard_optimizer: bool = False  # replicas divide the optimizer state
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
     whole_head: bool = False  # the head reads whole sequences, so that stages cannot share it
     picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
-    rows: int = 0  # parameters of a split vocabulary that one replica holds alone
     stride: int = 1  # steps of the data that a front makes one of; shapes are those after it
 
     def __len__(self) -> int:
@@ -104,38 +99,13 @@ class Units:
         """Number of parameters held by a stage with units [first, last)."""
         head = len(self.units) - 1
         also = share_head and last <= head
-        total: int = self._sums[last][0] - self._sums[first][0] + (self.units[head].parameters if also else 0)
+        total = self._sums[last] - self._sums[first] + (self.units[head].parameters if also else 0)
         return total + (self.tied if first == 0 or last > head or also else 0)
 
-    def tensors(self, first: int, last: int, *, share_head: bool = False) -> int:
-        """Number of parameter tensors held by a stage with units [first, last)."""
-        head = len(self.units) - 1
-        also = self.units[head].tensors if share_head and last <= head else 0
-        return self._sums[last][1] - self._sums[first][1] + also - (bool(self.tied) and first == 0 and (last > head or share_head))
-
-    def alike(self, first: int, last: int) -> tuple[int, int]:
-        """The first span of units identical to [first, last), so that results for one can be reused for the other: equal layers repeat."""
-        begin, end = self._run_of[first]
-        return (begin, begin + last - first) if last <= end else (first, last)
-
     @cached_property
-    def _sums(self) -> list[tuple[int, int]]:
-        """Prefix sums of (parameters, tensors) over the units."""
-        each = ((unit.parameters, unit.tensors) for unit in self.units)
-        return list(accumulate(each, lambda sofar, one: (sofar[0] + one[0], sofar[1] + one[1]), initial=(0, 0)))
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """Maximal runs of neighbouring units that are equal except for their names, each as [first, last)."""
-        edges = [0]
-        for _, several in groupby(self.units, key=lambda unit: replace(unit, name="")):
-            edges.append(edges[-1] + len(list(several)))
-        return list(pairwise(edges))
-
-    @cached_property
-    def _run_of(self) -> list[tuple[int, int]]:
-        """The run that each unit belongs to."""
-        return [run for run in self.runs for _ in range(*run)]
+    def _sums(self) -> list[int]:
+        """Prefix sums of the units' parameters."""
+        return list(accumulate((unit.parameters for unit in self.units), initial=0))
 
     def common(self, edges: tuple[int, ...], *, share_head: bool = False) -> tuple[int, tuple[int, ...]]:
         """The number of parameters held by several stages (tied weights, a shared head), and those stages."""
@@ -147,48 +117,9 @@ class Units:
         return (self.tied, (0, last)) if self.tied else (0, ())
 
     def micro_batches(self, plan: Plan, lanes: int) -> list[int]:
-        """Lanes in each micro-batch of a replica with `lanes` lanes; in a reproducible run the micro-batches are its shards."""
-        parts = SHARDS // plan.replicas if self.reproducible and plan.replicas in REPLICAS else plan.micro_batches
-        parts = min(parts, lanes)
+        """Lanes in each micro-batch of a replica with `lanes` lanes."""
+        parts = min(plan.micro_batches, lanes)
         return [lanes * (part + 1) // parts - lanes * part // parts for part in range(parts)]
-
-    @property
-    def has_vocabulary(self) -> bool:
-        """True if the encoder has rows that replicas can split."""
-        return self.units[0].kind == "embedding" and not self.units[0].front
-
-    @property
-    def scores_vocabulary(self) -> bool:
-        """True if the head has the same rows, and is split with the encoder."""
-        head = self.units[-1]
-        whole = not self.pooled and not self.picks_rows and not self.whole_head
-        return self.has_vocabulary and whole and head.kind == "softmax" and head.outputs == self.units[0].inputs
-
-    def split_over(self, replicas: int) -> Units:
-        """With the rows of the vocabulary split over this many replicas. Each reads the tokens and outputs of all of them, and keeps no
-        logits.
-        """
-        if replicas == 1 or not self.has_vocabulary:
-            return self
-        encoder, head = self.units[0], self.units[-1]
-        encoder = replace(
-            encoder,
-            parameters=-(-encoder.parameters // replicas),
-            kept=encoder.kept + 2 * replicas,
-            deferred=replicas * encoder.deferred,
-            work=2 * replicas * encoder.work,
-        )
-        if self.scores_vocabulary:
-            head = replace(
-                head,
-                parameters=-(-head.parameters // replicas),
-                kept=replicas * (head.width_in + 2),
-                deferred=0,
-                most_work=2 * LOGITS_AT_ONCE,
-            )
-        tied = -(-self.tied // replicas)
-        rows = encoder.parameters + tied + (head.parameters if self.scores_vocabulary else 0)
-        return replace(self, units=(encoder, *self.units[1:-1], head), tied=tied, rows=rows)
 
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:
@@ -230,7 +161,6 @@ class Units:
                 work=0 if pooled else outputs + alignments,
                 carry=read if pooled else 0,
                 launches=ALIGNING * model.upsample if alignments else 0,
-                tensors=2 + bool(query) + 2 * bool(line),
             )
         )
         if tied:
@@ -250,13 +180,19 @@ class Units:
             pooled or bool(alignments),
             model.bidirectional or spec.reads_whole,
             spec.streams,
-            spec.train.reproducible,
-            spec.train.shard_optimizer,
             _outer_copies(spec.train),
             whole_head=model.crf is True or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),
         )
+
+
+def unit_names(units: int, first: int, last: int) -> str:
+    """Describe units [first, last) of `units`: `encoder, layers 1-3`."""
+    head = units - 1
+    low, high = max(first, 1), min(last, head)
+    layers = [] if high <= low else [f"layer {low}"] if high - low == 1 else [f"layers {low}-{high - 1}"]
+    return ", ".join(["encoder"] * (first == 0) + layers + ["head"] * (last > head))
 
 
 def _states(train: TrainSpec) -> int:
@@ -274,7 +210,7 @@ def _outer_copies(train: TrainSpec) -> int:
     return 1 + (1 if momentum else 0) + -(-2 // train.sync_fragments)
 
 
-def _head(spec: Spec, facts: DataFacts) -> tuple[CallKind, int]:
+def _head(spec: Spec, facts: DataFacts) -> tuple[str, int]:
     """The kind of the head and its number of outputs."""
     match spec.task:
         case "language":
@@ -292,7 +228,7 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[CallKind, int]:
         raise PlanError(
             f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
-    return "softmax" if kind == "softmax" else "linear", outputs
+    return kind, outputs
 
 
 def _likelihood(spec: Spec, facts: DataFacts) -> int:
@@ -315,7 +251,6 @@ def _crf(head: Unit, rows: int) -> Unit:
         kept=4 * labels + bool(rows) * FEATURES * (labels + 2),
         work=14 * labels,
         launches=1,
-        tensors=head.tensors + 3 + bool(rows),
     )
 
 
@@ -326,7 +261,7 @@ def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int)
     first = cutoffs[0] + len(cutoffs)
     scored = first + sum(sizes) // 4
     parameters = first * width + sum(each * (width + size) for each, size in zip(narrow, sizes, strict=True))
-    return replace(head, outputs=scored, parameters=parameters, kept=scored, deferred=scored, work=scored, tensors=1 + 2 * len(sizes))
+    return replace(head, outputs=scored, parameters=parameters, kept=scored, deferred=scored, work=scored)
 
 
 def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from carrywave.errors import PlanError
-from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Piped, Profile
-from carrywave.plan.cost.stage_costs import Costs
-from carrywave.plan.cost.units import Units
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.fitting import NoFit
 from carrywave.plan.plan import Plan
-from carrywave.plan.search.memory_advice import explained
-from carrywave.plan.search.partition import NoFit
-from carrywave.plan.search.predictor import Prediction, Predictor
-from carrywave.plan.search.search import GAIN_PER_DOUBLING, TOLERANCE, Search, price
-from carrywave.plan.search.space import Space
+from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.profile import Profile
+from carrywave.plan.search import best_paying, simulated
+from carrywave.plan.space import Space
+from carrywave.plan.units import Units
 
 MOST_DEVICES = 4096
 
@@ -38,35 +36,26 @@ class Scale:
 
 def scale(units: Units, profile: Profile, most: int = MOST_DEVICES) -> Scale:
     """The fastest plan on 1, 2, 4, … `most` devices; on one host only, if the profile has no link between hosts."""
-    costs: dict[tuple[int, Piped, int], Costs] = {}
     points: list[Point] = []
     misfit: NoFit | None = None
     best: Prediction | None = None
     devices = 1
     while devices <= most and (devices <= profile.devices_per_host or profile.between is not None):
-        before, cluster = best, Cluster.uniform(profile, devices)
+        cluster, before = Cluster.uniform(profile, devices), devices // 2
+
+        def more(plan: Plan, before: int = before) -> bool:
+            return plan.workers > before  # smaller plans have already been tried
+
         try:
-            best = _fastest(Predictor(units, cluster, costs), more_than=devices // 2)
+            space = Space(units, cluster)
+            found = simulated(Predictor(units, cluster), space, more) if any(map(more, space.groups())) else []
+            best = min([*found, *([best] if best else [])], key=lambda each: each.seconds, default=None)
         except NoFit as error:
-            misfit, best = explained(error, Space(units, cluster)), None
-        if before is not None and (best is None or best.seconds > before.seconds):
-            best = before
+            misfit = error
         if best is not None:
             first = points[0].prediction.seconds * points[0].devices if points else best.seconds * devices
             points.append(Point(devices, best, first / (best.seconds * devices)))
         devices *= 2
     if not points:
         raise misfit or PlanError(f"devices={most} leaves no device to train on; use 1 or more")
-    pays = min((point.prediction for point in points), key=lambda each: each.seconds * price(each.plan.workers, GAIN_PER_DOUBLING))
-    return Scale(tuple(points), pays.plan.workers)
-
-
-def _fastest(predictor: Predictor, *, more_than: int) -> Prediction | None:
-    """The fastest plan on more than `more_than` devices: smaller plans have already been tried."""
-    search = Search(predictor, use_all=False, tolerance=TOLERANCE)
-    search.check_room()
-
-    def wanted(plan: Plan) -> bool:
-        return plan.workers > more_than
-
-    return search.best(wanted, gain=0.0)
+    return Scale(tuple(points), best_paying([point.prediction for point in points]).plan.workers)

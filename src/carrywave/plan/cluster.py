@@ -1,21 +1,21 @@
 """A `Cluster` is a set of hosts with devices and the links between them; `place` assigns the workers of a plan to devices.
 
 Ranks fill the hosts in order, and `plan.placement` says which of them does what, as in the runtime: the stages of a replica are on one
-host where they can be. (If all hosts are alike, the order of the ranks is as good as any.) The replicas of a stage may be on different
-kinds of devices; they wait for each other at every step, so a stage is as fast as its slowest device.
+host where they can be. Hosts may have different kinds of devices; a plan is as fast as the slowest of those that it uses.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from carrywave.errors import PlanError
-from carrywave.plan.cost.profile import Link, Profile, unknown_key, validated
 from carrywave.plan.placement import arrange
+from carrywave.plan.profile import Link, Profile, validated
 
 MOST_DEVICES = 1 << 16
 
@@ -29,19 +29,13 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The placement of replicas × stages workers."""
+class Placement:
+    """Where the workers of replicas × stages are."""
 
-    profiles: tuple[tuple[Profile, ...], ...]  # per stage: the kinds of devices it runs on, over all replicas
-    crossing: tuple[bool, ...]  # per edge between stages: True if it crosses hosts in any replica
-    apart: bool  # True if the replicas of a stage are on several hosts
+    kinds: tuple[Profile, ...]  # of the devices used
+    crossing: tuple[bool, ...]  # for each edge between stages: True if it crosses hosts in any replica
     hosts: int
     crowd: int  # workers on the fullest host
-
-    @cached_property
-    def kinds(self) -> tuple[Profile, ...]:
-        """The distinct kinds of devices, by identity, since profiles are expensive to compare."""
-        return tuple({id(profile): profile for kinds in self.profiles for profile in kinds}.values())
 
 
 @dataclass(frozen=True)
@@ -120,98 +114,53 @@ class Cluster:
         links = [profile.between for profile in profiles if profile.between is not None]
         return self.between or min(links, key=lambda link: link.bytes_per_second, default=self.link_within(profiles))
 
-    def place(self, replicas: int, stages: int) -> Placed:
+    @property
+    def uniform_kind(self) -> bool:
+        """True if all devices are of one kind."""
+        return all(host.profile is self.hosts[0].profile for host in self.hosts)
+
+    def place(self, replicas: int, stages: int) -> Placement:
         """Place replicas × stages workers on the first devices of the cluster."""
-        size, first = self.hosts[0].devices, self.hosts[0].profile
         used = replicas * stages
         if used > self.devices:
             raise PlanError(f"replicas={replicas} x stages={stages} needs {used} devices, but the cluster has {self.devices}; use fewer")
-        full = -(-used // size)  # hosts needed if all were like the first
-        alike = self.hosts[:full]
-        if (
-            full <= len(self.hosts)
-            and all(host.devices == size for host in alike[:-1])
-            and alike[-1].devices >= used - (full - 1) * size
-            and all(host.profile == first for host in alike)
-        ):
-            return _equal(replicas, stages, size, first)
-        return self._count(replicas, stages)
-
-    def homes(self, replicas: int, stages: int) -> list[int]:
-        """The host of each worker, replica by replica, stage by stage."""
-        filled = [number for number, host in enumerate(self.hosts) for _ in range(host.devices)][: replicas * stages]
-        return [filled[rank] for rank in arrange(filled, stages)]
-
-    def _count(self, replicas: int, stages: int) -> Placed:
-        """Place workers one by one, for hosts that differ."""
-        home = self.homes(replicas, stages)
-        profiles: list[tuple[Profile, ...]] = []
-        for stage in range(stages):
-            kinds: list[Profile] = []
-            for host in dict.fromkeys(home[stage::stages]):
-                if all(self.hosts[host].profile is not kind for kind in kinds):
-                    kinds.append(self.hosts[host].profile)
-            profiles.append(tuple(kinds))
-        ranks = range(0, replicas * stages, stages)
-        return Placed(
-            tuple(profiles),
-            tuple(any(home[rank + stage] != home[rank + stage + 1] for rank in ranks) for stage in range(stages - 1)),
-            any(len(set(home[stage::stages])) > 1 for stage in range(stages)),
-            max(home) + 1,
-            max(home.count(host) for host in set(home)),
+        filled = [number for number, host in enumerate(self.hosts) for _ in range(host.devices)][:used]
+        home = [filled[rank] for rank in arrange(filled, stages)]
+        firsts = range(0, used, stages)
+        return Placement(
+            tuple({id(self.hosts[host].profile): self.hosts[host].profile for host in filled}.values()),
+            tuple(any(home[first + stage] != home[first + stage + 1] for first in firsts) for stage in range(stages - 1)),
+            filled[-1] + 1,
+            max(Counter(filled).values()),
         )
 
+    def sum_seconds(self, placed: Placement, workers: int, num_bytes: int, groups: int = 1) -> float:
+        """Seconds of an all-reduce over this many of the placed workers: ring or tree, whichever is faster.
 
-def _equal(replicas: int, stages: int, size: int, profile: Profile) -> Placed:
-    """Place workers on hosts of equal size, without enumerating them: the pattern of host boundaries repeats every `size` replicas."""
-    used = replicas * stages
-    ranks = range(0, min(replicas, size) * stages, stages)
-    crossing = tuple(any((rank + stage + 1) % size == 0 for rank in ranks) for stage in range(stages - 1))
-    return Placed(((profile,),) * stages, crossing, replicas > 1 and used > size, -(-used // size), min(used, size))
-
-
-def reduce_seconds(cluster: Cluster, placed: Placed, workers: int, num_bytes: int, groups: int = 1) -> float:
-    """Seconds of an all-reduce: ring or tree, whichever is faster, corrected by the measured all-reduces.
-
-    `groups` all-reduces run at the same time and share the link of their host.
-    """
-    if workers < 2 or num_bytes == 0:
-        return 0.0
-    kinds = placed.kinds
-    apart = placed.hosts > 1 and (placed.apart or workers > placed.crowd)
-    link = cluster.link_between(kinds) if apart else cluster.link_within(kinds)
-    # Only links between hosts are shared; each device has its own link within a host.
-    rate = link.bytes_per_second / (groups if apart else 1)
-    own = cluster.between is None if apart else cluster.within is None  # measured all-reduces apply only to the profile's own link
-    return _model(workers, num_bytes, link.latency_seconds, rate) * (_correction(kinds[0], workers, num_bytes, apart=apart) if own else 1.0)
-
-
-def _model(workers: int, num_bytes: float, latency: float, rate: float) -> float:
-    ring = 2 * (workers - 1) * latency + 2 * (workers - 1) / workers * num_bytes / rate
-    tree = 2 * math.ceil(math.log2(workers)) * latency + 2 * num_bytes / rate
-    return min(ring, tree)
-
-
-def _correction(profile: Profile, workers: int, num_bytes: int, *, apart: bool) -> float:
-    """Measured over modelled time, averaged over the measured all-reduces with weights that favour the nearest ones."""
-    link = profile.between if apart else profile.within
-    samples = [each for each in profile.reductions if each.apart == apart]
-    if not samples or link is None:
-        return 1.0
-    total = off = 0.0
-    for each in samples:
-        apart_by = math.log2(each.workers / workers) ** 2 * 4 + math.log2(each.num_bytes / num_bytes) ** 2
-        weight = 1.0 / (apart_by * apart_by + 1e-9)
-        total += weight
-        off += weight * math.log(each.seconds / _model(each.workers, each.num_bytes, link.latency_seconds, link.bytes_per_second))
-    return math.exp(off / total)
+        `groups` all-reduces run at the same time and share the link of their host.
+        """
+        if workers < 2 or num_bytes == 0:
+            return 0.0
+        apart = placed.hosts > 1 and (workers > placed.crowd or placed.hosts * workers > placed.crowd)
+        if apart:
+            link = self.link_between(placed.kinds)
+        else:
+            link = self.within or min((kind.sums or kind.within for kind in placed.kinds), key=lambda each: each.bytes_per_second)
+        # Only links between hosts are shared; each device has its own link within a host.
+        rate = link.bytes_per_second / (groups if apart else 1)
+        ring = 2 * (workers - 1) * link.latency_seconds + 2 * (workers - 1) / workers * num_bytes / rate
+        tree = 2 * math.ceil(math.log2(workers)) * link.latency_seconds + 2 * num_bytes / rate
+        return min(ring, tree)
 
 
 def _mapping(values: object, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise PlanError(f"{where} must be a mapping with {', '.join(keys)}, got {values!r}; correct it")
     if unknown := [key for key in values if key not in keys]:
-        raise PlanError(unknown_key(str(unknown[0]), keys, where))
+        near = difflib.get_close_matches(str(unknown[0]), keys, n=1)
+        raise PlanError(
+            f"{where}: unknown key {unknown[0]!r}; " + (f"did you mean {near[0]}?" if near else f"the keys are {', '.join(keys)}")
+        )
     return values
 
 
